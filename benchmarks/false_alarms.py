@@ -75,7 +75,7 @@ def main() -> None:
         training = Training(recipe, prepare(recipe.data, recipe.model.vocab_size))
         guard, furthest, found, loss = SpikeDetector(), dict.fromkeys(FLOORS, 0.0), 0, math.nan
         while not training.finished:
-            step = training.issue().result()
+            step = training.issue()()
             if guard.observe(step) is not None:
                 found, guard = found + 1, SpikeDetector()
             furthest = {name: max(furthest[name], watch.total) for name, watch in guard.watches.items()}

@@ -143,9 +143,9 @@ def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
         before = training.issue()  # one ahead, as the device is never waited for
         for _ in range(count - 1):
             ahead = training.issue()
-            before.result()
+            before()
             before = ahead
-        before.result()
+        before()
 
     return steps, sum(parameter.numel() for parameter in training.model.parameters())
 

@@ -7,9 +7,10 @@ import torch
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.stage import Stage
+from leaven.documents.planning import BenchSpeed
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
-from leaven.training.bench import Bench, BenchMeasurement, batches_of, bench, micro_batches_of
+from leaven.training.bench import batches_of, bench, choose, micro_batches_of
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenS
     assert [(row.global_batch, row.micro_batch) for row in found.rows] == [(3, 1), (3, 2), (8, 1), (8, 2), (8, 8)]
     assert calls == [(n, 5) for n in range(6)]
     assert found.whole
-    assert found.too_large == ()
+    assert found.too_large == []
     for row in found.rows:
         assert row.tflops == pytest.approx(row.tokens_per_second * flops_per_token(tiny.model) / 1e12)
         assert row.mfu > 0
@@ -41,18 +42,18 @@ def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenS
 
 def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> None:
     """BLOOM's own test: 8 TFLOP/s a GPU at a batch of 16, 73 at 192, 150 at 2,048."""
+    speeds = [(2, 16, 8), (4, 16, 6), (2, 192, 73), (2, 2_048, 150), (4, 2_048, 149)]
+    unused = dict.fromkeys(("tflops", "mfu", "mfu_causal", "hfu", "peak_gib"), 0.0)
     rows = [
-        BenchMeasurement(2, batch, tflops, tflops, 0.0, 0.0) for batch, tflops in ((16, 8), (192, 73), (2_048, 150))
+        BenchSpeed(micro_batch=micro_batch, global_batch=batch, tokens_per_second=speed, **unused)
+        for micro_batch, batch, speed in speeds
     ]
-    rows.insert(1, BenchMeasurement(4, 16, 6, 6, 0.0, 0.0))
-    rows.append(BenchMeasurement(4, 2_048, 149, 149, 0.0, 0.0))
-    found = Bench(tiny, "", tuple(rows), (), True)
     for share, start in ((0.05, 16), (0.4, 192), (0.9, 2_048)):
-        chosen = found.choose(share)
-        assert chosen["micro_batch"] == 2
-        assert chosen["ramp_start"]["global_batch"] == start
-        assert chosen["ramp_start"]["batch_tokens"] == start * 32
-    assert found.choose(0.4)["ramp_start"]["share_of_peak"] == pytest.approx(73 / 150)
+        chosen = choose(rows, share, tiny.model.seq_len)
+        assert chosen is not None
+        assert chosen.micro_batch == 2
+        assert (chosen.ramp_start.global_batch, chosen.ramp_start.batch_tokens) == (start, start * 32)
+    assert choose(rows, 0.4, 32).ramp_start.share_of_peak == pytest.approx(73 / 150)  # type: ignore[union-attr]
 
 
 def test_after_out_of_memory_larger_micro_batches_are_skipped(
@@ -68,7 +69,7 @@ def test_after_out_of_memory_larger_micro_batches_are_skipped(
     monkeypatch.setattr(Stage, "forward", limited)
     found = bench(tiny, tokens, [1, 2, 4, 8], [8], limit_seconds=600)
     assert [row.micro_batch for row in found.rows] == [1, 2]
-    assert found.too_large == (4, 8)
+    assert found.too_large == [4, 8]
 
 
 def test_a_stop_or_a_limit_keeps_what_was_measured(tiny: Recipe, tokens: TokenSet) -> None:
@@ -96,12 +97,12 @@ def test_the_choice_ignores_a_global_batch_that_was_interrupted(tiny: Recipe, to
             [1, 2, 4],
             [2, 4],
             limit_seconds=600,
+            share=0.01,
             on_row=lambda count, total, done=done: done.append(count),
             stop=lambda done=done, cells=cells: done[-1] == cells,
         )
         assert (len(found.rows), found.unfinished, found.whole) == (cells, unfinished, False)
-        choice = found.choose(0.01)
-        assert (choice and choice["ramp_start"]["global_batch"]) == chosen
+        assert (found.choose and found.choose.ramp_start.global_batch) == chosen
 
 
 def test_default_batches(tiny: Recipe) -> None:

@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, by_thumb, choose, even, needed_memory, settle, sizes, trial_step
+from leaven.training.micro_batch import GIB, by_thumb, even, needed_memory, settle, sizes, trial_step
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -130,7 +130,7 @@ def test_the_fastest_is_taken(
     tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], seconds: dict[int, float], chosen: int
 ) -> None:
     at_speed.update(seconds)
-    choice = choose(Training(tiny.replace(LONG), tokens))
+    choice = settle(Training(tiny.replace(LONG), tokens))
     assert choice.micro_batch == chosen
     assert {t.micro_batch: t.tokens_per_second for t in choice.timings} == {
         size: pytest.approx(256 / (8 / size * second)) for size, second in seconds.items()
@@ -151,7 +151,7 @@ def test_no_more_than_a_minute_is_spent(
 
     monkeypatch.setattr(micro_batch, "trial_step", trial)
     monkeypatch.setattr(micro_batch.time, "perf_counter", lambda: clock[0])
-    assert choose(Training(tiny.replace(LONG), tokens)).micro_batch == 1
+    assert settle(Training(tiny.replace(LONG), tokens)).micro_batch == 1
     assert clock[0] == 40.0
 
 
@@ -243,7 +243,7 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
 ) -> None:
     """The system would end the process, so a closed form decides: only what fills 80% of the free memory is tried."""
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 2, "cpu") / 0.79))
-    choice = choose(Training(tiny.replace(LONG), tokens))
+    choice = settle(Training(tiny.replace(LONG), tokens))
     assert [timing.micro_batch for timing in choice.timings] == [1, 2]
     assert choice.too_large == (4, 8)
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))

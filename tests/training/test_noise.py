@@ -13,7 +13,7 @@ from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.training.micro_batch import choose, rule_of_thumb
+from leaven.training.micro_batch import rule_of_thumb, settle
 from leaven.training.noise import KEEP, NoiseScale
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
@@ -166,6 +166,6 @@ def test_refused_in_one_line(measured: Recipe, changes: dict[str, object], proce
 def test_an_automatic_micro_batch_is_at_most_half_a_batch(measured: Recipe, tokens: TokenSet) -> None:
     recipe = measured.replace({"batch.micro_batch": "auto"})
     assert rule_of_thumb(recipe, "cpu") == 4 < rule_of_thumb(recipe.replace({KEY: None}), "cpu") == 8
-    assert choose(Training(recipe, tokens)).micro_batch == 4
+    assert settle(Training(recipe, tokens)).micro_batch == 4
     longer = recipe.replace({"data.tokens": 1_024_000})  # long enough to be timed
-    assert max(timing.micro_batch for timing in choose(Training(longer, tokens)).timings) == 4
+    assert max(timing.micro_batch for timing in settle(Training(longer, tokens)).timings) == 4

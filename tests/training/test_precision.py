@@ -112,13 +112,13 @@ def test_a_step_is_issued_without_waiting_for_the_device(
         compute(tiny.replace(changes | {"batch.micro_batch": 4, "model.dropout": 0.1}), dtype), tokens
     )
     for _ in range(2):
-        training.issue().result()
+        training.issue()()
     torch.cuda.set_sync_debug_mode("error")
     try:
         ahead = training.issue()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert ahead.result().step == 3
+    assert ahead().step == 3
 
 
 def test_steps_issued_ahead_are_the_same_steps(tiny: Recipe, tokens: TokenSet) -> None:
@@ -128,8 +128,8 @@ def test_steps_issued_ahead_are_the_same_steps(tiny: Recipe, tokens: TokenSet) -
     seen = []
     for _ in range(5):
         issued.append(ahead.issue())
-        seen.append(issued.pop(0).result())
-    seen.append(issued.pop().result())
+        seen.append(issued.pop(0)())
+    seen.append(issued.pop()())
     assert [step.loss for step in seen] == losses
     assert [step.step for step in seen] == [1, 2, 3, 4, 5, 6]
     assert ahead.progress.seconds > 0

@@ -16,14 +16,15 @@ import torch
 from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.data.tokens import TokenSet
+from leaven.documents.runs import TrainDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import checkpoints, tokens_of
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
 from leaven.training.run_folder import RunFolder
-from leaven.training.step import PendingStep, Step
-from leaven.training.trainer import Summary, train
+from leaven.training.step import Step
+from leaven.training.trainer import train
 
 NOISE = 0.01  # nats
 SHARD, SCRAP = text(130, 12), text(130, 3)  # garbage for twelve steps, and for three
@@ -69,7 +70,7 @@ def test_the_loss_varies_by_less_than_the_noise_between_seeds(run_once: Callable
     assert max(losses) - min(losses) < NOISE
 
 
-def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tuple[Summary, float, RunFolder]:
+def ended(recipe: Recipe, tokens: TokenSet, folder: Path, **options: Any) -> tuple[TrainDocument, float, RunFolder]:
     summary = train(recipe, tokens, folder, **options)
     assert summary.loss is not None
     run = RunFolder(folder)
@@ -133,7 +134,7 @@ def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]
     """Multiply the lr of a step by a factor that the schedule does not know."""
     issue = Training.issue
 
-    def jumping(self: Training) -> PendingStep:
+    def jumping(self: Training) -> Callable[[], Step]:
         by, step = factor(self), self.optimiser.step
         monkeypatch.setattr(
             self.optimiser, "step", lambda multiplier, *rest, **more: step(multiplier * by, *rest, **more)
@@ -188,7 +189,7 @@ def test_a_rollback_undoes_a_nan_weight(tmp_path: Path, calm: float, monkeypatch
     broken = once(101, 1, 2.0)
     issue = Training.issue
 
-    def breaking(self: Training) -> PendingStep:
+    def breaking(self: Training) -> Callable[[], Step]:
         if broken(self) > 1:
             with torch.no_grad():
                 next(iter(self.model.parameters()))[0] = torch.nan

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from leaven.model.generate import Sampling
-from leaven.training.load import LoadedRun, load_run
-from leaven.training.sample import sample
+from leaven.training.load import LoadedRun, load_run, sample
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from leaven.training.checkpoint import checkpoints
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.outcome import Baseline, Outcome
-from leaven.training.step import PendingStep
 from leaven.training.trial import cooldown_start, train_trial
 from leaven.training.worker import Pool
 
@@ -232,7 +231,7 @@ def test_a_branch_shorter_than_a_quarter_of_the_longest_diverges_by_its_mean(
     whole = train_trial(recipe, durations=durations)
     read = Training._read
 
-    def lost(training: Training, pending: PendingStep) -> Any:
+    def lost(training: Training, pending: Any) -> Any:
         found = read(training, pending)
         return replace(found, loss=1e3) if training.recipe.data.tokens == durations[0] else found
 

@@ -7,7 +7,7 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
-from leaven.documents.planning import BenchChoice, BenchDocument, BenchSpeed, RampDocument
+from leaven.documents.planning import RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -67,32 +67,26 @@ def bench_(
     tokens = prepared(loaded)
     check_trainable(loaded, tokens)
     with stopping() as stop, LiveScreen() as screen:
-        found = bench(
+        document = bench(
             loaded,
             tokens,
             micro_batches or micro_batches_of(loaded),
             global_batches or batches_of(loaded),
             limit_seconds=seconds,
+            share=share,
             on_row=screen.counts("measuring"),
             stop=stop,
         )
         interrupted = stop()
-    chosen = found.choose(share)
-    document = BenchDocument(
-        rows=[BenchSpeed(**vars(row) | vars(found.utilisation(row))) for row in found.rows],
-        choose=None if chosen is None else BenchChoice(**chosen),
-        too_large=found.too_large,
-        whole=found.whole,
-        unfinished=found.unfinished,
-        mfu_convention=found.convention,
-        next=next_commands.after_bench(recipe, chosen["micro_batch"]) if chosen else [],
-    )
-    if found.rows or json_output:
+    if document.choose is not None:
+        following = next_commands.after_bench(recipe, document.choose.micro_batch)
+        document = document.model_copy(update={"next": following})
+    if document.rows or json_output:
         hand_over(document, bench_screen(document, loaded.model.seq_len, share), json_output)
     if interrupted:
         errors.print("stopped before everything was measured; nothing is saved, the same command starts over")
         raise typer.Exit(75)
-    if not found.rows:
+    if not document.rows:
         raise InputError(
             "every micro-batch is larger than the global batches or does not fit in memory; type --micro-batch 1"
         )

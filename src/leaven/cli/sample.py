@@ -3,14 +3,13 @@
 import sys
 import time
 import unicodedata
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from leaven.cli.common import JsonOption, RunArgument, TokensOption, hand_over
-from leaven.documents.runs import SampleDocument, SampleRow
+from leaven.documents.runs import SampleDocument
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors, say_damaged
 
@@ -40,8 +39,7 @@ def sample_(
     import torch
 
     from leaven.model.generate import Sampling
-    from leaven.training.load import load_run
-    from leaven.training.sample import sample
+    from leaven.training.load import load_run, sample
 
     sampling = Sampling(temperature, top_k, top_p)
     try:
@@ -72,8 +70,7 @@ def sample_(
             typer.echo()
     seconds = time.perf_counter() - began
     if json_output:
-        rows = [SampleRow(**asdict(each)) for each in drawn]
-        hand_over(SampleDocument(run=str(run), tokens=loaded.tokens, prompt=text, samples=rows), [], json_output)
+        hand_over(SampleDocument(run=str(run), tokens=loaded.tokens, prompt=text, samples=drawn), [], json_output)
         return
     count = sum(each.tokens for each in drawn)
     errors.print(

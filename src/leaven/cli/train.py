@@ -1,7 +1,6 @@
 """leaven train"""
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,6 @@ from leaven.cli.common import (
     prepared,
     stopping,
 )
-from leaven.documents.runs import TrainDocument
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
 from leaven.scaling.tested_ranges import warnings
@@ -117,8 +115,7 @@ def train_(
                 errors.print(f"stopped: {error}\n{advice(folder)}")
                 raise typer.Exit(1) from None
     following = next_commands.after_train(folder, loaded) if summary.finished else []
-    values = {key: value for key, value in asdict(summary).items() if key != "finished"}
-    document = TrainDocument(**values, next=following)
+    document = summary.model_copy(update={"next": following})
     if (summary.finished or json_output) and rank() == 0:
         hand_over(document, trained(document, folder), json_output)
     if not summary.finished:

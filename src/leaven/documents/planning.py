@@ -299,4 +299,4 @@ class BenchDocument(Document, schema="bench/1"):
     whole: bool  # false if a stop or --seconds left out batches
     unfinished: int | None  # the batch that was interrupted
     mfu_convention: str
-    next: list[str]  # commands
+    next: list[str] = []  # commands

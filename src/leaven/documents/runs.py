@@ -103,7 +103,8 @@ class TrainDocument(Document, schema="train/1"):
     unsaved: str | None  # why a stopped run could not be saved
     saved_tokens: int  # of its newest checkpoint
     noise_scale: float | None  # of the gradient, in tokens
-    next: list[str]  # commands
+    finished: bool  # false if the run was stopped
+    next: list[str] = []  # commands
 
 
 class SampleRow(Entry):

@@ -25,12 +25,15 @@ class RunCallback(Callback[Step]):
         self.trainer, self.training = trainer, trainer.training
 
 
-class Announcements(RunCallback):
-    """Calls ``on_step`` with each step, sends a heartbeat before each, and logs when the batch grows."""
+class StepLog(RunCallback):
+    """Writes metrics.jsonl and curves for TensorBoard, W&B or trackio, calls ``on_step`` with each step, sends a
+    heartbeat before each, and logs when the batch grows."""
 
-    def __init__(self, trainer: "RunTrainer", on_step: Callable[[Step], None]) -> None:
+    def __init__(self, trainer: "RunTrainer", writers: Sequence[str], on_step: Callable[[Step], None]) -> None:
         super().__init__(trainer)
         self._on_step = on_step
+        self._writers = writers if trainer.group.is_first else ()
+        self._curves: Curves | None = None
         self.batch_tokens = 0
 
     def before_step(self) -> None:
@@ -40,6 +43,12 @@ class Announcements(RunCallback):
         self.trainer.group.heartbeat(f"in step {self.training.progress.step + 1}")
 
     def after_step(self, step: Step) -> None:
+        line = asdict(step)
+        if self.training.noise is None:
+            del line["noise_scale"]
+        self.trainer.run.record(line)
+        if self._curves:
+            self._curves.step(step)
         self._on_step(step)
 
     def batch(self) -> dict[str, int]:
@@ -47,32 +56,13 @@ class Announcements(RunCallback):
         size, _ = self.training.forwards(self.batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.batch_tokens = self.training.next_batch_tokens
-
-
-class MetricsWriter(RunCallback):
-    """Writes metrics.jsonl, and curves for TensorBoard, W&B or trackio."""
-
-    def __init__(self, trainer: "RunTrainer", writers: Sequence[str]) -> None:
-        super().__init__(trainer)
-        self._writers = writers if trainer.group.is_first else ()
-        self._curves: Curves | None = None
-
-    def after_step(self, step: Step) -> None:
-        line = asdict(step)
-        if self.training.noise is None:
-            del line["noise_scale"]
-        self.trainer.run.record(line)
-        if self._curves:
-            self._curves.step(step)
-
     def validation(self, values: dict[str, float | None]) -> None:
         if self._curves:
             self._curves.validation(self.training.progress.step, self.training.tokens, values)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         run, training = self.trainer.run, self.training
+        self.batch_tokens = training.next_batch_tokens
         run.rewind(training.progress.step)
         self.close()
         self._curves = Curves(self._writers, run.path, training.recipe, training.tokens, lost=self._lost)
@@ -112,7 +102,7 @@ class Validation(RunCallback):
         trainer.event("validation", **values)
         if trainer.group.size > 1:
             self._compare_processes()
-        trainer.metrics.validation(values)
+        trainer.log.validation(values)
         return values
 
     def state(self) -> dict[str, Any]:

@@ -138,23 +138,14 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-@dataclass(frozen=True)
-class Utilisation:
-    """The same speed under three conventions."""
-
-    mfu: float
-    mfu_causal: float
-    hfu: float
-
-
-def utilisation(recipe: Recipe, mfu: float) -> Utilisation:
-    """Return the MFU with full attention under all conventions."""
+def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
+    """Return the MFU, with full attention, beside the causal MFU and the HFU of the same speed."""
     full = flops_per_token(recipe.model)
-    return Utilisation(
-        mfu,
-        mfu * flops_per_token(recipe.model, "causal") / full,
-        mfu * hardware_flops_per_token(recipe.model, recipe.layout.recompute) / full,
-    )
+    return {
+        "mfu": mfu,
+        "mfu_causal": mfu * flops_per_token(recipe.model, "causal") / full,
+        "hfu": mfu * hardware_flops_per_token(recipe.model, recipe.layout.recompute) / full,
+    }
 
 
 def unless_out_of_memory(

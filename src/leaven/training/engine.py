@@ -6,6 +6,7 @@ A step is a function of the recipe, the tokens and the state alone.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.clipping import Clipper
-from leaven.training.device import default_device, keep_freed_memory, known_peak
+from leaven.training.device import Peak, default_device, keep_freed_memory, known_peak
 from leaven.training.loop import Diverged
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.noise import NoiseMeasurement, NoiseScale
@@ -37,7 +38,7 @@ from leaven.training.optimiser import MOMENTS, Optimiser
 from leaven.training.precision import DTYPES, LossScale
 from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
-from leaven.training.step import PendingStep, Step, Telemetry
+from leaven.training.step import Step, Telemetry
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -87,6 +88,7 @@ class Training:
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.device)
+        self._stateful = [part for part in (self.clipper, self.loss_scale, self.noise) if part is not None]
         self.stream = tokens.stream(recipe.model.seq_len, recipe.data.seed)
         self.validation = tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
         self._end_of_text = tokens.end_of_text if recipe.data.documents == "isolated" else None
@@ -136,13 +138,14 @@ class Training:
             Diverged: if the loss or the gradient is not finite, unless the loss scale was too large. The parameters
                 are then unchanged.
         """
-        step = self.issue().result()
+        step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
             raise Diverged(f"loss {step.loss:g}, gradient norm {step.grad_norm:g} at step {step.step}")
         return step
 
-    def issue(self) -> PendingStep:
-        """Start one optimizer step on the device and return without waiting for it.
+    def issue(self) -> Callable[[], Step]:
+        """Start one optimizer step on the device, without waiting for it. Returns a function that waits and returns
+        the metrics; call it once, in the order of the steps.
 
         The device itself skips a step whose loss or gradient norm is not finite or not below the limits: parameters
         and moments stay unchanged.
@@ -172,7 +175,7 @@ class Training:
         self.progress = Progress(start.step + 1, tokens, start.seconds)
         measured = (loss, grad_norm, applied, shown_scale, noise_scale)
         lr = multiplier * ramp.lr
-        return self.telemetry.end(start.step + 1, tokens, batch.tokens, lr, measured, read=self._read)
+        return partial(self._read, self.telemetry.end(start.step + 1, tokens, batch.tokens, lr, measured))
 
     @property
     def _scale(self) -> Tensor | None:
@@ -210,9 +213,10 @@ class Training:
             targets = self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
         return NoiseMeasurement(self.noise, self.sharded, targets, batch.targets, self._scale)
 
-    def _read(self, pending: PendingStep) -> Step:
-        step, seconds = self.telemetry.read(pending, self.peak, self.loss_scale is not None)
-        self.progress = replace(self.progress, seconds=self.progress.seconds + seconds)
+    def _read(self, pending: Callable[[Peak | None], Step]) -> Step:
+        """Wait for a pending step and count its seconds."""
+        step = pending(self.peak)
+        self.progress = replace(self.progress, seconds=self.progress.seconds + step.seconds)
         return step
 
     def evaluate(self) -> float:
@@ -311,11 +315,8 @@ class Training:
                 names = (f"{kind}.{piece.name}" for kind, value in here.items() if value.dim())
                 places |= dict.fromkeys((piece.name, *names), piece.place)
         if self.group.is_first:
-            optimizer |= self.clipper.state_dict()
-            if self.loss_scale is not None:
-                optimizer |= self.loss_scale.state_dict()
-            if self.noise is not None:
-                optimizer |= self.noise.state_dict()
+            for stateful in self._stateful:
+                optimizer |= stateful.state_dict()
         return Checkpoint(self.progress, model, optimizer, places=places)
 
     @torch.no_grad()
@@ -329,11 +330,8 @@ class Training:
                 if f"{kind}.{name}" in checkpoint.optimizer:
                     moments[kind, name] = part(checkpoint.optimizer, f"{kind}.{name}", piece)
         self.optimiser.load_state_dict(moments)
-        self.clipper.load_state_dict(checkpoint.optimizer)
-        if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(checkpoint.optimizer)
-        if self.noise is not None:
-            self.noise.load_state_dict(checkpoint.optimizer)
+        for stateful in self._stateful:
+            stateful.load_state_dict(checkpoint.optimizer)
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:

@@ -1,7 +1,7 @@
-"""Loads the model of a run, ready to use."""
+"""Loads the model of a run, and generates text from it."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from leaven.data.tokenizer import Encoder
+from leaven.documents.runs import SampleRow
+from leaven.model.generate import Sampling, generate
+from leaven.model.initialise import name_seed
 from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text
@@ -112,3 +115,43 @@ def _tokenizer(text: str, path: Path) -> "Tokenizer":
         return Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises no narrower class
         raise InputError(f"{path}: damaged ({error}); copy the tokenizer the run was trained with there") from None
+
+
+def sample(
+    run: LoadedRun,
+    prompt: str,
+    *,
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int = 0,
+    number: int = 0,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> SampleRow:
+    """Return sample ``number`` of a seed, which does not depend on other samples.
+
+    The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, in whole characters.
+    """
+    tokenizer = run.tokenizer
+    tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids
+    drawn: list[int] = []
+    # Decode prompt and sample together: the text of a token may depend on the one before.
+    start = shown = len(tokenizer.decode(given))
+    for token in generate(
+        run.model,
+        [run.end_of_text, *given],
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(name_seed(seed, "sample", number)),
+        vocabulary=run.vocabulary,
+        end=run.end_of_text,
+        max_tokens=max_tokens,
+    ):
+        drawn.append(token)
+        text = tokenizer.decode([*given, *drawn])
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character that is not complete yet
+            on_text(text[shown:])
+            shown = len(text)
+    text = tokenizer.decode([*given, *drawn])
+    if text[shown:]:
+        on_text(text[shown:])
+    return SampleRow(text=text[start:], tokens=len(drawn), ended=len(drawn) < max_tokens)

@@ -35,12 +35,6 @@ S = TypeVar("S", bound=StepResult)
 S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
 
 
-class Pending(Protocol[S_co]):
-    """A step that its device may still be working on."""
-
-    def result(self) -> S_co: ...
-
-
 class Trainable(Protocol[S_co]):
     """The interface of what the loop trains: :class:`leaven.training.engine.Training`, or any other model."""
 
@@ -52,8 +46,8 @@ class Trainable(Protocol[S_co]):
     @property
     def finished(self) -> bool: ...
 
-    def issue(self) -> Pending[S_co]:
-        """Start one optimizer step without waiting for it."""
+    def issue(self) -> Callable[[], S_co]:
+        """Start one optimizer step without waiting for it. Returns a function that waits and returns the result."""
         ...
 
 
@@ -95,7 +89,7 @@ class Loop(Generic[S]):
 
     def __init__(self, training: Trainable[S], callbacks: Sequence[Callback[S]], *, lookahead: bool = False) -> None:
         self._training, self._callbacks, self._lookahead = training, callbacks, lookahead
-        self._pending: Pending[S] | None = None
+        self._pending: Callable[[], S] | None = None
         self._discarded = False
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -121,13 +115,13 @@ class Loop(Generic[S]):
             for callback in due:
                 callback.on_due()
 
-    def read(self, following: Pending[S] | None = None) -> bool:
+    def read(self, following: Callable[[], S] | None = None) -> bool:
         """Read the result of the pending step, if any, and make ``following`` the pending one. Returns False if a
         callback has discarded that one."""
         pending, self._pending = self._pending, following
         self._discarded = False
         if pending is not None:
-            step = pending.result()
+            step = pending()
             for callback in self._callbacks:
                 callback.after_step(step)
         return not self._discarded
@@ -135,16 +129,6 @@ class Loop(Generic[S]):
     def discard(self) -> None:
         """Drop the pending step: the run continues from another state."""
         self._pending, self._discarded = None, True
-
-
-@dataclass(frozen=True)
-class DoneStep:
-    """A step that is done already."""
-
-    step: StepResult
-
-    def result(self) -> StepResult:
-        return self.step
 
 
 @dataclass
@@ -165,8 +149,8 @@ class PlainTraining:
     def finished(self) -> bool:
         return self.tokens >= self.end
 
-    def issue(self) -> DoneStep:
-        """Take one optimizer step."""
+    def issue(self) -> Callable[[], StepResult]:
+        """Take one optimizer step. Returns a function that returns its result."""
         loss = self.loss(self.tokens)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -174,5 +158,5 @@ class PlainTraining:
         for peak, group in zip(self._peaks, self.optimizer.param_groups, strict=True):
             group["lr"] = peak * self.lr_multiplier(self.tokens)
         self.optimizer.step()
-        step = self.tokens // self.batch_tokens
-        return DoneStep(StepResult(step, self.tokens, loss.item(), self.batch_tokens))
+        result = StepResult(self.tokens // self.batch_tokens, self.tokens, loss.item(), self.batch_tokens)
+        return lambda: result

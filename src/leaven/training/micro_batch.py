@@ -7,7 +7,7 @@ that during a ramp every batch has a size of its own.
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -65,9 +65,6 @@ class Choice:
     timings: tuple[Timing, ...] = ()  # from small to large
     too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or that the closed form ruled out
     seconds: float = 0.0  # spent on the choice
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"timings": [vars(timing) for timing in self.timings]}
 
 
 def even(sequences: int, micro_batch: int) -> int:
@@ -185,7 +182,8 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list
 
 
 def settle(training: "Training") -> Choice:
-    """Choose the micro-batch of a new run, and set it in the recipe of the training, with the reason.
+    """Choose the micro-batch of a new run by timing, or by rule of thumb for a short run, and set it in the recipe of
+    the training, with the reason.
 
     Model, optimizer, random state and position do not change: losses are the same as with this number in the recipe.
 
@@ -193,50 +191,49 @@ def settle(training: "Training") -> Choice:
         InputError: if nothing fits.
         StopRequested: if the training was asked to stop.
     """
-    choice = choose(training)
-    why = {"batch.micro_batch": choice.why}
-    recipe = training.recipe
-    training.recipe = recipe.replace({"batch.micro_batch": choice.micro_batch, "why": recipe.why | why})
+    began, recipe, device = time.perf_counter(), training.recipe, training.device
+    everything = [size for size in sizes(recipe.batch.tokens // recipe.model.seq_len) if size <= _most(recipe)]
+    candidates = fitting(recipe, device, everything)
+    choice = (_largest_that_runs if recipe.steps < TIMED_STEPS else _fastest)(training, candidates)
+    if choice is None:
+        raise InputError(
+            f"out of memory with a micro-batch of 1 on {device}, of which {free_memory(device) / GIB:.1f} GiB are "
+            "free; take a smaller model or a shorter [model] seq_len"
+        )
+    tried = f"; out of memory with {', '.join(map(str, choice.too_large))}" if choice.too_large else ""
+    why = recipe.why | {"batch.micro_batch": f"auto: {choice.why}{tried}"}
+    training.recipe = recipe.replace({"batch.micro_batch": choice.micro_batch, "why": why})
     training.micro_batch = choice.micro_batch
-    return choice
-
-
-def choose(training: "Training") -> Choice:
-    """Return the micro-batch for :func:`settle`: by timing, or by rule of thumb for a short run."""
-    began = time.perf_counter()
-    recipe, sequences = training.recipe, training.recipe.batch.tokens // training.recipe.model.seq_len
-    everything = [size for size in sizes(sequences) if size <= _most(recipe)]
-    candidates = fitting(recipe, training.device, everything)
-    if recipe.steps < TIMED_STEPS:
-        choice = _largest_that_runs(training, candidates)
-    else:
-        choice = _fastest(training, candidates, sequences)
     ruled_out = tuple(size for size in everything if size > candidates[-1])
-    return replace(choice, too_large=choice.too_large + ruled_out, seconds=time.perf_counter() - began)
-
-
-def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice:
-    """Return the micro-batch of the rule of thumb, halved until it fits."""
-    thumb = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
-    too_large: list[int] = []
-    while trial_step(training, thumb) is None:
-        too_large.append(thumb)
-        if thumb == 1:
-            raise _nothing_fits(training)
-        thumb //= 2
-    why = (
-        f"auto: about {thumb * training.recipe.model.seq_len:,} tokens a forward "
-        f"(runs of under {TIMED_STEPS:,} steps are not timed){_out_of_memory(too_large)}"
+    return replace(
+        choice,
+        why=why["batch.micro_batch"],
+        too_large=choice.too_large + ruled_out,
+        seconds=time.perf_counter() - began,
     )
-    return Choice(thumb, why, too_large=tuple(too_large))
 
 
-def _fastest(training: "Training", candidates: list[int], sequences: int) -> Choice:
-    """Return the smallest micro-batch that is about as fast as the fastest. Candidates are timed from small to large
-    until memory or time runs out."""
-    began = time.perf_counter()
-    timings: list[Timing] = []
+def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
+    """Return the micro-batch of the rule of thumb, halved until it fits; None if not even one sequence does."""
+    size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
+    while trial_step(training, size) is None:
+        too_large.append(size)
+        size //= 2
+        if size == 0:
+            return None
+    tokens = size * training.recipe.model.seq_len
+    why = f"about {tokens:,} tokens a forward (runs of under {TIMED_STEPS:,} steps are not timed)"
+    return Choice(size, why, too_large=tuple(too_large))
+
+
+def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
+    """Return the smallest micro-batch that is about as fast as the fastest; None if not even one sequence fits.
+    Candidates are timed from small to large until memory or time runs out."""
+    began, recipe = time.perf_counter(), training.recipe
+    sequences = recipe.batch.tokens // recipe.model.seq_len
+    timings: list[Timing] = []
+    too_large: tuple[int, ...] = ()
     seconds_per_sequence = 0.0
     for size in candidates:
         if timings and time.perf_counter() - began + (1 + ROUNDS) * size * seconds_per_sequence > LIMIT_SECONDS:
@@ -249,20 +246,19 @@ def _fastest(training: "Training", candidates: list[int], sequences: int) -> Cho
                 break
             times.append(seconds)
         if len(times) <= ROUNDS:
-            too_large.append(size)
+            too_large = (size,)
             break
         best = min(times[1:])  # the first one warms up
         seconds_per_sequence = best / size
-        speed = sequences * training.recipe.model.seq_len / (-(-sequences // size) * best)
+        speed = sequences * recipe.model.seq_len / (-(-sequences // size) * best)
         timings.append(Timing(size, speed, peak_memory(training.device) / GIB))
     if not timings:
-        raise _nothing_fits(training)
+        return None
     enough = max(timing.tokens_per_second for timing in timings) * (1 - WORTH)
     chosen = next(timing.micro_batch for timing in timings if timing.tokens_per_second >= enough)
     speeds = ", ".join(f"{t.micro_batch}: {format_quantity(t.tokens_per_second)}" for t in timings)
-    eager = ", timed uncompiled" if training.recipe.layout.compile else ""
-    why = f"auto: fastest of {speeds} tokens/s{eager}{_out_of_memory(too_large)}"
-    return Choice(chosen, why, tuple(timings), tuple(too_large))
+    eager = ", timed uncompiled" if recipe.layout.compile else ""
+    return Choice(chosen, f"fastest of {speeds} tokens/s{eager}", tuple(timings), too_large)
 
 
 def trial_step(training: "Training", size: int) -> float | None:
@@ -310,14 +306,3 @@ def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)
     return torch.empty(copies * n_parameters, device=training.device)
-
-
-def _out_of_memory(too_large: list[int]) -> str:
-    return f"; out of memory with {', '.join(map(str, too_large))}" if too_large else ""
-
-
-def _nothing_fits(training: "Training") -> InputError:
-    return InputError(
-        f"out of memory with a micro-batch of 1 on {training.device}, of which "
-        f"{free_memory(training.device) / GIB:.1f} GiB are free; take a smaller model or a shorter [model] seq_len"
-    )

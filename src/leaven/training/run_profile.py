@@ -54,7 +54,7 @@ class RunProfile(Callback[Step]):
         size = self._batch_tokens = step.batch_tokens
         self._seen[size] += 1
         if self._seen[size] > WARM_UP:
-            self._seconds.setdefault(size, deque(maxlen=KEPT)).append(size / step.tokens_per_second)
+            self._seconds.setdefault(size, deque(maxlen=KEPT)).append(step.seconds)
             self._memory[size] = step.memory_gib
 
     def fullest(self, memory_gib: float) -> None:

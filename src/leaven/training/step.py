@@ -32,9 +32,12 @@ class Step(StepResult):
     skipped: bool  # the loss or gradient norm was not finite or not below the limits; nothing changed
     loss_scale: float | None  # None except in fp16
     modules: dict[str, tuple[float, float]]  # norm of update and of parameters by module, over all blocks
-    noise_scale: float | None = (
-        None  # tokens; None in steps without a measurement, or if the estimate is not positive
-    )
+    noise_scale: float | None = None  # tokens; None without a measurement, or if the estimate is not positive
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that the step took on its device."""
+        return self.batch_tokens / self.tokens_per_second
 
     @property
     def diverged(self) -> bool:
@@ -43,32 +46,12 @@ class Step(StepResult):
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
 
-@dataclass(frozen=True)
-class PendingStep:
-    """A started step, on which the device may still be working."""
-
-    step: int
-    tokens: int
-    batch_tokens: int
-    lr: float
-    seconds: float  # spent on starting it; on a CPU the whole step
-    values: Tensor  # measurements, on the host once ``ready`` has passed
-    started: torch.cuda.Event | None
-    ready: torch.cuda.Event | None
-    read: "Callable[[PendingStep], Step]"
-
-    def result(self) -> Step:
-        """Wait for this step and return its metrics. Call it once, in the order of the steps."""
-        if self.ready is not None:
-            self.ready.synchronize()
-        return self.read(self)
-
-
 class Telemetry:
-    """Measures steps without making the device wait. Call begin, before_update, end and read once for each step."""
+    """Measures steps without making the device wait. Call begin, before_update and end once for each step."""
 
     def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
         self._model, self._device = model, model.device
+        self._has_loss_scale = recipe.precision.compute == "fp16"
         self._flops_per_token = flops_per_token(recipe.model)
         self._shown_lr = table["layers.0.mlp.out.weight"].lr
         self._modules = list(dict.fromkeys(row.module for row in table.rows))
@@ -88,52 +71,48 @@ class Telemetry:
 
     @torch.no_grad()
     def end(
-        self,
-        step: int,
-        tokens: int,
-        batch_tokens: int,
-        lr_factor: float,
-        measured: Sequence[Tensor],
-        *,
-        read: Callable[[PendingStep], Step],
-    ) -> PendingStep:
+        self, step: int, tokens: int, batch_tokens: int, lr_factor: float, measured: Sequence[Tensor]
+    ) -> Callable[[Peak | None], Step]:
         """Start copying measurements to the host: ``measured`` (loss, gradient norm, whether the step was applied,
-        loss scale and noise scale, each ()), and the norms of updates and parameters."""
+        loss scale and noise scale, each ()), and the norms of updates and parameters.
+
+        Returns a function that waits for them and returns the metrics, given the peak speed of the device.
+        """
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
         self._before = []
         head = torch.stack([value.double() for value in (*measured, updates.norm())])
         values, ready = self._to_host(torch.cat((head, updates.double(), sizes.double())))
-        seconds, lr = time.perf_counter() - self._began, self._shown_lr * lr_factor
-        return PendingStep(step, tokens, batch_tokens, lr, seconds, values, self._started, ready, read)
+        began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU the whole step
 
-    def read(self, pending: PendingStep, peak: Peak | None, has_loss_scale: bool) -> tuple[Step, float]:
-        """Return the metrics of a finished step, and its seconds on the device."""
-        seconds = pending.seconds
-        if pending.started is not None and pending.ready is not None:
-            seconds = pending.started.elapsed_time(pending.ready) / 1000
-        loss, grad_norm, applied, scale, noise_scale, update_norm, *by_module = pending.values.tolist()
-        speed, count = pending.batch_tokens / seconds, len(self._modules)
-        flops = speed * self._flops_per_token / self._model.group.size  # of one device
-        norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
-        step = Step(
-            step=pending.step,
-            tokens=pending.tokens,
-            loss=loss,
-            batch_tokens=pending.batch_tokens,
-            lr=pending.lr,
-            grad_norm=grad_norm,
-            update_norm=update_norm,
-            tokens_per_second=speed,
-            tflops=flops / 1e12,
-            mfu=flops / peak.flops if peak else None,
-            memory_gib=peak_memory(self._device) / GIB,
-            skipped=not applied,
-            loss_scale=scale if has_loss_scale else None,
-            modules=dict(zip(self._modules, norms_by_module, strict=True)),
-            noise_scale=noise_scale if math.isfinite(noise_scale) else None,
-        )
-        return step, seconds
+        def read(peak: Peak | None) -> Step:
+            seconds = host_seconds
+            if began is not None and ready is not None:
+                ready.synchronize()
+                seconds = began.elapsed_time(ready) / 1000
+            loss, grad_norm, applied, scale, noise_scale, update_norm, *by_module = values.tolist()
+            speed, count = batch_tokens / seconds, len(self._modules)
+            flops = speed * self._flops_per_token / self._model.group.size  # of one device
+            norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
+            return Step(
+                step=step,
+                tokens=tokens,
+                loss=loss,
+                batch_tokens=batch_tokens,
+                lr=self._shown_lr * lr_factor,
+                grad_norm=grad_norm,
+                update_norm=update_norm,
+                tokens_per_second=speed,
+                tflops=flops / 1e12,
+                mfu=flops / peak.flops if peak else None,
+                memory_gib=peak_memory(self._device) / GIB,
+                skipped=not applied,
+                loss_scale=scale if self._has_loss_scale else None,
+                modules=dict(zip(self._modules, norms_by_module, strict=True)),
+                noise_scale=noise_scale if math.isfinite(noise_scale) else None,
+            )
+
+        return read
 
     def _per_module(self, sizes: Tensor) -> Tensor:
         """Return 2-norms by module from those by parameter."""

@@ -8,16 +8,17 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
+from leaven.documents.runs import TrainDocument
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.callbacks import Announcements, Checkpoints, MetricsWriter, SpikeGuard, Validation
+from leaven.training.callbacks import Checkpoints, SpikeGuard, StepLog, Validation
 from leaven.training.checkpoint import Checkpoint, Progress, checkpoints, read_checkpoint, tokens_of
 from leaven.training.device import (
     default_device,
@@ -40,26 +41,6 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The result of a run."""
-
-    loss: float | None  # validation, nats per token; None while the run is not finished
-    tokens: int  # trained
-    steps: int
-    seconds: float  # spent on steps and validation, over all starts
-    mfu: float | None  # median over the steps; None where the peak of the device is unknown
-    rollbacks: int  # since the last manual rewind
-    finished: bool
-    bits_per_byte: float | None  # the same loss per byte of text; None where the tokenizer does not give bytes
-    mfu_causal: float | None  # the same speed as causal MFU
-    hfu: float | None  # the same speed as HFU
-    mfu_convention: str | None  # what these are shares of
-    unsaved: str | None = None  # why a stopped run could not be saved
-    saved_tokens: int = 0  # trained at the newest checkpoint, from which the run resumes
-    noise_scale: float | None = None  # tokens; the last measurement
-
-
 def train(
     recipe: Recipe,
     tokens: "TokenSet",
@@ -72,7 +53,7 @@ def train(
     back: ManualRewind | None = None,
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
-) -> Summary:
+) -> TrainDocument:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
     The losses are bit-identical on one device however often the run is stopped or killed. Every process of a
@@ -82,7 +63,7 @@ def train(
         on_step: called with each step, once it is done.
         on_event: called with the name and values of each line of events.jsonl.
         stop: polled before every forward, on any process. When it returns True, the current step is abandoned, the
-            state before it is saved, and the summary is not ``finished``.
+            state before it is saved, and the result is not ``finished``.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         back: a manual rewind to do first. It is done once: the same call again resumes.
         history: whether step times enter the calibration history. Not for runs that run side by side.
@@ -122,7 +103,7 @@ def train(
             if moved:
                 trainer.rearrange(moved)
             if choice is not None:
-                trainer.event("micro_batch", **choice.to_json())
+                trainer.event("micro_batch", **asdict(choice))
             finish = trainer.train(lambda: group.any(stop()))
         finally:
             trainer.close()
@@ -148,15 +129,12 @@ class RunTrainer:
         self.unsaved: str | None = None  # why a stopped run could not be saved
         self.damaged: list[Path] = []  # checkpoints that were skipped
         self._unwritten: str | None = None  # why lines are not on the disk
-        announcements = Announcements(self, on_step)
-        self.metrics = MetricsWriter(self, log_to)
+        self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
         self.checkpoints = Checkpoints(self)
         self.spikes = SpikeGuard(self)
         # The guard is last: everything about a step is written before the run rolls back.
-        self.callbacks: list[Callback[Step]] = [
-            self.metrics, profile, announcements, self.validation, self.checkpoints, self.spikes
-        ]  # fmt: skip
+        self.callbacks: list[Callback[Step]] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
         found = self._newest(self.rewinds)
         self._restore(found)
@@ -166,7 +144,7 @@ class RunTrainer:
             text=training.text,
             epochs=training.epochs,
             damaged_checkpoints=[path.name for path in self.damaged],
-            **announcements.batch(),
+            **self.log.batch(),
             mfu_convention=mfu_convention(training.peak) if training.peak else None,
             peak_tflops=training.peak.flops / 1e12 if training.peak else None,
         )
@@ -324,24 +302,23 @@ def check(
 
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
-) -> Summary:
+) -> TrainDocument:
+    """Return the result of a run so far, over all its starts."""
     # Where the peak is measured, each start has its own: the speed of all steps is divided by the last one.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()
     speeds = [line["tflops"] for line in metrics]
     noise = [line["noise_scale"] for line in metrics if line.get("noise_scale") is not None]
-    used = utilisation(run.recipe(), median(speeds) / starts[-1]["peak_tflops"]) if starts and speeds else None
-    return Summary(
+    mfu = median(speeds) / starts[-1]["peak_tflops"] if starts and speeds else None
+    return TrainDocument(
         loss=finish["loss"] if finish else None,
         tokens=progress.tokens,
         steps=progress.step,
         seconds=progress.seconds,
-        mfu=used.mfu if used else None,
         rollbacks=len(run.rollbacks()),
         finished=finish is not None,
         bits_per_byte=finish.get("bits_per_byte") if finish else None,
-        mfu_causal=used.mfu_causal if used else None,
-        hfu=used.hfu if used else None,
+        **(dict.fromkeys(("mfu", "mfu_causal", "hfu")) if mfu is None else utilisation(run.recipe(), mfu)),
         mfu_convention=starts[-1]["mfu_convention"] if starts else None,
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),
