@@ -21,12 +21,11 @@ from optuna.storages import InMemoryStorage
 from leaven.tuning import search
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.confirmation import to_confirm
-from leaven.tuning.algorithm.noise import between
+from leaven.tuning.algorithm.noise_estimate import between
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.document import Dimension, StudyTrial
-from leaven.tuning.service.interface import Proposal
-from leaven.tuning.service.plan import record
-from leaven.tuning.service.samplers import ped_anova
+from leaven.tuning.service.results import ped_anova
+from leaven.tuning.service.search import Proposal
 from leaven.tuning.service.trial_log import runs
 
 SEEDS = 16  # more than one search runs a point with
@@ -74,7 +73,7 @@ def searched(
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
     kept = store.get_all_trials(store.get_study_id_from_name("leaven"), deepcopy=False)
-    return [record(each, Axes(limits)) for each in runs(kept, len(limits))], dimensions
+    return [each.record(Axes(limits)) for each in runs(kept, len(limits))], dimensions
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:

@@ -5,20 +5,20 @@ import itertools
 import math
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from benchmarks._landscapes import landscape
 from benchmarks.answers import judged, searched
 
-from leaven.tuning.algorithm.advice import ELSEWHERE, advice_when_all_diverged
-from leaven.tuning.algorithm.answer import answer, finalists, front
+from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, answer, finalists, front
 from leaven.tuning.algorithm.confirmation import confirm, to_confirm
-from leaven.tuning.algorithm.noise import GIVEN, floor
+from leaven.tuning.algorithm.noise_estimate import GIVEN, floor
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyDocument, StudyTrial
-from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.wording import lines, why
+from leaven.tuning.service.results import ped_anova, reason
+from leaven.views.terminal.study import answer_text as lines
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -161,7 +161,7 @@ def test_nothing_was_run_again_yet() -> None:
     assert (found.best, found.noise_floor, found.fewest, found.gain) == (None, None, None, None)
     np.testing.assert_allclose([found.octaves[path] for path in PATHS], OPTIMUM, atol=0.05)
     assert len(found.coordinates) == 4
-    assert lines(answer([], DIMENSIONS)) == ()
+    assert lines(answer([], DIMENSIONS)) == []
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.03, 0.1, 0.3, 2.0])
@@ -299,18 +299,18 @@ def test_a_stopped_trial_counts_in_the_bowl_and_not_in_the_noise() -> None:
 def test_the_lines_are_aligned_and_say_all() -> None:
     text = lines(answer(study([OPTIMUM]), DIMENSIONS, 0.02))
     assert text[0] == "best       3.0000 nats per token, 95% interval 2.9723 to 3.0277, -0.6300 against the start"
-    assert text[1] == "           the mean of 2 runs that had no part in choosing it"
+    assert text[1] == "           the mean of 2 runs that were not used to choose it"
     assert text[2] == "noise      0.0200 nats, standard deviation between seeds (given)"
     rows = text[3:7]
     assert rows[0].split() == ["mattered", "change", "as", "good", "between", "gain", "importance"]
     assert len({len(row) for row in rows}) == 1
     assert {row.split()[0] for row in rows[1:]} == {"lr", "embedding.lr", "beta1"}
     assert ["lr", "x2.00"] in [row.split()[:2] for row in rows]
-    assert text[-3:] == (
+    assert text[-3:] == [
         "fewest     no point with fewer changes that was run is equal to the best within noise",
-        "not worth  1 of 4, at the start less than the noise together",
+        "not worth  1 of 4: at the start they cost less than the noise together",
         "           eps",
-    )
+    ]
 
 
 def said_of(gains: dict[str, tuple[float, float, bool]], degrees: int = 2) -> Answer:
@@ -348,7 +348,7 @@ def test_what_is_not_known_is_not_said_to_be_small() -> None:
     found = said_of({PATHS[0]: (0.1428, 0.194, False), PATHS[1]: (-0.2, 0.02, False), PATHS[3]: (0.4, 0.1, True)})
     assert lines(found)[-1] == "unsure     2 not known to have gained more than the noise, -0.0572 together"
     values = dict.fromkeys(PATHS, 0.008)
-    said = {path: why(path, of_study(found), lambda _: values) for path in found.octaves}
+    said = {path: reason(path, of_study(found), SimpleNamespace(values=lambda _: values)) for path in found.octaves}
     costs = "0.008 at the start costs "
     assert said[PATHS[0]].endswith(costs + "+0.1428 +-0.1940, not known to be more than the noise")
     assert said[PATHS[1]].endswith(costs + "-0.2000 +-0.0200, not known to be more than the noise")
@@ -373,7 +373,7 @@ def test_what_is_best_at_the_end_of_its_range_is_named() -> None:
     found = answer(trials, (*narrow, *DIMENSIONS[2:]), 0.02)
     assert {each.path for each in found.coordinates if each.at_end} == set(PATHS[:2])
     told = "\n".join(lines(found))
-    assert "lr: the end of the space\n           the optimum may lie beyond; in the recipe: [tuning.octaves]" in told
+    assert "lr: the end of the space\n           the optimum may lie beyond; to search farther, set" in told
     assert f'"{PATHS[0]}" = [-3, 3]' in told
     assert f'"{PATHS[1]}" = [-3, 3]' in told
     # Where nothing can lie beyond, nothing is said.
@@ -389,16 +389,16 @@ def test_why_says_the_study_the_interval_and_how_far_it_may_be_moved() -> None:
         assert isinstance(octaves, dict)
         return {path: 0.01 * 2**x for path, x in octaves.items()} | {PATHS[2]: 1 - 0.1 * 2 ** octaves[PATHS[2]]}
 
-    said = why(PATHS[0], of_study(found), values)
+    said = reason(PATHS[0], of_study(found), SimpleNamespace(values=values))
     assert said.startswith(
         "study wheat, trial 63 (trust-region, 64 trials); validation loss 3.0000, 95% interval 2.9723 to"
     )
     assert "; as good between 0.01" in said
     assert "; 0.01 at the start costs +0.5" in said
-    ends = why(PATHS[2], of_study(found), values).split("as good between ")[1]
+    ends = reason(PATHS[2], of_study(found), SimpleNamespace(values=values)).split("as good between ")[1]
     low, high = ends.split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
-    assert why(PATHS[3], of_study(found), values).endswith("; as at the start")
+    assert reason(PATHS[3], of_study(found), SimpleNamespace(values=values)).endswith("; as at the start")
 
 
 def test_the_recipe_of_the_fewest_changes_says_why() -> None:
@@ -406,7 +406,8 @@ def test_the_recipe_of_the_fewest_changes_says_why() -> None:
     found = answer(study([OPTIMUM, near]), DIMENSIONS, 0.1)
     assert found.fewer == dict(zip(PATHS, near, strict=True))
     values = dict.fromkeys(PATHS, 0.01)
-    moved, left = (why(path, of_study(found), lambda _: values, fewest=True) for path in (PATHS[0], PATHS[3]))
+    at = SimpleNamespace(values=lambda _: values)
+    moved, left = (reason(path, of_study(found), at, fewest=True) for path in (PATHS[0], PATHS[3]))
     begin = "study wheat, trial 65 (trust-region, 64 trials); validation loss 3.0675, 95% interval "
     assert moved.startswith(begin)
     assert moved.endswith("; the fewest changes that are as good within the noise; 0.01 at the start")
@@ -432,7 +433,7 @@ def test_advice_when_all_diverged_names_what_to_lower() -> None:
     gone = [trial(k, [-0.25 * k, 0, 0, 0], math.inf, tokens=100) for k in range(5)]
     said = "all 5 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.0025 or lower"
     assert advice_when_all_diverged(gone, DIMENSIONS) == said + " (1/2 of it diverged)"
-    assert lines(answer(gone, DIMENSIONS)) == (said + " (1/2 of it diverged)",)
+    assert lines(answer(gone, DIMENSIONS)) == [said + " (1/2 of it diverged)"]
     modules = tuple(Dimension(f"hyperparameters.modules.{name}.lr", 1.0, -3, 3) for name in ("embedding", "norm"))
     of_modules = [
         StudyTrial(

@@ -12,11 +12,11 @@ from optuna.storages import InMemoryStorage
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.algorithm.boxes import BEST, LEAST, box
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.point import values
-from leaven.tuning.service.interface import Found, Proposal
-from leaven.tuning.service.samplers import METHODS
+from leaven.tuning.service.samplers import BEST, LEAST, METHODS, box
+from leaven.tuning.service.search import Proposal
+from leaven.tuning.service.search_plan import SearchResult
 from leaven.tuning.space import Space, space
 
 Objective = Callable[[dict[str, float]], float]
@@ -24,7 +24,7 @@ Objective = Callable[[dict[str, float]], float]
 
 def found_in(
     around: Space, objective: Objective, method: str = "trust-region", trials: int = 60, **more: object
-) -> Found:
+) -> SearchResult:
     limits = {"scales": around.scales, "near": around.near, "noise": 1e-3, "stop_at_noise": False}
     return search(objective, around.limits, None, trials, method, **{**limits, **more})  # type: ignore[arg-type]
 

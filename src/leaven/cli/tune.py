@@ -1,6 +1,5 @@
 """leaven tune"""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +8,6 @@ import typer
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
 from leaven.recipe.errors import InputError
-from leaven.tuning.document import StudyDocument
 from leaven.views.terminal.console import console, errors
 from leaven.views.terminal.study import TuneScreen, answer_lines
 
@@ -86,10 +84,10 @@ def tune(
     from leaven.recipe.units import parse_quantity
     from leaven.training.device import cores
     from leaven.tuning.algorithm.trust_region import Axes
-    from leaven.tuning.service.budget import Budget
-    from leaven.tuning.service.plan import first
+    from leaven.tuning.service.search_plan import first
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import Study
+    from leaven.tuning.service.trial_log import Budget
     from leaven.tuning.space import space as space_of
 
     searched = space_of(loaded, space)
@@ -118,7 +116,8 @@ def tune(
     following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     document = state.summary(folder / "best.toml", following)
     if json_output or following:
-        hand_over(document, _answer(state, trials, folder), json_output)
+        width = console.width if console.is_terminal else None
+        hand_over(document, answer_lines(state, folder, width, trials), json_output)
     if interrupted:
         errors.print(f"stopped after {document.trials} trials; run it again to resume")
         raise typer.Exit(75)
@@ -132,15 +131,6 @@ def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
-
-
-def _answer(state: StudyDocument, trials: int | None, folder: Path) -> Iterator[str]:
-    """The result of a study: wrapped under its labels on a terminal, one line each when piped."""
-    from leaven.tuning.wording import lines, stopped
-
-    width = console.width if console.is_terminal else None
-    text = [*lines(state, width), *([stopped(state.ended, trials)] if state.stalled else [])]
-    yield from answer_lines(text, folder, state.fewer is not None, width)
 
 
 def _as_of_stacks(space: "Space", durations: bool) -> "Space":

@@ -5,7 +5,7 @@ are in nats per token. A point maps each path to a distance from the start, in t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,16 @@ class Best:
     interval: tuple[float, float]
     fresh: int = 0  # how many of its runs did not choose it; 0: all did, and the loss is too low
     runs: int = 1  # that the loss is the mean of
+
+    @property
+    def certainty(self) -> str:
+        """How certain the loss is, as text."""
+        if not self.fresh and self.runs > 1:
+            return f"the mean of {self.runs} runs that chose it among several, so that it may be too low"
+        if not self.fresh:
+            return "of the run that chose it, so that it is too low"
+        low, high = self.interval
+        return f"95% interval {low:.4f} to {high:.4f}" if math.isfinite(low) else "of one run"
 
 
 @dataclass(frozen=True)
@@ -202,3 +212,17 @@ def _without_infinities(trial: Any) -> Any:
 
     curve = [point for point in trial.get("curve", ()) if point[-1] is not None and known(point[-1])]
     return trial | {"loss": trial.get("loss") if known(trial.get("loss")) else None, "curve": curve}
+
+
+def signed(loss: float) -> str:
+    """Return a difference of losses as text."""
+    return f"{round(loss, 4) + 0.0:+.4f}"  # -0.0 + 0.0 is 0.0
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of time spans (begin, end)."""
+    total, until = 0.0, -math.inf
+    for began, ended in sorted(spans):
+        total += max(ended - max(began, until), 0.0)
+        until = max(until, ended)
+    return total

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from leaven.tuning.algorithm.divergence import DivergenceModel
 from leaven.tuning.algorithm.divergence import fit as fit_divergence
-from leaven.tuning.algorithm.noise import floor
+from leaven.tuning.algorithm.noise_estimate import floor
 from leaven.tuning.algorithm.surrogate import Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
 from leaven.tuning.document import Dimension

@@ -1,27 +1,28 @@
-"""The methods of a search as Optuna samplers, so that Optuna's stores and dashboard can be used."""
+"""The methods of a search besides the trust region: a grid, and Optuna's samplers."""
 
+import itertools
+import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 import optuna
-from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.algorithm.boxes import box
-from leaven.tuning.algorithm.trust_region import START, Axes, Region
-from leaven.tuning.service.trial_log import finished, loss_of, seed_of, turn
+from leaven.tuning.algorithm.trust_region import START, Array, Axes
+from leaven.tuning.service.trial_log import finished, loss_of, points_and_losses, turn
 
-Array = NDArray[np.float64]
 Distributions = dict[str, BaseDistribution]
 
-FEWEST = 10  # trials for PED-ANOVA, whose best tenth has to be one trial at least
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
+BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
+LEAST = 3 * BEST  # trials before an end first moves
+FURTHER = 1 / 2  # of the initial width: how far an end moves
 
 
 def check_method(method: str) -> None:
@@ -32,36 +33,47 @@ def check_method(method: str) -> None:
         raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
 
 
-def sampler(method: str, axes: Axes, seed: int, noise: float | None = None) -> BaseSampler:
-    """Return the sampler of a method; Optuna's samplers are set up for many dimensions and few trials.
+def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
+    """Return the points of the finest grid that has at most ``trials`` points, nearest to the start first.
 
-    CMA-ES is separable, since some hundreds of trials do not teach a covariance of 90 dimensions, and starts where
-    the trust region does and as wide. The points of a grid are requests (``plan.py``); beyond them it is random.
+    Raises:
+        InputError: if even two points along each dimension are more than ``trials``.
     """
-    if method == "trust-region":
-        return TrustRegionSampler(axes, seed, noise)
+    numbers = int((axes.levels == 0).sum())
+    chosen = math.prod(int(levels) for levels in axes.levels if levels)
+    if 2**numbers * chosen > trials:
+        least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
+        raise InputError(
+            f"a grid over {len(axes.start)} values has at least {least} points, and the budget is {trials} trials; "
+            "search fewer values, give more trials, or use another method"
+        )
+    fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
+    low, high = axes.box
+    counts = [int(levels) or fine for levels in axes.levels]
+    lines = [np.linspace(*ends) for ends in zip(low, high, counts, strict=True)]
+    points = itertools.product(*lines)
+    return [axes.values(np.array(x)) for x in sorted(points, key=lambda x: float(np.sum(np.square(x))))]
 
-    def optunas(seed: int) -> BaseSampler:
-        match method:
-            case "tpe":
-                return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
-            case "gp":
-                return optuna.samplers.GPSampler(seed=seed)
-            case "cma":
-                with warnings.catch_warnings():
-                    # Optuna 6 is to drop where it starts and how wide.
-                    warnings.simplefilter("ignore", FutureWarning)
-                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-                    return optuna.samplers.CmaEsSampler(
-                        x0=dict(axes.start),
-                        sigma0=START / (2 * _farthest(axes)),  # as a part of the box
-                        seed=seed,
-                        use_separable_cma=int((axes.levels == 0).sum()) > 1,
-                    )
-            case _:
-                return optuna.samplers.RandomSampler(seed=seed)
 
-    return SeededSampler(optunas, seed, axes, everywhere=method == "cma")
+def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
+    """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
+
+    It begins as ``axes.box``. An end moves outwards when the best ``BEST`` trials all lie in the outer quarter there,
+    which happens by chance at one end in 256. Points and losses are in the order of their results.
+    """
+    (low, high), (lowest, highest) = axes.box, axes.ends
+    further = FURTHER * (high - low)
+    if (low <= lowest).all() and (high >= highest).all():
+        return low, high
+    for n in range(LEAST, len(points) + 1):
+        order = np.argsort(losses[:n], kind="stable")[:BEST]
+        if not math.isfinite(losses[order[-1]]):
+            continue
+        best, edge = points[order], EDGE * (high - low)
+        lower, higher = (best <= low + edge).all(0), (best >= high - edge).all(0)
+        low = np.where(lower, np.maximum(low - further, lowest), low)
+        high = np.where(higher, np.minimum(high + further, highest), high)
+    return low, high
 
 
 def distributions(axes: Axes) -> Distributions:
@@ -74,46 +86,36 @@ def distributions(axes: Axes) -> Distributions:
     }
 
 
-def region_of(trials: Sequence[FrozenTrial], axes: Axes, noise: float | None = None) -> Region:
-    """Return the trust region after the finished trials of a study."""
-    return axes.region(*_seen(trials, axes), noise, np.array([seed_of(trial) for trial in trials], np.int64))
+def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
+    """Return the Optuna sampler that proposes points, set up for many dimensions and few trials.
 
+    CMA-ES is separable, because some hundreds of trials do not determine a covariance of 90 dimensions. It starts
+    where the trust region does, and as wide. A trust-region search, and a grid until its points have run, propose
+    their points themselves (``search_plan.py``).
+    """
 
-def _seen(trials: Sequence[FrozenTrial], axes: Axes) -> tuple[Array, Array]:
-    points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.limits))
-    return points, np.array([loss_of(trial) for trial in trials])
+    def optunas(seed: int) -> BaseSampler:
+        match method:
+            case "tpe":
+                return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+            case "gp":
+                return optuna.samplers.GPSampler(seed=seed)
+            case "cma":
+                with warnings.catch_warnings():
+                    # Optuna 6 is to drop x0 and sigma0.
+                    warnings.simplefilter("ignore", FutureWarning)
+                    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                    return optuna.samplers.CmaEsSampler(
+                        x0=dict(axes.start),
+                        sigma0=START / (2 * _farthest(axes)),  # as a part of the box
+                        seed=seed,
+                        use_separable_cma=int((axes.levels == 0).sum()) > 1,
+                        warn_independent_sampling=False,  # for choices, which it leaves to sample_independent
+                    )
+            case _:
+                return optuna.samplers.RandomSampler(seed=seed)
 
-
-class TrustRegionSampler(BaseSampler):
-    """The trust-region search (``algorithm/trust_region.py``)."""
-
-    def __init__(self, axes: Axes, seed: int, noise: float | None = None) -> None:
-        self._axes, self._seed, self._noise = axes, seed, noise
-        self._known: tuple[list[object], Region] | None = None
-
-    def region(self, study: optuna.Study) -> Region:
-        """Return the trust region of a study.
-
-        It is cached until another trial ends, because every free worker needs it, and it takes seconds after 2,000
-        trials of 90 values.
-        """
-        trials = finished(study)
-        results = [study.study_name, *(trial.number for trial in trials)]
-        if self._known is None or self._known[0] != results:
-            self._known = results, region_of(trials, self._axes, self._noise)
-        return self._known[1]
-
-    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> Distributions:
-        return distributions(self._axes)
-
-    def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: Distributions) -> dict[str, Any]:
-        rng = np.random.default_rng([self._seed, turn(trial)])
-        return self._axes.values(self.region(study).proposal(rng))
-
-    def sample_independent(
-        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
-    ) -> Any:
-        raise AssertionError(f"{param_name} is not in the search space")
+    return SeededSampler(optunas, seed, axes, everywhere=method == "cma")
 
 
 class SeededSampler(BaseSampler):
@@ -144,7 +146,7 @@ class SeededSampler(BaseSampler):
                 name: FloatDistribution(axes.start[name] - far * scale, axes.start[name] + far * scale)
                 for name, scale in zip(axes.start, axes.scale.tolist(), strict=True)
             }
-        low, high = map(axes.values, box(*_seen(finished(study), axes), axes))
+        low, high = map(axes.values, box(*points_and_losses(finished(study), axes), axes))
         return {
             name: limits if isinstance(limits, CategoricalDistribution) else FloatDistribution(low[name], high[name])
             for name, limits in distributions(axes).items()
@@ -180,38 +182,3 @@ def _farthest(axes: Axes) -> float:
     """Return the steps from the start to the farthest bound of the space."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
-
-
-def ped_anova(points: Array, losses: Array) -> Array:
-    """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
-
-    They compare the distribution of the best tenth of the trials along each value with that of all trials
-    (Watanabe et al. 2023, arXiv 2304.10255); diverged trials have an infinite loss. Optuna's other two methods need
-    scikit-learn. All 0 if there are too few trials.
-    """
-    names = [str(i) for i in range(points.shape[1])]
-    ended = losses[np.isfinite(losses)]
-    if len(ended) < FEWEST or not points.any():
-        return np.zeros(len(names))
-    reach = float(np.abs(points).max())
-    box = dict.fromkeys(names, optuna.distributions.FloatDistribution(-reach, reach))
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study()
-    optuna.logging.set_verbosity(verbosity)
-    study.add_trials(
-        optuna.trial.create_trial(
-            value=float(min(loss, ended.max())),
-            params=dict(zip(names, x.tolist(), strict=True)),
-            distributions={**box},
-        )
-        for x, loss in zip(points, losses, strict=True)
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # until Optuna 5
-        # Where the losses are all alike, the best tenth are all there are.
-        warnings.filterwarnings("ignore", "Target and region quantiles select the same set of trials")
-        shares = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
-        )
-    return np.array([shares[name] for name in names])

@@ -1,14 +1,19 @@
 """A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
 
-The store has all trials (``objective.py``). The folder has files computed from them: study.json, best.toml,
-fewest.toml and centre.toml, rewritten when trials end, and checkpoints of running trials.
+The store has all trials (``search.py``). The folder has what is computed from them (``results.py``): study.json,
+best.toml, fewest.toml and centre.toml, rewritten when trials end. It also has the checkpoints of running trials.
 """
 
 import json
+import math
 import os
+import shutil
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
@@ -18,37 +23,37 @@ import optuna
 from leaven.data.tokens import TokenSet
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
+from leaven.recipe.files import make_folder, read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
+from leaven.training.outcome import Outcome
 from leaven.training.run_folder import listed
-from leaven.training.trial import branches_of, cooldown_start
-from leaven.tuning.algorithm.answer import answer, front
-from leaven.tuning.algorithm.trust_region import START, Axes
-from leaven.tuning.document import UNDER_WAY, Answer, StudyDocument, StudyTrial
+from leaven.training.trial import branches_of, cooldown_start, train_trial
+from leaven.training.worker import Pool
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.document import UNDER_WAY, StudyDocument
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, moved
 from leaven.tuning.service import trial_log
-from leaven.tuning.service.agreement import agree, begin, check_name
-from leaven.tuning.service.interface import Found, NothingFound, Proposal
-from leaven.tuning.service.objective import about, search
-from leaven.tuning.service.plan import record
-from leaven.tuning.service.samplers import check_method, ped_anova, region_of
+from leaven.tuning.service.results import study_document, write_results
+from leaven.tuning.service.samplers import check_method
+from leaven.tuning.service.search import Proposal, TrialReleased, WorkerDied, search
+from leaven.tuning.service.search_plan import NothingFound, SearchResult
+from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
-from leaven.tuning.service.trainer import Trainer, forget
 from leaven.tuning.space import Space
-from leaven.tuning.wording import why
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
 ANSWERED = "leaven:answered"  # an attribute of the study: a command has run it to its end
-SAID_AFTER = 5.0  # seconds for which a store is away
-SAVING = 0.1  # of the time, at most, goes into study.json; of thousands of trials it takes seconds each time
+POLL = 0.25  # seconds between looks at whether to stop
+NOTE_AFTER = 5.0  # seconds without the store before the screen says so
+SAVING = 0.1  # the largest share of the time to spend on study.json, which takes seconds with thousands of trials
 
 
 class Screen(Protocol):
     """The screen of a running study."""
 
-    def asked(self, number: int, worker: str, /) -> None: ...
+    def started(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
     def note(self, text: str, /) -> None: ...
 
@@ -58,8 +63,8 @@ class Study:
 
     Args:
         out: the folder.
-        store: the URL of a database; a journal in the folder without.
-        durations: in tokens, to be compared in each trial; its loss is that of the longest.
+        store: the URL of a database; without it the study is in a journal in the folder.
+        durations: in tokens, to be compared in each trial, whose loss is that of the longest.
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens, or the folder belongs to something else or
@@ -67,7 +72,7 @@ class Study:
             been written then.
     """
 
-    def __init__(  # noqa: PLR0917 - what it is of
+    def __init__(  # noqa: PLR0917 - the first ones are natural by position
         self,
         out: Path,
         recipe: Recipe,
@@ -86,7 +91,7 @@ class Study:
         self._run_flops = flops_per_token(recipe.model) * (longest.data.tokens + cooldowns)
         if durations:
             space = space.without(BATCH, "durations are whole batches, and at most sizes they are not")
-            space = space.without(TOKENS, "the durations are given").without(DECAY, "durations are of wsd alone")
+            space = space.without(TOKENS, "the durations are given").without(DECAY, "durations need wsd")
             space = space.below(WARM_UP, min(durations))
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
@@ -99,14 +104,14 @@ class Study:
         self._tokens, self._durations = tokens, tuple(durations)
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
-        self._found: Found | None = None
-        self.nothing = ""  # why there is no best, once a run of this command came to none
+        self._result: SearchResult | None = None
+        self.nothing = ""  # why there is no best point, after a run of this command that found none
         self._screen: Screen | None = None
         self._stop: Callable[[], bool] = lambda: False
-        self._rests_until = 0.0  # by time.monotonic()
-        self._check()
+        self._next_save = 0.0  # by time.monotonic()
+        self._check_folder()
 
-    def _check(self) -> None:
+    def _check_folder(self) -> None:
         out = self.out.absolute()
         nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
         if not nearest.is_dir():
@@ -115,60 +120,51 @@ class Study:
             raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
         centre = self.out / "centre.toml"
         if centre.exists():
-            self._same(read_recipe(centre), str(self.out))
+            self._check_recipe(read_recipe(centre), str(self.out))
         elif self.out.exists() and not all(any(fnmatch(e.name, own) for own in OURS) for e in self.out.iterdir()):
             raise InputError(f"{self.out} is not empty and holds no study; use another folder")
 
-    def _same(self, there: Recipe, what: str) -> None:
+    def _check_recipe(self, there: Recipe, what: str) -> None:
         if changes := differences(there, self.recipe):
             raise InputError(f"{what} has another recipe: {listed(changes)}; use another --study")
 
     def __enter__(self) -> "Study":
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._check_results(lambda: is_made(self._where))
+        self._check_store(lambda: is_made(self._where))
         if isinstance(self._where, Path):
             make_folder(self.out)
-        self._store = open_store(self._where, self._waited)
-        others = [other.study_name for other in self._store.get_all_studies() if other.study_name != self.recipe.name]
-        if others and isinstance(self._where, Path):
-            raise InputError(f"{self._name} holds a study {others[0]}, not {self.recipe.name}; use another --study")
-        self._check_results(self._has_trials)
-        # Other machines have no folder: what the study is of is in the store too.
-        here = about(self.method, self._axes, self.recipe.data.seed, None)
-        here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
-        kept = {"recipe": self.recipe.model_dump(mode="json")}
-        self._study, there = begin(
-            self._store, self.recipe.name, optuna.samplers.RandomSampler(), here | kept, self._name
+        self._store, name = open_store(self._where, self._waited), self.recipe.name
+        stored = [other.study_name for other in self._store.get_all_studies()]
+        if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
+            raise InputError(f"{self._name} holds a study {others[0]}, not {name}; use another --study")
+        self._check_store(
+            lambda: name in stored and self._store.get_n_trials(self._store.get_study_id_from_name(name)) > 0
         )
+        # Commands on other machines have another folder, so the recipe is in the store, too.
+        here = search_settings(self.method, Axes.of(self.space.dimensions), self.recipe.data.seed, None)
+        here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
+        whole = here | {"recipe": self.recipe.model_dump(mode="json")}
+        self._study, there = load_or_create(self._store, name, optuna.samplers.RandomSampler(), whole, self._name)
         if "recipe" in there:
-            self._same(Recipe.model_validate(there["recipe"]), self._name)
-        agree(there, here, self._name, "give it the same, or use another --study")
+            self._check_recipe(Recipe.model_validate(there["recipe"]), self._name)
+        check_same(there, here, self._name, "give it the same, or use another --study")
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
             write_recipe(self.recipe, self.out / "centre.toml")
         return self
 
-    def _check_results(self, stored: Callable[[], bool]) -> None:
-        """Check that the folder has no results of a study whose store is missing or empty.
-
-        Raises:
-            InputError: if it is.
-        """
+    def _check_store(self, has_trials: Callable[[], bool]) -> None:
+        """Raise InputError if the folder has results of a study whose store is missing or empty."""
         try:
-            told = json.loads((self.out / "study.json").read_text())["trials"]
-            ended = sum(trial["state"] not in UNDER_WAY for trial in told)
+            trials = json.loads((self.out / "study.json").read_text())["trials"]
+            ended = sum(trial["state"] not in UNDER_WAY for trial in trials)
         except (OSError, ValueError, TypeError, KeyError):
-            return  # nothing that anyone could read
-        if ended and not stored():
+            return  # nothing that can be read
+        if ended and not has_trials():
             raise InputError(
                 f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store "
                 "back, or use another folder"
             )
-
-    def _has_trials(self) -> bool:
-        name = self.recipe.name
-        there = name in [other.study_name for other in self._store.get_all_studies()]
-        return there and bool(self._store.get_all_trials(self._store.get_study_id_from_name(name), deepcopy=False))
 
     def __exit__(self, *exception: object) -> None:
         self._store.remove_session()
@@ -177,7 +173,7 @@ class Study:
         """Called while the store is unreachable."""
         if self._stop():
             raise StoreGone("stopped while the store was away")
-        if self._screen is not None and seconds > SAID_AFTER:
+        if self._screen is not None and seconds > NOTE_AFTER:
             self._screen.note(f"the store has been away for {seconds:.0f} s; waiting")
 
     def run(
@@ -196,7 +192,7 @@ class Study:
         """Run until the budget of all commands is used and the best points are confirmed, or until ``stop``.
 
         Args:
-            trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
+            trials, flops, hours: see :class:`leaven.tuning.service.trial_log.Budget`.
             workers: number of processes, of one thread each.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
@@ -204,27 +200,19 @@ class Study:
             StoreGone: if the store became unreachable and did not come back.
         """
         self._screen, self._stop = screen, stop
-        here = Trainer(
-            self.recipe,
-            self._tokens,
-            self._durations,
-            self.out / CHECKPOINTS,
-            stop,
-            checkpoint_seconds,
-            gives_up=COOLDOWN not in self.space.paths,
-        )
-        with here.in_processes(workers) as train:
+        axes = Axes.of(self.space.dimensions)
+        with self._workers(workers, checkpoint_seconds) as train:
             try:
-                found = search(
+                result = search(
                     train,
-                    self.space.limits,
+                    axes.limits,
                     None,
                     trials,
                     self.method,
                     self.recipe.data.seed,
                     workers,
-                    scales=self.space.scales,
-                    near=self.space.near,
+                    scales=axes.scales,
+                    near=axes.near,
                     flops=flops,
                     hours=hours,
                     run_flops=self._run_flops,
@@ -235,14 +223,12 @@ class Study:
                     watch=self,
                     lease_seconds=lease_seconds,
                 )
-                self._found, self.nothing = None if stop() else found, ""
+                self._result, self.nothing = None if stop() else result, ""
             except NothingFound as nothing:
-                self._found, self.nothing = None, self.answer.advice or str(nothing)
-        if self._found is not None:
+                self._result, self.nothing = None, self.state().advice or str(nothing)
+        if self._result is not None:
             self._study.set_user_attr(ANSWERED, True)
-        for run in self._runs:
-            if run.failed or run.finished:
-                forget(self.out / CHECKPOINTS, run.origin.number)
+        self._remove_checkpoints()
         try:
             state = self.save()
         except InputError as error:
@@ -251,90 +237,94 @@ class Study:
             screen.ended(state)
         return state
 
-    def asked(self, proposal: Proposal) -> None:
+    @contextmanager
+    def _workers(self, count: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
+        """Yield the objective of the search, which trains in ``count`` processes of one thread each."""
+        with ExitStack() as held:
+            # A pool breaks as a whole when a process dies, so each worker has one.
+            pools = [held.enter_context(Pool(1)) for _ in range(count)]
+            leaving = threading.Event()
+            held.callback(leaving.set)
+            yield lambda proposal: self._train(proposal, pools[proposal.worker], leaving, checkpoint_seconds)
+
+    def _train(self, proposal: Proposal, pool: Pool, leaving: threading.Event, checkpoint_seconds: float) -> Outcome:
+        """Train the recipe at a proposal in a worker process.
+
+        Raises:
+            TrialReleased: if the search is stopped meanwhile.
+            WorkerDied: if the process died.
+        """
+        try:
+            recipe = moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
+            branches_of(recipe, self._durations, self._tokens)
+        except ValueError:  # not a recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
+            return Outcome(math.inf)
+        future = pool.submit(
+            train_trial,
+            recipe,
+            # Loss curves with other cooldowns cannot be compared.
+            baseline=None if COOLDOWN in self.space.paths else proposal.baseline,
+            checkpoint=self._checkpoint(proposal),
+            durations=self._durations,
+            checkpoint_seconds=checkpoint_seconds,
+        )
+        while not wait([future], timeout=POLL).done:
+            if self._stop() or leaving.is_set():
+                raise TrialReleased
+        try:
+            return future.result()
+        except BrokenProcessPool:
+            raise WorkerDied from None
+
+    def _checkpoint(self, proposal: Proposal) -> Path:
+        """Return the checkpoint folder of this attempt, with the checkpoint of the last attempt in it.
+
+        Each attempt has its own, because a worker of a killed command may live and write half a second longer.
+        """
+        folder = self.out / CHECKPOINTS / f"{proposal.origin:06d}-{proposal.number:06d}"
+        for last in sorted(folder.parent.glob(f"{proposal.origin:06d}-*"))[-1:]:
+            with suppress(OSError):  # another attempt has it by now, or it is gone: start again
+                last.rename(folder)
+        return folder
+
+    def _remove_checkpoints(self) -> None:
+        """Remove the checkpoints of runs that have ended."""
+        runs = trial_log.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+        ended = {f"{run.origin.number:06d}" for run in runs if run.failed or run.finished}
+        for folder in (self.out / CHECKPOINTS).glob("*-*"):
+            if folder.name.partition("-")[0] in ended:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def started(self, proposal: Proposal) -> None:
         if self._screen is not None:
-            self._screen.asked(proposal.number, f"w{proposal.worker + 1}")
+            self._screen.started(proposal.number, f"w{proposal.worker + 1}")
 
     def ended(self, numbers: Sequence[int]) -> None:
-        """Trials have ended: what they leave is in the store by now. What follows from all of them waits where it
-        would take more than its share of the time."""
-        for run in self._runs:
-            if run.last.number in numbers:
-                forget(self.out / CHECKPOINTS, run.origin.number)
+        """Write the results, unless that takes more than its share of the time; the store has the trials already."""
+        self._remove_checkpoints()
         began = time.monotonic()
-        if began < self._rests_until:
+        if began < self._next_save:
             return
         try:
             state = self.save()
-        except InputError as error:  # a full disk, say; the trials are in the store
+        except InputError as error:  # for example a full disk; the trials are in the store
             if self._screen is not None:
                 self._screen.note(str(error))
             return
         if self._screen is not None:
             self._screen.ended(state)
         now = time.monotonic()
-        self._rests_until = now + (now - began) * (1 / SAVING - 1)
+        self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
         """Return the study's document; it has a ``best`` once a command has used up a budget."""
-        found = self.answer
-        trials = tuple(replace(each, values=self.space.values(each.octaves or {})) for each in self._trials)
-        return StudyDocument(
-            **vars(found)
-            | {"best": found.best if self._over else None, "dimensions": self.space.dimensions, "trials": trials},
-            name=self.recipe.name,
-            method=self.method,
-            space=self.space.paths,
-            radius=self._radius(),
-            stalled=self._found is not None and self._found.stalled,
-            durations=self._durations,
-            front=front(trials),
-        )
-
-    @property
-    def answer(self) -> Answer:
-        """Return the answer so far."""
-        return answer(self._trials, self.space.dimensions, over=self._over, optunas=ped_anova)
-
-    @property
-    def _over(self) -> bool:
-        """Whether a command has used up its budget, which may have been smaller than the present one."""
-        return self._found is not None or bool(self._study.user_attrs.get(ANSWERED))
-
-    @property
-    def _axes(self) -> Axes:
-        return Axes.of(self.space.dimensions)
-
-    @property
-    def _runs(self) -> list[trial_log.Evaluation]:
-        return trial_log.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
-
-    @property
-    def _trials(self) -> list[StudyTrial]:
-        """Return all runs; their values are still log2 multipliers."""
-        axes = self._axes
-        return [record(run, axes) for run in self._runs]
-
-    def _radius(self) -> float | None:
-        if self.method != "trust-region":
-            return None
-        trials = trial_log.finished(self._study)
-        return region_of(trials, self._axes).radius if trials else START
+        # The budget of that command may have been smaller than the present one.
+        over = self._result is not None or bool(self._study.user_attrs.get(ANSWERED))
+        stalled = self._result is not None and self._result.stalled
+        return study_document(self._study, self.space, self.method, self._durations, over=over, stalled=stalled)
 
     def save(self) -> StudyDocument:
-        """Write study.json; with a best point also best.toml, and fewest.toml if that is a different point."""
+        """Write the study's document and its recipes."""
         state = self.state()
-        write_text(self.out / "study.json", state.model_dump_json(indent=2) + "\n")
-        if state.best is not None:
-            write_recipe(self._recipe_at(state.octaves, state), self.out / "best.toml")
-            if (fewer := state.fewer) is not None:
-                write_recipe(self._recipe_at(fewer, state, fewest=True), self.out / "fewest.toml")
-            else:  # of an answer before this one
-                (self.out / "fewest.toml").unlink(missing_ok=True)
+        write_results(self.out, self.space, state)
         return state
-
-    def _recipe_at(self, octaves: Mapping[str, float], state: StudyDocument, *, fewest: bool = False) -> Recipe:
-        """Return the recipe at a point, with its base at this scale and a reason for every searched value."""
-        reasons = {path: why(path, state, self.space.values, fewest=fewest) for path in self.space.paths}
-        base = self.recipe.base.model_dump()
-        return moved(self.recipe, octaves).replace({"scaling.base": base, "why": self.recipe.why | reasons})

@@ -1,4 +1,4 @@
-"""The trial log: the runs of a study, computed from the trials in its store.
+"""The trial log: the runs of a study, read from the trials in its store, and how much of the budget they used.
 
 Each trial is created with its owner and its ``job``, a name for what it does. There is no queue: the next job
 follows from the existing trials, so a crash cannot lose it. Two commands may create a trial for the same job at once.
@@ -9,12 +9,19 @@ failed. A trial that its owner released (Ctrl-C) does not count as a death.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
+
+from leaven.recipe.errors import InputError
+from leaven.training.outcome import curve_of
+from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS
+from leaven.tuning.algorithm.trust_region import Array, Axes
+from leaven.tuning.document import StudyTrial, covered
 
 # User attributes of a trial, next to the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
@@ -22,6 +29,8 @@ OWNER, JOB, FINALISTS, RELEASED, CONFIRMS = "owner", "job", "finalists", "releas
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 EXPECTED = "expected"  # the predicted final loss of a pruned trial
 LIVES = 2  # attempts of a run whose process dies
+MOST_FINALISTS = 3  # points that are run again with fresh seeds (confirmation.py)
+RESERVED = 1 / 4  # the largest share of the budget that is reserved for that
 
 
 @dataclass(frozen=True)
@@ -29,9 +38,9 @@ class TrialRequest:
     """A run to start."""
 
     purpose: str  # search | noise | rerun
-    name: str | None = None  # of the job; None for a proposal of the search
+    name: str  # of the job
     seed: int = 0
-    point: dict[str, float] | None = None  # log2 multipliers; None to ask the sampler
+    point: dict[str, float] | None = None  # log2 multipliers; None to ask the study's Optuna sampler
     attributes: tuple[tuple[str, Any], ...] = ()  # further user attributes of the trial
 
 
@@ -69,7 +78,7 @@ class Evaluation:
 
     @property
     def retry(self) -> TrialRequest:
-        assert self.lost
+        """The request that runs it again."""
         kept = [(key, self.origin.user_attrs[key]) for key in (FINALIST, CONFIRMS) if key in self.origin.user_attrs]
         return TrialRequest(
             purpose=purpose_of(self.origin),
@@ -79,6 +88,33 @@ class Evaluation:
             attributes=((RETRY_OF, self.origin.number), *kept),
         )
 
+    def record(self, axes: Axes) -> StudyTrial:
+        """Return the run as the study's document has it, but with log2 multipliers as ``values``."""
+        last, ran = self.last, self.last.user_attrs
+        state = "failed" if self.failed else "waiting" if self.lost else "running"
+        if self.finished:
+            state = "diverged" if ran.get(DIVERGED) else "stopped" if ran.get("stopped") else "complete"
+        seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+        drawn = len(last.params) == len(axes.start)
+        return StudyTrial(
+            number=last.number,
+            state=state,
+            loss=loss_of(last) if state in {"complete", "stopped"} else None,
+            values=dict(last.params),
+            seconds=seconds,
+            tokens_per_second=tokens / seconds if seconds else None,
+            octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
+            purpose=purpose_of(last),
+            confirms=bool(self.origin.user_attrs.get(CONFIRMS)),
+            seed=seed_of(last),
+            tokens=tokens,
+            flops=ran.get("flops", 0.0),
+            curve=curve_of(ran.get("curve", ())),
+            branches=curve_of(ran.get("branches", ())),
+            worker=ran.get("worker"),
+            ended=ran.get(ENDED),
+        )
+
 
 def purpose_of(trial: FrozenTrial) -> str:
     return str(trial.user_attrs.get(PURPOSE, "search"))
@@ -86,6 +122,15 @@ def purpose_of(trial: FrozenTrial) -> str:
 
 def seed_of(trial: FrozenTrial) -> int:
     return int(trial.user_attrs.get(SEED, 0))
+
+
+def loss_of(trial: FrozenTrial) -> float:
+    """Return the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
+    if trial.user_attrs.get(DIVERGED):
+        return math.inf
+    loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]
+    assert loss is not None
+    return float(loss)
 
 
 def turn(trial: FrozenTrial) -> int:
@@ -111,27 +156,8 @@ def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
     return found
 
 
-def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
-    """Whether another trial with a lower number has the same job."""
-    job = trials[number].user_attrs.get(JOB)
-    return job is not None and _jobs(trials)[job].number != number
-
-
-def begun(trials: Sequence[FrozenTrial]) -> int:
-    """Return the number of distinct jobs without retries."""
-    return sum(not job.startswith("retry:") for job in _jobs(trials))
-
-
-def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    jobs: dict[str, FrozenTrial] = {}
-    for trial in trials:
-        job = trial.user_attrs.get(JOB)
-        if job is not None and (job not in jobs or trial.number < jobs[job].number):
-            jobs[job] = trial
-    return jobs
-
-
 def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
+    """Return the run that began with a trial, with its retries."""
     last, deaths = origin, 0
     while last.state is TrialState.FAIL:
         deaths += not last.user_attrs.get(RELEASED, False)
@@ -140,6 +166,27 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
             break
         last = following
     return Evaluation(origin, last, deaths)
+
+
+def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job: the one with the lowest number."""
+    jobs: dict[str, FrozenTrial] = {}
+    for trial in trials:
+        job = trial.user_attrs.get(JOB)
+        if job is not None and (job not in jobs or trial.number < jobs[job].number):
+            jobs[job] = trial
+    return jobs
+
+
+def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
+    """Whether another trial with a lower number has the same job."""
+    job = trials[number].user_attrs.get(JOB)
+    return job is not None and _jobs(trials)[job].number != number
+
+
+def begun(trials: Sequence[FrozenTrial]) -> int:
+    """Return the number of distinct jobs without retries: the turn of the next proposal."""
+    return sum(not job.startswith("retry:") for job in _jobs(trials))
 
 
 def finished(study: Study) -> list[FrozenTrial]:
@@ -151,20 +198,100 @@ def finished(study: Study) -> list[FrozenTrial]:
     trials = study.get_trials(deepcopy=False)
     if any(OWNER in trial.user_attrs for trial in trials):
         trials = [trial for trial in trials if OWNER in trial.user_attrs]
-    stopped = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
-    ended = stopped + [trial for trial in trials if trial.state is TrialState.COMPLETE]
-    return sorted(ended, key=lambda trial: (_ended(trial), trial.number))
+    ended = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
+    ended += [trial for trial in trials if trial.state is TrialState.COMPLETE]
+
+    def end(trial: FrozenTrial) -> float:
+        assert trial.datetime_complete is not None
+        return float(trial.user_attrs.get(ENDED, trial.datetime_complete.timestamp()))
+
+    return sorted(ended, key=lambda trial: (end(trial), trial.number))
 
 
-def _ended(trial: FrozenTrial) -> float:
-    assert trial.datetime_complete is not None
-    return float(trial.user_attrs.get(ENDED, trial.datetime_complete.timestamp()))
+def points_and_losses(trials: Sequence[FrozenTrial], axes: Axes) -> tuple[Array, Array]:
+    """Return the points (n, D) of trials with a result, in octaves, and their losses (n,)."""
+    points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.limits))
+    return points, np.array([loss_of(trial) for trial in trials])
 
 
-def loss_of(trial: FrozenTrial) -> float:
-    """Return the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
-    if trial.user_attrs.get(DIVERGED):
-        return math.inf
-    loss = trial.value if trial.state is TrialState.COMPLETE else trial.user_attrs[EXPECTED]
-    assert loss is not None
-    return float(loss)
+@dataclass(frozen=True)
+class Budget:
+    """Limits for all commands of a study together. The first limit reached ends the search; running trials finish."""
+
+    trials: int | None = None  # runs of any purpose
+    flops: float | None = None  # FLOPs of all runs
+    hours: float | None = None  # in which at least one run was active: pauses do not count, parallel runs count once
+    run_flops: float | None = None  # FLOPs of one run; if unknown, the first run starts alone: it may use everything
+
+    def __post_init__(self) -> None:
+        if not self._given:
+            raise InputError("the search has no budget; give trials, flops or hours")
+        for name, limit in self._given.items():
+            if not 0 < limit < math.inf:
+                raise InputError(f"{name} = {limit}: give a finite number above 0")
+
+    @property
+    def _given(self) -> dict[str, float]:
+        limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def label(self) -> str:
+        """A text that distinguishes the confirmation runs of this budget from those of a later, larger one."""
+        return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
+
+    def finalists(self, runs: Sequence[Evaluation], now: float) -> int:
+        """Return how many finalists the reserved and the remaining budget can pay for."""
+        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
+        return max(few for few in range(MOST_FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
+
+    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
+        """Return how many runs are reserved for confirmation."""
+        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
+        costs = {runs_to_confirm(few) for few in range(MOST_FINALISTS + 1)}
+        if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
+            costs.add(runs_to_confirm(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has confirmed
+        return max(cost for cost in costs if cost <= affordable)
+
+    def room(self, runs: Sequence[Evaluation], now: float) -> bool:
+        """Whether the budget allows one more run of the search. While all runs diverge, nothing is reserved."""
+        nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
+        return self.left(runs, now) >= 1 + (0 if nothing else self.reserved(runs, now))
+
+    def left(self, runs: Sequence[Evaluation], now: float) -> float:
+        """Return how many more runs the budget allows."""
+        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
+
+    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
+        """Yields each limit, how much of it is used, and how much one run costs."""
+        if self.trials is not None:
+            yield self.trials, len(runs), 1
+        if self.flops is not None:
+            spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
+            whole = [flops for flops in spent if flops > 0]
+            if not whole and any(run.complete for run in runs):
+                raise InputError(
+                    "the budget is in FLOPs, but the objective does not return any; give trials or hours"
+                )
+            cost = max([*whole, self.run_flops or 0.0]) or self.flops
+            # A run that died has no count of FLOPs and may have cost as much as one that finished.
+            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
+        if self.hours is not None:
+            hours = busy(runs, now) / 3600
+            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
+
+
+def runs_to_confirm(few: int) -> int:
+    """Return how many runs it takes to confirm ``few`` points."""
+    return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
+
+
+def busy(runs: Sequence[Evaluation], now: float) -> float:
+    """Return the seconds in which at least one run was active; ``now`` is the end of one that is running."""
+
+    def end(run: Evaluation) -> float:
+        died = run.last.datetime_complete
+        return now if run.running or died is None else died.timestamp()
+
+    began = [run for run in runs if BEGAN in run.last.user_attrs]
+    return covered((run.last.user_attrs[BEGAN], float(run.last.user_attrs.get(ENDED, end(run)))) for run in began)

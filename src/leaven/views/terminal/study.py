@@ -1,5 +1,6 @@
 """The live screen of a study, and its answer."""
 
+import math
 import statistics
 import textwrap
 import threading
@@ -11,13 +12,26 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
+from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.tuning.document import UNDER_WAY, StudyDocument, StudyTrial
+from leaven.tuning.algorithm.noise_estimate import GIVEN
+from leaven.tuning.document import (
+    UNDER_WAY,
+    Answer,
+    Coordinate,
+    Dimension,
+    StudyDocument,
+    StudyTrial,
+    covered,
+    signed,
+)
 from leaven.views import points
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.tables import LABEL, Cell, Column, joined
 
-EVERY = 10  # trials, after which the status is said once where there is no terminal to see it on
+EVERY = 10  # trials between printed status lines when there is no terminal
+ROWS, NAMES = 8, 6  # rows in the table of values, names in a sentence
+INDENT = " " * LABEL
 CHANGED = "what changed against the best"
 COLUMNS = (
     Column("trial", width=5),
@@ -66,7 +80,7 @@ class TuneScreen(LiveScreen):
             # Whether there is more to do turns out: a search may have stopped of itself.
             self.line(f"  {self._done()} trials are done")
 
-    def asked(self, number: int, worker: str) -> None:
+    def started(self, number: int, worker: str) -> None:
         """A worker of this command has started a trial."""
         with self._lock_rows:
             self._running[number] = _Running(self._name(worker), time.monotonic())
@@ -164,8 +178,6 @@ class TuneScreen(LiveScreen):
 
     def _busy(self) -> float:
         """The seconds so far in which at least one trial was running."""
-        from leaven.tuning.service.budget import covered  # with optuna, for which a start does not wait
-
         now, here = time.time(), time.monotonic()
         spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
         spans += [(t.ended - t.seconds, t.ended) for t in self._state.trials if t.ended and t.seconds]
@@ -221,13 +233,126 @@ def _best(state: StudyDocument) -> StudyTrial | None:
     return best
 
 
-def answer_lines(said: Sequence[str], folder: Path, fewest: bool, width: int | None) -> Iterator[str]:
-    """The answer of a study and its files, folded under their labels at ``width``; a line each without one."""
-    files = [f"recipe     {folder / 'best.toml'} (each value with its reason under [why])"]
-    files += [f"{'':{LABEL}}{folder / 'fewest.toml'} (the fewest changes)"] if fewest else []
-    indent = " " * LABEL
-    for line in [*said, *files]:
+def answer_lines(state: StudyDocument, folder: Path, width: int | None, budget: int | None = None) -> Iterator[str]:
+    """Yield the answer of a study and the files with it, one line each, wrapped under their labels at ``width``.
+
+    ``budget`` is the number of trials that the search might have had.
+    """
+    lines = answer_text(state, width)
+    if state.stalled:
+        of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
+        lines.append(f"stopped    after {of} trials: the last rounds gained less than the noise")
+    lines.append(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
+    if state.fewer is not None:
+        lines.append(f"{INDENT}{folder / 'fewest.toml'} (the fewest changes)")
+    for line in lines:
         if width is None:
             yield line
         else:
-            yield textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            yield textwrap.fill(line, width, subsequent_indent=INDENT, break_long_words=False, break_on_hyphens=False)
+
+
+def answer_text(answer: Answer, width: int | None = None) -> list[str]:
+    """Return what a search found, in aligned lines; before finalists have run, what is expected.
+
+    Columns of the table that do not fit into ``width`` characters are left out.
+    """
+    if not answer.coordinates:
+        return [answer.advice] if answer.advice else []
+    moved = any(answer.octaves.values())
+    lines = []
+    if (best := answer.best) is not None:
+        against = f", {signed(-answer.gain)} against the start" if answer.gain is not None and moved else ""
+        lines.append(f"best       {best.loss:.4f} nats per token, {best.certainty}{against}")
+        if best.fresh > 1:
+            lines.append(f"{INDENT}the mean of {best.fresh} runs that were not used to choose it")
+        if not moved:
+            tried = any(each.importance for each in answer.coordinates)
+            reason = "nothing was found that is known to be better" if tried else "nothing else was run"
+            lines.append(f"{INDENT}the start itself: {reason}")
+    if answer.noise_floor is not None:
+        degrees = "1 degree" if answer.noise_runs == 1 else f"{answer.noise_runs} degrees"
+        source = "given" if answer.noise_runs == GIVEN else f"{degrees} of freedom"
+        lines.append(f"noise      {answer.noise_floor:.4f} nats, standard deviation between seeds ({source})")
+    if worth := [each for each in answer.coordinates if each.worth]:
+        lines += _worth_tuning(answer, worth[:ROWS], width)
+        lines += [f"{INDENT}and {len(worth) - ROWS} more"] if len(worth) > ROWS else []
+    for i, each in enumerate(each for each in answer.coordinates if each.at_end):
+        label = INDENT if i else f"{'at the end':{LABEL}}"
+        lines.append(f"{label}{short_path(each.path)}: {each.end}")
+        wider = _wider(answer.dimension(each.path), each.best)
+        lines.append(f"{INDENT}the optimum may lie beyond; to search farther, {wider}")
+    if moved:
+        lines += _fewest_changes(answer)
+    if answer.idle:
+        count = f"{len(answer.idle)} of {len(answer.coordinates)}"
+        lines.append(f"not worth  {count}: at the start they cost less than the noise together")
+        lines.append(INDENT + _names([short_path(path) for path in answer.idle]))
+    known = {each.path for each in answer.coordinates if each.worth or not each.best} | {*answer.idle}
+    if unsure := [each.gain for each in answer.coordinates if each.path not in known]:
+        gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
+        lines.append(f"unsure     {len(unsure)} not known to have gained more than the noise, {gains}")
+    return lines
+
+
+def _worth_tuning(answer: Answer, worth: Sequence[Coordinate], width: int | None) -> list[str]:
+    """Return the table of the values that were worth tuning; the least useful columns are left out first."""
+    dimensions = [answer.dimension(each.path) for each in worth]
+    flat = [
+        "" if d.unit == "choice" else " to ".join(map(d.change, each.flat))
+        for d, each in zip(dimensions, worth, strict=True)
+    ]
+    columns = {
+        "change": [d.change(each.best) for d, each in zip(dimensions, worth, strict=True)],
+        "as good between": flat,
+        "gain": [f"{each.gain:.4f} +-{each.gain_deviation:.4f}" for each in worth],
+        "importance": [f"{each.importance:.0%}" for each in worth],
+    }
+    names = [short_path(each.path) for each in worth]
+    first = LABEL + max(map(len, names))
+    widths = {head: max(len(head), *map(len, cells)) for head, cells in columns.items()}
+    for head in ("importance", "as good between", "gain"):
+        if width is not None and first + sum(2 + widths[kept] for kept in columns) > width:
+            del columns[head]
+    rows = [("mattered", list(columns))]
+    rows += [(INDENT + name, [cells[i] for cells in columns.values()]) for i, name in enumerate(names)]
+    return [
+        f"{label:{first}}" + "".join(f"  {cell:>{widths[head]}}" for head, cell in zip(columns, cells, strict=True))
+        for label, cells in rows
+    ]
+
+
+def _fewest_changes(answer: Answer) -> list[str]:
+    """Return the lines about the point with the fewest changes that is as good as the best."""
+    assert answer.fewest_octaves is not None
+    if answer.fewest_octaves == answer.octaves:
+        return ["fewest     no point with fewer changes that was run is equal to the best within noise"]
+    moved = {path: octaves for path, octaves in answer.fewest_octaves.items() if octaves}
+    far = sum(abs(x) for path, x in moved.items() if answer.dimension(path).unit == "octave")
+    changes = (
+        f"{len(moved)} of {len(answer.octaves)} changed, {far:.1f} octaves in all"
+        if moved
+        else "none changed: the start"
+    )
+    cost = f"expected {signed(answer.fewest_cost or 0.0)}"
+    lines = [f"fewest     {changes}, equal to the best within noise; {cost}"]
+    if answer.fewest is not None:
+        lines.append(f"{INDENT}measured {answer.fewest.loss:.4f}, {answer.fewest.certainty}")
+    if moved:
+        ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
+        lines.append(
+            INDENT + _names([f"{short_path(path)} {answer.dimension(path).change(x)}" for path, x in ordered])
+        )
+    return lines
+
+
+def _wider(dimension: Dimension, best: float) -> str:
+    """Return what to write into the recipe to search beyond the bound that the best value has reached."""
+    low, high, step = dimension.low, dimension.high, 2 * dimension.scale
+    low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
+    # 0, the recipe's own value, must lie between the two.
+    return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")

@@ -11,26 +11,34 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
 from leaven.recipe.errors import InputError
+from leaven.tuning.algorithm.trust_region import Axes
 
 ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
 LONGEST = 512  # characters of a study's name, in Optuna's tables
-PATIENCE, LOOK = 5.0, 0.02  # seconds to wait for that attribute of a new study, and between looks
+PATIENCE, POLL = 5.0, 0.02  # seconds to wait for that attribute of a new study, and between looks
 
-About = Mapping[str, Any]
+Settings = Mapping[str, Any]
 
 
 def check_name(name: str) -> None:
-    """Check the name of a study.
-
-    Raises:
-        InputError: if some store cannot hold it.
-    """
+    """Raise InputError if some store cannot hold the name of a study."""
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
 
-def begin(
-    store: BaseStorage, name: str, sampler: BaseSampler, here: About, what: str
+def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
+    """Return the settings of a search that all commands on a study must share."""
+    space = {
+        name: ["choice", len(limits), axes.start[name]] if isinstance(limits, range) else [*limits, axes.start[name]]
+        for name, limits in axes.limits.items()
+    }
+    near = {"near": {name: list(both) for name, both in axes.near.items()}} if axes.near else {}
+    scales = dict(zip(axes.limits, axes.scale.tolist(), strict=True))
+    return {"method": method, "space": space, "scales": scales, "seed": seed, "noise": noise, **near}
+
+
+def load_or_create(
+    store: BaseStorage, name: str, sampler: BaseSampler, here: Settings, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
     """Return the study with that name and its settings; creates it with the settings ``here`` if there is none.
 
@@ -41,28 +49,28 @@ def begin(
     Raises:
         InputError: if the study was created by another program.
     """
-    one: dict[str, Any] = {"study_name": name, "storage": store, "sampler": sampler}
+    arguments: dict[str, Any] = {"study_name": name, "storage": store, "sampler": sampler}
     try:
-        study = optuna.load_study(**one)
+        study = optuna.load_study(**arguments)
     except KeyError:
         with suppress(DuplicatedStudyError):  # another was quicker
-            optuna.create_study(**one).set_user_attr(ABOUT, dict(here))
-        study = optuna.load_study(**one)
+            optuna.create_study(**arguments).set_user_attr(ABOUT, dict(here))
+        study = optuna.load_study(**arguments)
+
+    def used() -> bool:
+        return bool(study.user_attrs or study.get_trials(deepcopy=False))
+
     until = time.monotonic() + PATIENCE
-    while ABOUT not in study.user_attrs and not _begun(study) and time.monotonic() < until:
-        time.sleep(LOOK)
+    while ABOUT not in study.user_attrs and not used() and time.monotonic() < until:
+        time.sleep(POLL)
     if ABOUT not in study.user_attrs:
-        if _begun(study):
+        if used():
             raise InputError(f"{what} was created by an older version or another program; use another name or folder")
         study.set_user_attr(ABOUT, dict(here))
     return study, dict(study.user_attrs[ABOUT])
 
 
-def _begun(study: optuna.Study) -> bool:
-    return bool(study.user_attrs or study.get_trials(deepcopy=False))
-
-
-def agree(there: About, here: About, what: str, instead: str) -> None:
+def check_same(there: Settings, here: Settings, what: str, instead: str) -> None:
     """Check that the settings of a stored study equal those of this command.
 
     Raises:

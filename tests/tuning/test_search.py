@@ -23,12 +23,11 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.service.budget import Budget, busy
-from leaven.tuning.service.interface import Found, NothingFound, Proposal, WorkerDied
-from leaven.tuning.service.loop import HUGE
-from leaven.tuning.service.objective import FINEST, OCTAVES
+from leaven.tuning.service.arguments import FINEST, HUGE, OCTAVES
 from leaven.tuning.service.samplers import METHODS
-from leaven.tuning.service.trial_log import Evaluation, finished
+from leaven.tuning.service.search import Proposal, WorkerDied
+from leaven.tuning.service.search_plan import NothingFound, SearchResult
+from leaven.tuning.service.trial_log import Budget, Evaluation, busy, finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 SPACE_OF_RATE = {"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}
@@ -224,75 +223,59 @@ def test_a_start_that_diverges_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"method": "trust-regoin"}, "method trust-regoin: did you mean trust-region?"),
-        ({"method": "x"}, "method x: there are trust-region, random, grid, tpe, cma, gp"),
-        ({"method": None}, "method None: there are trust-region, random"),
-        ({"objective": 3}, "objective = 3: give a function, which takes log2 multipliers by name"),
-        ({"space": {}}, "space = {}: give names, each with the lowest and the highest log2 multiplier, within -1000"),
-        ({"space": ["a"]}, "space = ['a']: give names, each with the lowest and the highest log2 multiplier"),
-        ({"space": {1: (-1, 1)}}, "space of 1: give a name that is a string"),
-        ({"space": {"a": (1, -1)}}, "space of a = (1, -1): give the lowest and the highest log2 multiplier, within"),
-        ({"space": {"a": (-math.inf, 1)}}, "space of a = (-inf, 1): give"),
-        ({"space": {"a": (math.nan, 1)}}, "space of a = (nan, 1): give"),
-        ({"space": {"a": "12"}}, "space of a = '12': give"),
-        ({"space": {"a": (-1e308, 1e308)}}, "space of a = (-1e+308, 1e+308): give the lowest and the highest"),
+        ({"method": None}, "method None: there are trust-region, random, grid, tpe, cma, gp"),
+        ({"objective": 3}, "objective = 3: input should be callable"),
+        ({"space": {}}, "space = {}: dictionary should have at least 1 item"),
+        ({"space": ["a"]}, "space = ['a']: input should be a valid dictionary"),
+        ({"space": {1: (-1, 1)}}, "space.1 = 1: input should be a valid string"),
         (
-            {"space": {"a": (0, 1001)}},
-            "space of a = (0, 1001): give the lowest and the highest log2 multiplier, within",
+            {"space": {"a": (1, -1)}},
+            "space.a = (1, -1): give the lowest and the highest log2 multiplier, within -1000",
         ),
-        ({"start": [0.5]}, "start = [0.5]: give a number by name"),
-        ({"start": {"a": 4}}, "start of a = 4: give a number from -3 to 3"),
-        ({"start": {"a": "x"}}, "start of a = 'x': give a number from -3 to 3"),
-        ({"start": {"a": None}}, "start of a = None: give a number from -3 to 3"),
-        ({"start": {"c": 0}}, "start of c: it is not in the space, which has a, b"),
-        ({"space": {"a": (1, 2)}}, "start of a = 0.0: give a number from 1 to 2"),
-        ({"trials": 0}, "trials = 0: give a whole number, at least 1"),
-        ({"trials": 2.5}, "trials = 2.5: give a whole number, at least 1"),
-        ({"trials": "8"}, "trials = '8': give a whole number, at least 1"),
-        ({"trials": 10**400}, "give a whole number, at least 1"),
-        ({"trials": None}, "the search has no budget; give trials, flops or hours"),
-        ({"hours": "a"}, "hours = 'a': give a finite number above 0"),
-        ({"hours": math.inf}, "hours = inf: give a finite number above 0"),
-        ({"flops": "a"}, "flops = 'a': give a finite number above 0"),
-        ({"flops": 0}, "flops = 0: give a finite number above 0"),
-        ({"run_flops": -1}, "run_flops = -1: give a finite number above 0"),
-        ({"workers": 0}, "workers = 0: give a whole number, at least 1"),
-        ({"workers": "2"}, "workers = '2': give a whole number, at least 1"),
-        ({"seed": -1}, "seed = -1: give a whole number, at least 0"),
-        ({"seed": "x"}, "seed = 'x': give a whole number, at least 0"),
-        ({"space": {"a": 3}}, "space of a = 3: give the lowest and the highest log2"),
-        ({"space": {"a": (-1, 0, 1)}}, "space of a = (-1, 0, 1): give"),
-        ({"space": {"a": ("low", "high")}}, "space of a = ('low', 'high'): give"),
-        ({"noise": -0.1}, "noise = -0.1: give 0, or from 1e-50 to 1e+50"),
-        ({"noise": 1e-170}, "noise = 1e-170: give 0, or from 1e-50"),
-        ({"noise": math.nan}, "noise = nan: give 0, or from 1e-50"),
-        ({"noise": "a"}, "noise = 'a': give 0, or from 1e-50"),
-        ({"space": {"a": range(1)}}, "space of a = range(0, 1): give range(n) with at least 2 levels"),
-        ({"space": {"a": range(3)}, "start": {"a": 3}}, "start of a = 3: give one of its levels, 0 to 2"),
-        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near of a: it is a choice, which has no box"),
-        ({"near": {"c": (-1, 1)}}, "near of c: it is not in the space, which has a, b"),
-        ({"near": {"a": 1}}, "near of a = 1: give the lowest and the highest log2 multiplier"),
-        ({"scales": {"a": 0.0}}, "scale of a = 0.0: give a number from 1e-09 to 1000"),
-        ({"scales": {"a": "x"}}, "scale of a = 'x': give a number from 1e-09 to 1000"),
-        ({"scales": 2.0}, "scales = 2.0: give a number by name"),
-        ({"scales": {"c": 1.0}}, "scale of c: it is not in the space, which has a, b"),
-        ({"lease_seconds": 0}, "lease_seconds = 0: give a finite number above 0"),
-        ({"name": "n" * 513}, "the study's name is 'nnn"),
-        ({"name": ""}, "the study's name is ''; give it a text of 1 to 512 characters"),
-        ({"name": 5}, "the study's name is 5; give it a text of 1 to 512 characters"),
-        ({"storage": 5}, "storage = 5: give the file of a journal, or sqlite:///FILE"),
+        ({"space": {"a": (math.nan, 1)}}, "space.a = (nan, 1): give"),
+        ({"space": {"a": "12"}}, "space.a = '12': give"),
+        ({"space": {"a": (0, 1001)}}, "space.a = (0, 1001): give"),
+        ({"space": {"a": (-1, 0, 1)}}, "space.a = (-1, 0, 1): give"),
+        ({"space": {"a": range(1)}}, "space.a = range(0, 1): give range(n) with at least 2 levels"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 values has at least 2^9"),
+        ({"start": [0.5]}, "start = [0.5]: input should be a valid dictionary"),
+        ({"start": {"a": 4}}, "start.a = 4.0: give a number from -3 to 3"),
+        ({"start": {"a": "x"}}, "start.a = 'x': give a number"),
+        ({"start": {"c": 0}}, "start.c: it is not in the space, which has a, b"),
+        ({"space": {"a": (1, 2)}}, "start.a = 0.0: give a number from 1 to 2"),
+        ({"space": {"a": range(3)}, "start": {"a": 3}}, "start.a = 3.0: give one of its levels, 0 to 2"),
+        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: it is a choice, which has no box"),
+        ({"near": {"a": 1}}, "near.a = 1: give the lowest and the highest log2 multiplier"),
+        ({"scales": {"a": 0.0}}, "scales.a = 0.0: input should be greater than or equal to 0.000000001"),
+        ({"scales": {"c": 1.0}}, "scales.c: it is not in the space, which has a, b"),
+        ({"trials": 0}, "trials = 0: input should be greater than or equal to 1"),
+        ({"trials": 2.5}, "trials = 2.5: input should be a valid integer"),
+        ({"trials": "8"}, "trials = '8': give a number"),
+        ({"trials": 10**400}, "trials = 1000"),
+        ({"trials": None}, "the search has no budget; give trials, flops or hours"),
+        ({"hours": math.inf}, "hours = inf: input should be a finite number"),
+        ({"flops": 0}, "flops = 0: input should be greater than 0"),
+        ({"run_flops": -1}, "run_flops = -1: input should be greater than 0"),
+        ({"workers": 0}, "workers = 0: input should be greater than or equal to 1"),
+        ({"seed": -1}, "seed = -1: input should be greater than or equal to 0"),
+        ({"noise": 1e-170}, "noise = 1e-170: give 0, or from 1e-50 to 1e+50"),
+        ({"noise": math.nan}, "noise = nan: give 0, or from 1e-50"),
+        ({"lease_seconds": 0}, "lease_seconds = 0: input should be greater than 0"),
+        ({"name": ""}, "the study's name is ''; give it a text of 1 to 512 characters"),
+        ({"name": "n" * 513}, "the study's name is 'nnn"),
+        ({"storage": 5}, "storage = 5: give the file of a journal, or sqlite:///FILE"),
     ],
 )
-def test_bad_input_is_refused_before_anything_runs(change: dict[str, object], said: str) -> None:
+def test_invalid_arguments_are_refused_before_anything_runs(change: dict[str, object], message: str) -> None:
     def never(x: dict[str, float]) -> float:
         raise AssertionError(x)
 
     with pytest.raises(InputError) as refused:
         search(**({"objective": never, "space": SPACE, "trials": 10} | change))  # type: ignore[arg-type]
-    assert said in str(refused.value)
+    assert str(refused.value).startswith(message)
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -416,7 +399,7 @@ def test_two_searches_at_once_share_the_work() -> None:
     runs = Runs()
     both = threading.Barrier(2)
 
-    def one(_: int) -> Found:
+    def one(_: int) -> SearchResult:
         both.wait(timeout=60)
         return search(runs, SPACE, trials=40, method="random", storage=store)
 
@@ -570,7 +553,7 @@ def test_a_study_that_others_began_is_refused() -> None:
 
 
 def test_of_two_that_start_at_once_with_other_spaces_one_is_refused() -> None:
-    other, looked = list[Future[Found]](), threading.Event()
+    other, looked = list[Future[SearchResult]](), threading.Event()
 
     class Slow(InMemoryStorage):
         """The second begins when the study is there, and not yet what it is of."""

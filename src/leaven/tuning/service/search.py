@@ -1,0 +1,366 @@
+"""A search over any Python function: `from leaven.tuning import search`. Needs no torch.
+
+All runs are trials of one Optuna study: those that measure the noise, those of the search, and those that confirm
+the best points. The next run follows from the trials in the store (``search_plan.py``), each run counts once
+(``trial_log.py``), and other commands retry the trials of a dead one (``leases.py``). So any number of commands on
+any machines can share a study, and to resume is the same as to start.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.storages import BaseStorage
+from optuna.trial import TrialState, create_trial
+
+from leaven.recipe.errors import InputError
+from leaven.training.outcome import Baseline, Outcome
+from leaven.tuning.service import trial_log
+from leaven.tuning.service.arguments import HUGE, SearchArguments
+from leaven.tuning.service.leases import Leases
+from leaven.tuning.service.samplers import check_method, distributions, sampler
+from leaven.tuning.service.search_plan import SearchPlan, SearchResult, first
+from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
+from leaven.tuning.service.stores import StoreGone, open_store
+from leaven.tuning.service.trial_log import EXPECTED, Budget, Evaluation, TrialRequest, finished, loss_of
+
+NEVER_ENDED = 1e6  # the score of a divergence before there is any finite loss
+POLL = 0.5  # seconds between reads of the store for trials of other commands
+
+
+class Proposal(dict[str, float]):
+    """The argument of an objective: a dict of log2 multipliers by name, with attributes.
+
+    - ``number``: of the trial.
+    - ``seed``: 0 during the search, so that all trials share init and data order; 1, 2, ... in runs that measure the
+      noise or confirm the best points.
+    - ``origin``: the trial that this one retries, or its own number: the name under which to look for a checkpoint.
+    - ``baseline``: the best finished trial with a curve, for an objective that prunes; None in runs that must finish.
+    - ``worker``: the calling thread, from 0. No two concurrent calls have the same.
+    """
+
+    def __init__(
+        self,
+        point: Mapping[str, float],
+        number: int,
+        seed: int = 0,
+        origin: int | None = None,
+        baseline: Baseline | None = None,
+        *,
+        worker: int = 0,
+    ) -> None:
+        super().__init__(point)
+        self.number, self.seed, self.baseline, self.worker = number, seed, baseline, worker
+        self.origin = number if origin is None else origin
+
+    @property
+    def rival(self) -> Baseline | None:
+        """The former name of ``baseline``, for older objectives."""
+        return self.baseline
+
+
+class WorkerDied(Exception):
+    """Raised by an objective whose process died. The run is retried once."""
+
+
+class TrialReleased(Exception):
+    """Raised by an objective that was asked to stop. The run is left for the next command."""
+
+
+class SearchObserver(Protocol):
+    """Callbacks of a search: a trial starts, or trials have ended."""
+
+    def started(self, proposal: Proposal, /) -> None: ...
+    def ended(self, numbers: Sequence[int], /) -> None: ...
+
+
+Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[str, float]
+
+
+def search(  # noqa: PLR0917 - the first ones are natural by position
+    objective: Objective,
+    space: Mapping[str, tuple[float, float] | range],
+    start: Mapping[str, float] | None = None,
+    trials: int | None = 100,
+    method: str = "trust-region",
+    seed: int = 0,
+    workers: int = 1,
+    *,
+    scales: Mapping[str, float] | None = None,
+    near: Mapping[str, tuple[float, float]] | None = None,
+    flops: float | None = None,
+    hours: float | None = None,
+    run_flops: float | None = None,
+    noise: float | None = None,
+    stop_at_noise: bool = True,
+    storage: BaseStorage | Path | str | None = None,
+    name: str = "leaven",
+    stop: Callable[[], bool] = lambda: False,
+    watch: SearchObserver | None = None,
+    lease_seconds: float = 60.0,
+) -> SearchResult:
+    """Minimise ``objective`` with at most ``trials`` calls.
+
+        result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
+        result.params["lr"], result.interval
+
+    The first three runs are at the start and measure the noise, unless it is given. The last ones run the best points
+    again with fresh seeds, and only these decide which is best. Optuna's dashboard shows it as an ordinary study.
+
+    Args:
+        objective: takes log2 multipliers by name (a :class:`Proposal`) and returns a
+            loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
+            divergence. It is called from ``workers`` threads.
+        space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
+            levels, which the objective gets as a number. While every run diverges, values named ``lr`` or ``*.lr``
+            are lowered.
+        start: log2 multipliers to start from; default 0.
+        trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
+            :class:`leaven.tuning.service.trial_log.Budget` for these and ``run_flops``.
+        method: one of ``leaven.tuning.service.samplers.METHODS``.
+        scales: octaves from the start to a typical optimum; default 1.
+        near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
+            it while the best points lie at its edge.
+        noise: standard deviation of the loss between runs of one point, if known.
+        stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
+        storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
+            stored study, also while other commands work on it.
+        name: of the study in its storage.
+        stop: polled; once it returns true no run starts, and the answer is based on the finished ones.
+        watch: called when a run of this call starts or ends, from the calling thread.
+        lease_seconds: how long a process of another machine may be silent before its runs are retried here.
+
+    Raises:
+        InputError: if an argument is invalid, the stored study has another space, method, seed or noise, or the
+            objective does not return a loss.
+        NothingFound: if every run diverged, or none finished.
+        StoreGone: if the storage became unreachable and did not come back.
+    """
+    check_method(method)
+    check_name(name)
+    given = SearchArguments.of(
+        objective=objective,
+        space=space,
+        start=start or {},
+        scales=scales or {},
+        near=near or {},
+        trials=trials,
+        flops=flops,
+        hours=hours,
+        run_flops=run_flops,
+        noise=noise,
+        seed=seed,
+        workers=workers,
+        lease_seconds=lease_seconds,
+    )
+    axes, seed, noise = given.axes, given.seed, given.noise
+    budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
+    first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    store, here, what = open_store(storage), search_settings(method, axes, seed, noise), f"the stored study {name}"
+    study, there = load_or_create(store, name, sampler(method, axes, seed), here, what)
+    check_same(there, here, what, "give it another name")
+    plan = SearchPlan(study, axes, method, seed, budget, noise, stop_at_noise)
+    with Leases(store, store.get_study_id_from_name(name), given.lease_seconds) as leases:
+        loop = SearchLoop(plan, store, leases, objective, given.workers, stop, watch)
+        return plan.result(loop.run(), time.time(), stop())
+
+
+class SearchLoop:
+    """Runs what the plan asks for in threads, and writes the results to the store."""
+
+    def __init__(  # noqa: PLR0917 - one of each
+        self,
+        plan: SearchPlan,
+        store: BaseStorage,
+        leases: Leases,
+        objective: Objective,
+        workers: int,
+        stop: Callable[[], bool],
+        watch: SearchObserver | None,
+    ) -> None:
+        self._plan, self._study, self._store, self._leases = plan, plan.study, store, leases
+        self._objective, self._stop, self._watch = objective, stop, watch
+        self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
+        self._pending: dict[Future[float | Outcome], Proposal] = {}
+        self._error: Exception | None = None  # raised by the objective
+        self._ended: list[int] = []  # trials that have ended since the last call of ``watch.ended``
+        self._turn = 0  # index of the next proposal, at the last read of the store
+
+    def run(self) -> list[Evaluation]:
+        """Run until the plan has no more runs and no command is running one, or until ``stop``. Returns all runs."""
+        try:
+            while True:
+                runs = self._look()
+                stopping = self._error is not None or self._stop()
+                request = self._plan.next(runs, self._turn, time.time()) if self._free and not stopping else None
+                if request is not None:
+                    self._begin(request, runs)
+                elif self._ended:  # after all workers have work again, because the callback may be slow
+                    if self._watch is not None:
+                        self._watch.ended(self._ended)
+                    self._ended = []
+                elif self._pending:
+                    for future in wait(self._pending, POLL, FIRST_COMPLETED).done:
+                        self._end(self._pending.pop(future), future)
+                elif stopping or not any(run.running for run in runs):
+                    break
+                else:
+                    time.sleep(POLL)  # other commands are running trials
+        except BaseException as error:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            if not isinstance(error, StoreGone):
+                for proposal in self._pending.values():
+                    self._give_back(proposal)
+            raise
+        self._pool.shutdown()
+        if self._error is not None:
+            raise self._error
+        return runs
+
+    def _look(self) -> list[Evaluation]:
+        """Return all runs, after closing the trials of dead processes."""
+        trials = self._study.get_trials(deepcopy=False)
+        running = {t.number: t.user_attrs.get(trial_log.OWNER) for t in trials if t.state is TrialState.RUNNING}
+        dead = self._leases.dead({owner for owner in running.values() if owner is not None})
+        taken = [number for number, owner in running.items() if owner in dead]
+        for number in taken:
+            self._close(number)
+        if taken:
+            trials = self._study.get_trials(deepcopy=False)
+        self._turn = trial_log.begun(trials)
+        return trial_log.runs(trials, len(self._plan.axes.start))
+
+    def _begin(self, request: TrialRequest, runs: list[Evaluation]) -> None:
+        created = self._create(request)
+        if created is None:
+            return
+        number, point = created
+        best = self._plan.baseline(runs, point) if request.purpose == "search" else None
+        origin = int(dict(request.attributes).get(trial_log.RETRY_OF, number))
+        proposal = Proposal(point, number, request.seed, origin, best, worker=self._free.pop())
+        self._pending[self._pool.submit(self._objective, proposal)] = proposal
+        if self._watch is not None:
+            self._watch.started(proposal)
+
+    def _create(self, request: TrialRequest) -> tuple[int, dict[str, float]] | None:
+        """Create the trial of a request. Returns its number and point, or None if another command runs the job."""
+        about = {
+            trial_log.OWNER: self._leases.node,
+            trial_log.PURPOSE: request.purpose,
+            trial_log.SEED: request.seed,
+            trial_log.BEGAN: time.time(),
+            # Two commands that have read the same trials choose the same name, and only one of them runs the job.
+            trial_log.JOB: request.name,
+            **dict(request.attributes),
+        }
+        drawn = request.point or {}
+        # In one call, so that a trial never exists without the name of its job.
+        template = create_trial(
+            state=TrialState.RUNNING,
+            params=drawn,
+            distributions=distributions(self._plan.axes) if drawn else {},
+            user_attrs=about,
+        )
+        name = self._study.study_name
+        trial_id = self._store.create_new_trial(self._store.get_study_id_from_name(name), template)
+        number = self._store.get_trial_number_from_id(trial_id)
+        if trial_log.void(number, self._study.get_trials(deepcopy=False)):
+            self._close(number)
+            return None
+        if request.point is not None:
+            return number, request.point
+        # A new Study object, because Optuna caches the trials in it.
+        trial = optuna.Trial(optuna.Study(name, self._store, sampler=self._study.sampler), trial_id)
+        point = {}
+        try:
+            for key, limits in self._plan.axes.limits.items():
+                if isinstance(limits, range):
+                    point[key] = float(trial.suggest_categorical(key, [float(level) for level in limits]))
+                else:
+                    point[key] = trial.suggest_float(key, *limits)
+        except UpdateFinishedTrialError:  # another command took this process for dead and closed the trial
+            return None
+        return number, point
+
+    def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
+        self._free.append(proposal.worker)
+        try:
+            outcome = _outcome(future.result())
+        except WorkerDied:
+            self._close(proposal.number)
+        except TrialReleased:
+            self._give_back(proposal)
+        except Exception as error:
+            self._give_back(proposal)
+            self._error = error
+        except BaseException:  # SystemExit, say
+            self._give_back(proposal)
+            raise
+        else:
+            with suppress(UpdateFinishedTrialError):  # another command took this process for dead and retries the run
+                self._record(proposal.number, outcome)
+
+    def _record(self, number: int, outcome: Outcome) -> None:
+        about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "branches", "worker")}
+        about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])]}
+        about |= {trial_log.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
+        about |= {EXPECTED: outcome.loss} if outcome.stopped else {}
+        trial_id = self._trial_id(number)
+        for key, value in about.items():
+            if value:
+                self._store.set_trial_user_attr(trial_id, key, value)
+        self._store.set_trial_user_attr(trial_id, trial_log.ENDED, time.time())
+        loss, state = outcome.loss, TrialState.COMPLETE
+        if outcome.diverged:
+            # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
+            losses = [loss_of(other) for other in finished(self._study)]
+            loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
+        if outcome.stopped:
+            # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
+            self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
+            state = TrialState.PRUNED
+        # Not Optuna's tell, which first checks that the trial is running: another command may close it in between.
+        self._store.set_trial_state_values(trial_id, state, [loss])
+        self._ended.append(number)
+
+    def _trial_id(self, number: int) -> int:
+        study = self._store.get_study_id_from_name(self._study.study_name)
+        return self._store.get_trial_id_from_study_id_trial_number(study, number)
+
+    def _close(self, number: int) -> None:
+        """Set a trial to failed, unless another command has ended it."""
+        with suppress(UpdateFinishedTrialError):
+            self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
+
+    def _give_back(self, proposal: Proposal) -> None:
+        with suppress(UpdateFinishedTrialError):
+            self._store.set_trial_user_attr(self._trial_id(proposal.number), trial_log.RELEASED, True)
+        self._close(proposal.number)
+
+
+def _outcome(result: object) -> Outcome:
+    """Return the result of an objective as an Outcome; a loss beyond ``HUGE`` counts as a divergence.
+
+    Raises:
+        InputError: if it is not a number.
+    """
+    outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
+    try:
+        if isinstance(outcome.loss, str | bytes):
+            raise TypeError
+        loss = float(outcome.loss)
+    except OverflowError:  # of an int
+        loss = math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(
+            f"the objective returned {outcome.loss!r:.60}; return a loss (a number) or an Outcome"
+        ) from None
+    return replace(outcome, loss=loss if abs(loss) <= HUGE else math.inf)

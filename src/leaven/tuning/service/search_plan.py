@@ -1,0 +1,300 @@
+"""The next run of a search, as a function of the runs so far.
+
+1. Runs whose process died are retried.
+2. Runs of the start with several seeds measure the noise. A grid search then runs its points.
+3. The search proposes points until only the reserved part of the budget is left, or until some rounds gained less
+   than the noise.
+4. When no run is left, the best few points (the finalists) are run again with fresh seeds. The first of these trials
+   stores the list of finalists, which all commands follow.
+5. The best finalist and the start get confirmation runs (confirmation.py).
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import optuna
+
+from leaven.recipe.errors import InputError
+from leaven.training.outcome import Baseline, curve_of
+from leaven.tuning.algorithm import noise_estimate
+from leaven.tuning.algorithm.answer import advice_when_all_diverged, finalists
+from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS, confirm, to_confirm
+from leaven.tuning.algorithm.trust_region import Axes, Region
+from leaven.tuning.document import Dimension, StudyTrial
+from leaven.tuning.service.samplers import grid
+from leaven.tuning.service.trial_log import (
+    CONFIRMS,
+    FINALIST,
+    FINALISTS,
+    JOB,
+    Budget,
+    Evaluation,
+    TrialRequest,
+    finished,
+    loss_of,
+    points_and_losses,
+    purpose_of,
+    seed_of,
+)
+
+REPEATS = 3  # runs of the start, unless the noise is given
+SURE = 2  # least degrees of freedom of the noise before runs are pruned
+DEATHS, DIVERGENCES = 8, 100  # the search ends after so many without a finished run
+
+Point = dict[str, float]
+
+
+class NothingFound(InputError):
+    """Raised if no run finished with a finite loss."""
+
+
+@dataclass(frozen=True)
+class SearchTrial:
+    """A trial with a result."""
+
+    number: int
+    params: dict[str, float]  # log2 multipliers
+    loss: float  # infinite if it diverged; the predicted loss if it was pruned
+    finalist: int | None = None  # index of the finalist that it reruns
+    purpose: str = "search"  # search | noise | rerun
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    params: dict[str, float]  # log2 multipliers
+    loss: float  # mean of the runs that were not used to choose it, if there are any
+    interval: tuple[float, float]  # 95%, from the noise of all repeated points; infinite without fresh runs
+    fresh: int  # number of runs that were not used to choose it
+    noise: float | None  # standard deviation between runs of one point
+    stalled: bool  # whether it stopped early, because some rounds gained less than the noise
+    trials: tuple[SearchTrial, ...]  # in the order of their results
+
+
+def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
+    """Return the runs whose points are known before the search: those of the start, and of a grid.
+
+    Raises:
+        InputError: if the grid has more points than the budget has trials, or no number of trials is given.
+    """
+    repeats = REPEATS if noise is None else 1
+    requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
+    if method == "grid":
+        if budget.trials is None:
+            raise InputError("method grid: the number of trials sets how fine the grid is; give a number of trials")
+        points = grid(axes, budget.trials - budget.reserved() - repeats)
+        requests += [TrialRequest("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
+    return requests
+
+
+@dataclass
+class SearchPlan:
+    """Decides the next run of a search from the runs so far."""
+
+    study: optuna.Study
+    axes: Axes
+    method: str
+    seed: int
+    budget: Budget
+    noise: float | None  # nats between runs of one point, if the user has given it
+    stop_at_noise: bool  # whether to stop when some rounds gained less than the noise
+    _known: tuple[list[int], Region] | None = field(default=None, init=False)  # the last trust region
+
+    def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
+        """Return the next run, or None if there is none until a running one ends, or at all.
+
+        ``turn``: the index of the next proposal of the search.
+
+        Raises:
+            NothingFound: if every run has diverged or died.
+        """
+        for run in runs:
+            if run.lost:
+                return run.retry
+        ended, died = sum(run.finished for run in runs), sum(run.failed for run in runs)
+        if not any(run.complete for run in runs) and (ended >= DIVERGENCES or (died >= DEATHS and not ended)):
+            if any(run.running for run in runs):
+                return None
+            raise NothingFound(self._nothing(runs))
+        begun = {run.origin.user_attrs.get(JOB) for run in runs}
+        for known in first(self.axes, self.method, self.budget, self.noise):
+            if known.name not in begun and self.budget.left(runs, now) >= 1:
+                return known
+        points = self._chosen(runs)
+        if points is None:
+            if self.budget.room(runs, now) and not self._stalled():
+                return TrialRequest("search", f"search:{turn}", point=self._proposal(turn))
+            if any(run.running for run in runs):
+                return None
+            points = self._best(runs)[: self.budget.finalists(runs, now)]
+        request = next((rerun for rerun in self._reruns(runs, points) if rerun.name not in begun), None)
+        choosing = any(run.running and not run.origin.user_attrs.get(CONFIRMS) for run in runs)
+        if request is None and not choosing:
+            request = next((rerun for rerun in self._confirming(runs, now) if rerun.name not in begun), None)
+        return request
+
+    def _proposal(self, turn: int) -> Point | None:
+        """Return the trust region's proposal; None for other methods, whose points Optuna's sampler proposes."""
+        if self.method != "trust-region":
+            return None
+        return self.axes.values(self._region().proposal(np.random.default_rng([self.seed, turn])))
+
+    def _region(self) -> Region:
+        """Return the trust region after the finished trials.
+
+        It is cached until another trial ends, because every free worker needs it, and it takes seconds after 2,000
+        trials of 90 values.
+        """
+        trials = finished(self.study)
+        numbers = [trial.number for trial in trials]
+        if self._known is None or self._known[0] != numbers:
+            self._known = numbers, region_of(self.study, self.axes, self.noise)
+        return self._known[1]
+
+    def _stalled(self) -> bool:
+        """Whether the search stops before its budget is used."""
+        return self.stop_at_noise and self.method == "trust-region" and self._region().stalled()
+
+    def _is_rerun(self, run: Evaluation) -> bool:
+        """Whether a run is a rerun or confirmation of a finalist of this budget."""
+        return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
+
+    def _chosen(self, runs: Sequence[Evaluation]) -> list[Point] | None:
+        """Return the finalists, or None before they are chosen."""
+        lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self._is_rerun(run))
+        return next((points for points in lists if points is not None), None)
+
+    def _best(self, runs: Sequence[Evaluation]) -> list[Point]:
+        """Return the finalists in log2 multipliers, the most promising first.
+
+        Pruned trials are left out, and so is the start, which has been run with several seeds already.
+        """
+        trials, by_surrogate = self._records(runs), self.method == "trust-region"
+        none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
+        points = finalists(trials, self.axes, self.noise, by_surrogate=by_surrogate)
+        if not points:
+            raise NothingFound(self._nothing(runs))
+        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
+
+    def _reruns(self, runs: Sequence[Evaluation], points: Sequence[Point]) -> Iterator[TrialRequest]:
+        """Yields runs of the finalists with fresh seeds."""
+        for which, point in enumerate(points):
+            others = [run for run in runs if not self._is_rerun(run) or run.origin.user_attrs.get(CONFIRMS)]
+            for k, seed in enumerate(_fresh(others, point, RERUNS)):
+                attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
+                if which == k == 0:
+                    attributes += ((FINALISTS, list(points)),)
+                yield TrialRequest("rerun", f"rerun:{self.budget.label}:{which}:{k}", seed, point, attributes)
+
+    def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
+        """Yields confirmation runs of the chosen point and of the start, with the same seeds."""
+        point = to_confirm(self._records(runs), list(self.axes.start), self._noise_of(runs)[0] or 0.0)
+        if point is None or self.budget.left(runs, now) < 1:
+            return
+        attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
+        others = [run for run in runs if not run.origin.user_attrs.get(CONFIRMS)]
+        at, start = self._params(runs, point), dict(self.axes.start)
+        for seed in _fresh(others, at, CONFIRMATIONS):
+            yield TrialRequest("rerun", f"confirm:{list(point)}:{seed}", seed, at, attributes)
+            if seed not in _seeds(others, start):
+                yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
+
+    def _noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
+        """Return the noise between runs of one point, and its degrees of freedom."""
+        return noise_estimate.between(self._records(runs), list(self.axes.start), self.noise)
+
+    def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
+        return [run.record(self.axes) for run in runs]
+
+    def _params(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
+        """Return the log2 multipliers with which a point, given in octaves, was run."""
+        return next(
+            dict(run.last.params)
+            for run in runs
+            if run.finished and tuple(self.axes.octaves(run.last.params).tolist()) == point
+        )
+
+    def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
+        """Return the best run so far, against which a run at ``point`` is pruned; None until the noise is measured.
+
+        Only runs with the same choices are compared: with another schedule, say, a loss curve has another shape.
+        """
+        choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
+        noise, degrees = self._noise_of(runs)
+        alike = (run for run in runs if all(run.origin.params.get(name) == point[name] for name in choices))
+        ended = [run.last for run in alike if run.complete and seed_of(run.origin) == 0]
+        curves = [trial for trial in ended if "curve" in trial.user_attrs]
+        if noise is None or degrees < SURE or not curves:
+            return None
+        best = min(curves, key=loss_of)
+        return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), noise)
+
+    def result(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> SearchResult:
+        """Return the result of the search; ``stopped``: by the user, before its budget was used.
+
+        Raises:
+            NothingFound: if no run finished.
+        """
+        noise, degrees = self._noise_of(runs)
+        chosen = confirm(self._records(runs), list(self.axes.start), noise or 0.0)
+        if chosen is None:
+            raise NothingFound(self._nothing(runs))
+        interval = (-math.inf, math.inf)
+        if noise is not None and chosen.fresh:
+            interval = noise_estimate.interval(chosen.losses, noise, degrees)
+        trials = []
+        for trial in finished(self.study):
+            label, which = trial.user_attrs.get(FINALIST, ("", None))
+            finalist = which if label == self.budget.label else None
+            trials.append(
+                SearchTrial(
+                    trial.number, dict(trial.params), loss_of(trial), finalist, purpose_of(trial), seed_of(trial)
+                )
+            )
+        return SearchResult(
+            params=self._params(runs, chosen.point),
+            loss=chosen.loss,
+            interval=interval,
+            fresh=chosen.fresh,
+            noise=noise,
+            stalled=not stopped and self.budget.room([run for run in runs if not self._is_rerun(run)], now),
+            trials=tuple(trials),
+        )
+
+    def _nothing(self, runs: Sequence[Evaluation]) -> str:
+        """Return the reason why there is no answer."""
+        trials = self._records(runs)
+        if stopped := sum(trial.state == "stopped" for trial in trials):
+            diverged = sum(trial.state == "diverged" for trial in trials)
+            return f"no run finished: {stopped} were pruned, {diverged} diverged"
+        if any(run.finished for run in runs):
+            named = [
+                Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
+                for name, n in zip(self.axes.limits, self.axes.levels, strict=True)
+            ]
+            return advice_when_all_diverged(trials, named, "give it a start at which the objective is finite")
+        if failed := sum(run.failed for run in runs):
+            return f"no run ended: {failed} died, each of them twice; possible cause: out of memory"
+        return "stopped before any run ended; run it again to resume"
+
+
+def region_of(study: optuna.Study, axes: Axes, noise: float | None = None) -> Region:
+    """Return the trust region after the finished trials of a study."""
+    trials = finished(study)
+    seeds = np.array([seed_of(trial) for trial in trials], np.int64)
+    return axes.region(*points_and_losses(trials, axes), noise, seeds)
+
+
+def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
+    """Return the first ``count`` seeds, from 1, that a point has not been run with."""
+    had = {0} | _seeds(others, point)
+    return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
+
+
+def _seeds(runs: Sequence[Evaluation], point: Point) -> set[int]:
+    return {seed_of(run.origin) for run in runs if run.origin.params == point}
