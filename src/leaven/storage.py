@@ -134,7 +134,7 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
     flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0) | getattr(os, "O_BINARY", 0)
     with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666)) as file:
         tail = _torn(file)
-        if _object(tail) is not None:  # only its end is missing
+        if json_object(tail) is not None:  # only its end is missing
             lines = b"\n" + lines
         elif tail:
             file.truncate(_end(file) - len(tail))
@@ -190,16 +190,17 @@ def read_json_lines(path: Path) -> JsonLines:
     except FileNotFoundError:
         lines, tail = [], b""
     for number, line in enumerate(lines, start=1):
-        document = _object(line)
+        document = json_object(line)
         if document is not None:
             documents.append(document)
         elif line.strip():
             damaged.append(number)
-    last = _object(tail)  # one that only lacks its end counts
+    last = json_object(tail)  # one that only lacks its end counts
     return JsonLines(documents if last is None else [*documents, last], bool(tail.strip()) and last is None, damaged)
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """Return the JSON object of a line, or None if the line holds none."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

@@ -100,7 +100,7 @@ def write_checkpoint(
     parts, failed = exchange.gather(mine), None
     if exchange.group.is_first:
         try:
-            _commit(temporary, final, checkpoint, _all_well(parts))
+            _commit(temporary, final, checkpoint, parts)
         except (OSError, ValueError) as error:
             failed = _reason(error)
         else:
@@ -136,8 +136,13 @@ def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> di
     return part | {"of_others": sorted(held)}
 
 
-def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
-    """Return the parts of all processes. Raises OSError if one could not write or did not answer."""
+def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[Any]) -> None:
+    """Check the files of all processes, write ``state.json``, and rename the folder into place.
+
+    Raises:
+        OSError: if a process could not write or does not answer.
+        ValueError: if the parts do not make whole tensors.
+    """
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
         for rank, part in enumerate(parts)
@@ -145,11 +150,6 @@ def _all_well(parts: Sequence[Any]) -> Sequence[dict[str, Any]]:
     ]
     if errors:
         raise OSError("; ".join(errors))
-    return parts
-
-
-def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequence[dict[str, Any]]) -> None:
-    """Check the files of all processes, write ``state.json``, and rename the folder into place."""
     files: dict[str, Any] = {}
     for rank, part in enumerate(parts):
         for name, written in part["files"].items():

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -81,14 +80,22 @@ def measure(
     flops = best_matmul(device, DTYPES[recipe.precision.compute], torch.get_num_threads())
     recipe, how = _short(recipe, device, flops)
     full = recipe.model.n_layers
-    deepest = next((n for n in range(full, 0, -1) if _fits(_cut(recipe, n), how, device, flops)), 0)
+    deepest = full
+    while deepest and not _fits(recipe.replace({"model.n_layers": deepest}), how, device, flops):
+        deepest -= 1
     try:
         while deepest >= min(2, full):
             depths = (full,) if deepest == full else (deepest // 2, deepest)
             costs: list[StepCost] = []
             for number, depth in enumerate(depths):
-                progress = partial(_report_progress, on_step, number, len(depths))
-                cost = _measure_steps(_cut(recipe, depth), device, memory_before, stop, progress)
+                before, total = number * (WARM_UP + STEPS), len(depths) * (WARM_UP + STEPS)
+                cost = _measure_steps(
+                    recipe.replace({"model.n_layers": depth}),
+                    device,
+                    memory_before,
+                    stop,
+                    lambda done, before=before, total=total: on_step(before + done, total),
+                )
                 if cost is None:  # out of memory
                     break
                 costs.append(cost)
@@ -108,10 +115,6 @@ def measure(
     )
     remember(record)
     return Measurement(record, depths, tuple(cost.step_seconds for cost in costs), flops / 1e12)
-
-
-def _report_progress(on_step: Callable[[int, int], None], depth: int, depths: int, done: int) -> None:
-    on_step(depth * (WARM_UP + STEPS) + done, depths * (WARM_UP + STEPS))
 
 
 def _require_accelerator(device: torch.device, gpus: str) -> None:
@@ -142,10 +145,6 @@ def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, 
         "stability": {},
     }
     return recipe.replace(changes), Arrangement(layout, size, forwards)
-
-
-def _cut(recipe: Recipe, n_layers: int) -> Recipe:
-    return recipe.replace({"model.n_layers": n_layers})
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:

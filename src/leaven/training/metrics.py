@@ -4,12 +4,13 @@ If a writer fails (full disk, service down), the run continues without it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -18,12 +19,6 @@ if TYPE_CHECKING:
     from leaven.training.step import Step
 
 WRITERS = ("tensorboard", "wandb", "trackio")
-
-
-class Writer(Protocol):
-    def write(self, step: int, tokens: int, values: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -100,16 +95,14 @@ class Curves:
         self, names: Sequence[str], folder: Path, recipe: Recipe, tokens: int, lost: Callable[[str, str], None]
     ) -> None:
         self._lost = lost
-        self._open: dict[str, Writer] = {}
+        self._open: dict[str, TensorBoard | Tracker] = {}
         for name in names:
-            try:
+            with self._lost_if_it_fails(name):
                 self._open[name] = (
                     TensorBoard(folder, tokens)
                     if name == "tensorboard"
                     else Tracker(import_module(name), folder, recipe)
                 )
-            except Exception as error:  # may be of any class
-                self._fail(name, error)
 
     def step(self, step: "Step") -> None:
         values = {key: value for key, value in asdict(step).items() if key not in {"step", "tokens", "modules"}}
@@ -123,18 +116,18 @@ class Curves:
 
     def close(self) -> None:
         for name, writer in list(self._open.items()):
-            try:
+            with self._lost_if_it_fails(name):
                 writer.close()
-            except Exception as error:
-                self._fail(name, error)
 
     def _all(self, step: int, tokens: int, values: dict[str, float]) -> None:
         for name, writer in list(self._open.items()):
-            try:
+            with self._lost_if_it_fails(name):
                 writer.write(step, tokens, values)
-            except Exception as error:
-                self._fail(name, error)
 
-    def _fail(self, name: str, error: Exception) -> None:
-        self._open.pop(name, None)
-        self._lost(name, f"{type(error).__name__}: {error}")
+    @contextmanager
+    def _lost_if_it_fails(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # writers raise errors of any class
+            self._open.pop(name, None)
+            self._lost(name, f"{type(error).__name__}: {error}")

@@ -1,6 +1,5 @@
 """The folder of a run: resolved recipe, metrics (one line per step), events, checkpoints."""
 
-import json
 import os
 import time
 from collections import deque
@@ -138,10 +137,10 @@ class RunFolder:
         end, kept = 0, 0
         for line in self._metrics.read_bytes().splitlines(keepends=True):
             end += len(line)
-            value = _parsed(line.decode(errors="replace"), "step")
-            if value is not None and value["step"] > step:
+            found = storage.json_object(line) or {}
+            if found.get("step", 0) > step:
                 break
-            if value is not None and line.endswith(b"\n"):
+            if "step" in found and line.endswith(b"\n"):
                 kept = end
         os.truncate(self._metrics, kept)
 
@@ -251,14 +250,6 @@ def _documents(path: Path, key: str) -> list[dict[str, Any]]:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _parsed(line: str, key: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return value if isinstance(value, dict) and key in value else None
 
 
 def _brief(value: Any) -> str:
