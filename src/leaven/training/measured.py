@@ -89,13 +89,12 @@ def measure(
             costs: list[StepCost] = []
             for number, depth in enumerate(depths):
                 before, total = number * (WARM_UP + STEPS), len(depths) * (WARM_UP + STEPS)
-                cost = _measure_steps(
-                    recipe.replace({"model.n_layers": depth}),
-                    device,
-                    memory_before,
-                    stop,
-                    lambda done, before=before, total=total: on_step(before + done, total),
-                )
+
+                def report(done: int, before: int = before, total: int = total) -> None:
+                    on_step(before + done, total)
+
+                shallow = recipe.replace({"model.n_layers": depth})
+                cost = _measure_steps(shallow, device, memory_before, stop, report)
                 if cost is None:  # out of memory
                     break
                 costs.append(cost)
