@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from leaven.catalogue.groups import (
+    BatchRamp,
     Hardware,
     Instability,
     Lineage,
@@ -113,13 +114,45 @@ class PublishedRun(Part):
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
+    def constant_batch(self) -> bool:
+        """Whether the source states that the batch did not grow."""
+        return bool(self.batch and self.batch.rampup and self.batch.rampup.kind == "none")
+
+    @property
+    def ramp(self) -> BatchRamp | None:
+        """How the batch grew; None if it did not, or if that is not known."""
+        return self.batch.rampup if self.batch and not self.constant_batch else None
+
+    @property
     def batch_grew(self) -> bool | None:
         """Whether the last batch was larger than the first. A batch that only dipped did not grow."""
-        ramp = self.batch.rampup if self.batch else None
-        if ramp is None or ramp.kind == "none":
-            return None if ramp is None else False
-        stages = [stage["tokens"] for stage in ramp.stages or () if "tokens" in stage]
+        if self.ramp is None:
+            return False if self.constant_batch else None
+        stages = [stage["tokens"] for stage in self.ramp.stages or () if "tokens" in stage]
         return stages[-1] > stages[0] if stages else True
+
+    @property
+    def ramp_start_tokens(self) -> int | None:
+        """The first batch of the ramp."""
+        ramp, seq_len = self.ramp, self.data.seq_len if self.data else None
+        if ramp is None:
+            return None
+        if ramp.stages:
+            return ramp.stages[0].get("tokens")
+        return ramp.start_tokens or (ramp.start_samples * seq_len if ramp.start_samples and seq_len else None)
+
+    @property
+    def ramp_start(self) -> float | None:
+        """The first batch of the ramp as a share of the last."""
+        start = self.ramp_start_tokens
+        return start / self.batch_tokens if start and self.batch_tokens else None
+
+    @property
+    def ramp_tokens(self) -> int | None:
+        """The tokens after which the batch has its full size."""
+        if self.ramp is None:
+            return None
+        return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -163,8 +196,7 @@ class PublishedRun(Part):
             return None
         if schedule.warmup_tokens is not None and tokens:
             return schedule.warmup_tokens / tokens
-        ramped = self.batch is not None and self.batch.rampup is not None and self.batch.rampup.kind != "none"
-        if schedule.warmup_steps is not None and tokens and batch and not ramped:
+        if schedule.warmup_steps is not None and tokens and batch and self.ramp is None:
             return schedule.warmup_steps * batch / tokens
         return schedule.warmup_fraction
 
@@ -189,6 +221,10 @@ class PublishedRun(Part):
         if init.residual_scaling in _BY_DEPTH and n_layers:
             return init.std / math.sqrt(2 * n_layers)
         return init.std if init.residual_scaling == "none" else None
+
+    @property
+    def tokens_per_parameter(self) -> float | None:
+        return self.tokens / self.params_total if self.tokens else None
 
     @property
     def aspect(self) -> float | None:

@@ -3,11 +3,9 @@
 import math
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
 
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
-from leaven.catalogue.terms import terms
 from leaven.recipe.batch import BatchStage, Ramp
 
 
@@ -21,14 +19,13 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
     for run in runs or load_runs():  # from small to large: the largest of a family is kept
-        known, ramp = terms(run), run.batch.rampup if run.batch else None
+        ramp = run.ramp
         if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
             continue
-        start, over = known.get("batch.ramp.start_tokens"), known.get("batch.ramp.over_tokens")
-        if start and run.batch_tokens:
-            starts[run.family] = run.id, start / run.batch_tokens
-        if over and run.tokens:
-            lengths[run.family] = run.id, over / run.tokens
+        if run.ramp_start:
+            starts[run.family] = run.id, run.ramp_start
+        if run.ramp_tokens and run.tokens:
+            lengths[run.family] = run.id, run.ramp_tokens / run.tokens
         elif ramp.over_fraction_of_samples:
             lengths[run.family] = run.id, ramp.over_fraction_of_samples
     return dict(starts.values()), dict(lengths.values())
@@ -40,7 +37,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
     Sizes are multiples of ``unit``, which divides ``batch``. What the run did at a share of its length happens at the
     same share. At the run's own length, batch and sequence its published increments and stages come out unchanged.
     """
-    ramp, length = run.batch.rampup if run.batch else None, run.tokens
+    ramp, length = run.ramp, run.tokens
     if not (run.batch_grew and ramp and length):
         return None
     longer = tokens / length
@@ -71,9 +68,8 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
 
 def stage_begins(run: PublishedRun) -> list[float] | None:
     """The tokens consumed before each stage of the run; None where one is not published."""
-    stages: tuple[dict[str, Any], ...] = tuple((run.batch and run.batch.rampup and run.batch.rampup.stages) or ())
     begins, steps = [0.0], 0
-    for before, stage in pairwise(stages):
+    for before, stage in pairwise((run.ramp and run.ramp.stages) or ()):
         if "from_tokens" in stage:
             begins.append(stage["from_tokens"])
         elif "from_fraction" in stage and run.tokens:
@@ -91,11 +87,10 @@ def warmup_tokens(run: PublishedRun) -> float | None:
     if run.warmup_fraction is not None and run.tokens:
         return run.warmup_fraction * run.tokens
     steps, begins = run.schedule.warmup_steps if run.schedule else None, stage_begins(run)
-    ramp = run.batch.rampup if run.batch else None
-    if not (steps and begins and ramp and ramp.stages):
+    if not (steps and begins and run.ramp and run.ramp.stages):
         return None
     total, left = 0.0, float(steps)
-    for size, begin, end in zip(ramp.stages, begins, [*begins[1:], math.inf], strict=True):
+    for size, begin, end in zip(run.ramp.stages, begins, [*begins[1:], math.inf], strict=True):
         taken = min(left, (end - begin) / size["tokens"])
         total, left = total + taken * size["tokens"], left - taken
     return total

@@ -1,6 +1,8 @@
 """A published run and a recipe in the same terms, the paths of a recipe, so that they can be compared."""
 
+import tomllib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from leaven.catalogue.run import PublishedRun
@@ -16,25 +18,6 @@ class _Term(NamedTuple):
 
 def _warmup_tokens(run: PublishedRun) -> int | None:
     return round(run.warmup_fraction * run.tokens) if run.warmup_fraction is not None and run.tokens else None
-
-
-def _start_tokens(run: PublishedRun) -> int | None:
-    """Return the first batch of a ramp."""
-    ramp = run.batch.rampup if run.batch else None
-    if ramp is None or ramp.kind == "none":
-        return None
-    if ramp.stages:
-        return ramp.stages[0].get("tokens")
-    seq_len = run.data.seq_len if run.data else None
-    return ramp.start_tokens or (ramp.start_samples * seq_len if ramp.start_samples and seq_len else None)
-
-
-def _ramp_tokens(run: PublishedRun) -> int | None:
-    """Return the tokens after which the batch has its full size."""
-    ramp = run.batch.rampup if run.batch else None
-    if ramp is None or ramp.kind == "none":
-        return None
-    return ramp.stages[-1].get("from_tokens") if ramp.stages else ramp.over_tokens
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
@@ -60,40 +43,13 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 L2_DECAY = "adam, L2 decay"
-# Paths of a run for each path of a recipe: the first holds the value, others state it in another way.
-_PUBLISHED: dict[str, tuple[str, ...]] = {
-    "params": ("params_total", "params_active"),
-    **{f"model.{name}": (f"arch.{name}",) for name in ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff")},
-    **{f"model.{name}": (f"arch.{name}",) for name in ("norm", "activation", "qk_norm", "tied_embeddings")},
-    **{f"model.{name}": (f"arch.{name}",) for name in ("embedding_norm", "bias", "d_head")},
-    "model.vocab_size": ("arch.vocab_size", "arch.vocab_padded"),
-    "model.positions": ("arch.positional",),
-    "model.rope_theta": ("arch.rope_theta",),
-    "model.seq_len": ("data.seq_len",),
-    "model.dropout": ("optim.dropout",),
-    "data.tokens": ("data.tokens_total",),
-    "batch.tokens": ("batch.global_batch_tokens", "batch.global_batch_samples"),
-    "batch.ramp.start_tokens": (),
-    "batch.ramp.over_tokens": (),
-    "batch.micro_batch": ("parallel.micro_batch", "parallel.grad_accum"),
-    "schedule.warmup_tokens": tuple(f"schedule.warmup_{unit}" for unit in ("tokens", "steps", "samples", "fraction")),
-    "schedule.decay": ("schedule.shape",),
-    "schedule.min_lr_ratio": ("schedule.min_lr_ratio", "schedule.min_lr"),
-    "hyperparameters.lr": ("schedule.peak_lr",),
-    "hyperparameters.init_std": ("init.std",),
-    **{f"hyperparameters.{name}": (f"optim.{name}",) for name in ("grad_clip", "optimizer", "weight_decay")},
-    **{f"hyperparameters.{name}": (f"optim.{name}",) for name in ("beta1", "beta2", "eps", "decay_norm_and_bias")},
-    "precision.compute": ("precision.dtype",),
-    **{f"layout.{name}": (f"parallel.{name}",) for name in ("dp", "tp", "pp")},
-    "layout.zero": ("parallel.zero_stage",),
-}
 # Values of a run that are not simply read at that path.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.d_head": lambda run: run.arch.head_dim,
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
-    "batch.ramp.start_tokens": _start_tokens,
-    "batch.ramp.over_tokens": _ramp_tokens,
+    "batch.ramp.start_tokens": lambda run: run.ramp_start_tokens,
+    "batch.ramp.over_tokens": lambda run: run.ramp_tokens,
     "schedule.warmup_tokens": _warmup_tokens,
     "schedule.decay": lambda run: run.decay,
     "schedule.min_lr_ratio": lambda run: run.min_lr_ratio,
@@ -110,7 +66,7 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 }
 
 
-def _reader(path: str) -> Callable[[Any], Any]:
+def reader(path: str) -> Callable[[Any], Any]:
     """Return a function that reads a path; None where a step of it is absent."""
 
     def read(source: Any) -> Any:
@@ -121,23 +77,11 @@ def _reader(path: str) -> Callable[[Any], Any]:
     return read
 
 
+_DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS = {
-    path: _Term(_OF_RUN.get(path) or _reader(published[0]), _OF_RECIPE.get(path) or _reader(path), published)
-    for path, published in _PUBLISHED.items()
+    path: _Term(_OF_RUN.get(path) or reader(published[0]), _OF_RECIPE.get(path) or reader(path), tuple(published))
+    for path, published in _DATA["published"].items()
 }
-# Not compared: who, when and how fast; lengths that follow from others; free text.
-_ABOUT = {"family", "organisation", "date", "kind", "status", "id", "lineage", "params", "hardware", "throughput"}
-_FOLLOWS = {"arch.gated", "schedule.total_steps", "schedule.total_samples", "parallel.framework", "data.dataset"}
-_TEXT = ("note", "scheme", "formula")
-# What every leaven model has, so that no recipe states it.
-_GIVEN = {
-    "arch.norm_placement": "pre",
-    "arch.norm_affine": True,
-    "arch.rotary_pct": 1.0,
-    "arch.qk_norm_width": "head",
-}
-# Parts of a recipe about how a run is executed, not about what is trained.
-_LEAVENS_OWN = {"name", "why", "tuning", "evaluation", "stability", "data", "layout", "precision"}
 
 
 def diff_in_terms(
@@ -173,15 +117,17 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     """Yield the values that only one of the two kinds can have, unless they are those of an ordinary run."""
+    left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():
             counted = path in TERMS or path.startswith(("batch.ramp.", "batch.stages"))
-            if not counted and path.partition(".")[0] not in _LEAVENS_OWN:
+            if not counted and path.partition(".")[0] not in left_out["parts_of_a_recipe"]:
                 yield path, value
         return
-    taken = {path for term in TERMS.values() for path in term.published} | _FOLLOWS
+    taken = {path for term in TERMS.values() for path in term.published} | {*left_out["follow_from_others"]}
     for path, value in of.flat().items():
-        passed = path in taken or path.partition(".")[0] in _ABOUT or path.endswith(_TEXT)
-        ramp = path.startswith("batch.rampup.")  # its start and its length are terms
-        if not passed and not ramp and value is not False and _GIVEN.get(path) != value:
+        passed = path in taken or path.partition(".")[0] in left_out["parts_of_a_run"]
+        # The start and the length of a ramp are terms.
+        passed = passed or path.startswith("batch.rampup.") or path.endswith(tuple(left_out["endings"]))
+        if not passed and value is not False and _DATA["given"].get(path) != value:
             yield path, value

@@ -8,8 +8,9 @@ import math
 import re
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from leaven.catalogue.findings import quantities
 from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, ratio
@@ -17,6 +18,7 @@ from leaven.catalogue.findings.quantities import CheckLimits, Reading
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import first_of_each
 from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.terms import reader
 from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
@@ -39,12 +41,32 @@ class Check:
     outside: Bounds | None = None
     far: Bounds | None = None
     source: str = "the published runs"  # in addition to the runs that a finding names
+    hidden: str | None = None  # the quantity of the hidden matrices that is compared
+    run: str | None = None  # path of the value in a published run
+    wanted: Sequence[float] = ()  # suggestions: what the hidden matrices should get
+    set: Sequence[Suggestion] = ()  # suggestions: what to write
 
-    @property
-    def read(self) -> Callable[[Case], Reading | None]:
-        """The function of this name in `quantities`."""
-        read: Callable[[Case], Reading | None] = getattr(quantities, re.sub(r"\W", "_", self.name))
-        return read
+    def read(self, case: Case) -> Reading | None:
+        """Return what the function of this name in `quantities` reads, if there is one, completed by this entry."""
+        function = getattr(quantities, re.sub(r"\W", "_", self.name), None)
+        reading: Reading | None = function(case) if function else Reading()
+        if reading is None:
+            return None
+        completed: dict[str, Any] = {}
+        if reading.value is None and self.hidden:
+            completed["value"] = case.hidden(self.hidden)
+        if reading.of_run is None:
+            completed["of_run"] = reader(self.run) if self.run else lambda run: None
+        if not reading.suggestions:
+            wanted = [case.at_base(self.hidden or "", value) for value in self.wanted]
+            completed["suggestions"] = [*wanted, *self.set]
+        return replace(reading, **completed)
+
+    def distance(self, value: float) -> float:
+        """Return where a value is on the scale on which distances are measured: for a beta, its horizon in steps."""
+        if self.hidden not in ("beta1", "beta2"):
+            return value
+        return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
 
     @property
     def limits(self) -> CheckLimits | None:
@@ -111,18 +133,18 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
         def within(value: float, bounds: tuple[float, float]) -> bool:
             """Compare up to the rounding of published values."""
-            least, most = map(reading.distance, bounds)
-            return (least if least <= 0 else least / _ROUNDING) <= reading.distance(value) <= most * _ROUNDING
+            least, most = map(check.distance, bounds)
+            return (least if least <= 0 else least / _ROUNDING) <= check.distance(value) <= most * _ROUNDING
 
         if within(value, limits.usual):
             return None
         above = value > high
         beyond = (value, math.inf) if above else (-math.inf, value)
-        valued = [(run, own) for run in case.runs if (own := reading.of_run(run)) is not None]
+        valued = [(run, own) for run in case.runs if reading.of_run and (own := reading.of_run(run)) is not None]
         did_so = [run for run, own in valued if within(own, beyond)]
         alike = [run.id for run in did_so if run.id in case.alike]
         usual = first_of_each(run for run, own in valued if within(own, limits.usual))[:VOTES]
-        factor = ratio(reading.distance(value), reading.distance(high if above else low))
+        factor = ratio(check.distance(value), check.distance(high if above else low))
         if not alike and reading.sure and not within(value, limits.outside):
             severity = "outside" if within(value, limits.far) else "far outside"
     facts = {"value": value, "low": low, "high": high} | dict(reading.facts or {})

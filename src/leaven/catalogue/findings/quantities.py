@@ -1,11 +1,11 @@
 """What each check compares: how a quantity is read from a recipe and from a published run, and what to set instead.
 
-A function has the name of its check and returns None if there is nothing to judge. Fixed limits, sources and messages
-are in ``checks.toml``.
+A function has the name of its check and returns None if there is nothing to judge. What its entry in ``checks.toml``
+states (fixed limits, the published value, what to set, messages) it leaves out.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
@@ -16,7 +16,6 @@ from leaven.catalogue.laws import evaluate, find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, size_ratio
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
-from leaven.catalogue.terms import TERMS
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
@@ -49,7 +48,7 @@ class Reading:
     """
 
     value: float | None = None
-    of_run: OfRun = lambda run: None
+    of_run: OfRun | None = None
     limits: CheckLimits | None = None
     suggestions: Sequence[Suggestion] = ()  # what to set, by preference
     facts: Mapping[str, Any] | None = None  # for the message, in addition to `value`, `low` and `high`
@@ -57,18 +56,8 @@ class Reading:
     did_so: Sequence[PublishedRun] = ()  # of a note: runs with such a value
     bounds: tuple[float | None, float | None] = (None, None)  # of a note: the usual range
     factor: float | None = None  # of a note: how far outside of it
-    distance: Callable[[float], float] = lambda value: value  # scale on which distances are measured
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
     path: str | None = None  # if it differs from `checks.toml`
-
-
-def _field(path: str) -> OfRun:
-    """Return a function that reads a path of a run's file, such as ``optim.beta2``."""
-    group, _, name = path.partition(".")
-    return lambda run: getattr(getattr(run, group), name, None)
-
-
-_peak_lr = attrgetter("peak_lr")
 
 
 def size(case: Case) -> Reading | None:
@@ -94,7 +83,7 @@ def lr(case: Case) -> Reading | None:
     A published lr is one for all parameters. If the rule gives the hidden matrices another lr than the embedding, the
     one nearest to the published median is compared.
     """
-    known = case.near(_peak_lr)
+    known = case.near(attrgetter("peak_lr"))
     if not known:
         return None
     middle, lowest, highest = median(known), known[0], known[-1]
@@ -106,7 +95,6 @@ def lr(case: Case) -> Reading | None:
     laws = [result.lr for result in results if result.lr and not result.form_of]
     return Reading(
         value=value,
-        of_run=_peak_lr,
         limits=CheckLimits((lowest, highest), outside, (outside[0] / 3, outside[1] * 3)),
         suggestions=[case.at_base("lr", middle)],
         runs=case.neighbours,
@@ -154,35 +142,14 @@ def z_loss(case: Case) -> Reading | None:
     )
 
 
-def _horizon(beta: float) -> float:
-    """Return the steps that a moment averages over; a rule may round a beta to 1."""
-    return 1 / (1 - beta) if beta < 1 else math.inf
-
-
-def beta1(case: Case) -> Reading:
-    suggestions = [case.at_base("beta1", 0.9)]
-    return Reading(
-        value=case.hidden("beta1"), of_run=_field("optim.beta1"), suggestions=suggestions, distance=_horizon
-    )
-
-
 def beta2(case: Case) -> Reading:
     """Compare beta2. Adam's default of 0.999 is rare among runs with batches of half a million tokens."""
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     small = CheckLimits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
     return Reading(
-        value=case.hidden("beta2"),
-        of_run=_field("optim.beta2"),
         limits=small if case.batch <= _SMALL_BATCH else None,
-        suggestions=[case.at_base("beta2", 0.95)],
-        distance=_horizon,
         facts={"usual": known.count(0.95), "known": len(known), "batch": case.batch},
     )
-
-
-def eps(case: Case) -> Reading:
-    """Compare eps, only upward: a large eps turns Adam into momentum SGD; a small one has not hurt any run here."""
-    return Reading(value=case.hidden("eps"), of_run=_field("optim.eps"), suggestions=[case.at_base("eps", 1e-8)])
 
 
 def weight_decay(case: Case) -> Reading | None:
@@ -192,10 +159,8 @@ def weight_decay(case: Case) -> Reading | None:
     together are usual.
     """
     value, tuned = case.hidden("weight_decay"), case.recipe.hyperparameters
-    if (value and ratio(value, tuned.weight_decay) > 1.02) or tuned.optimizer == "adam":
-        return None
-    suggestions = [{"hyperparameters.weight_decay": decay} for decay in (0.1, 0.01)]
-    return Reading(value=value, of_run=_field("optim.weight_decay"), suggestions=suggestions)
+    moved = value and ratio(value, tuned.weight_decay) > 1.02
+    return None if moved or tuned.optimizer == "adam" else Reading()
 
 
 def l2_decay(case: Case) -> Reading | None:
@@ -204,10 +169,8 @@ def l2_decay(case: Case) -> Reading | None:
     It adds the decay to the gradient, where Adam divides it by the gradient's size. The effect depends on the
     gradients, so published decays say nothing about it. Papers call AdamW Adam, too.
     """
-    value = case.hidden("weight_decay")
-    suggestions: list[Suggestion] = [{"hyperparameters.optimizer": "adamw"}, {"hyperparameters.weight_decay": 0.0}]
     adam = case.recipe.hyperparameters.optimizer == "adam"
-    return Reading(value=value, suggestions=suggestions) if adam and value else None
+    return Reading() if adam and case.hidden("weight_decay") else None
 
 
 def timescale(case: Case) -> Reading | None:
@@ -249,7 +212,7 @@ def decay_of_gains(case: Case) -> Reading | None:
     if not any(row.weight_decay for row in case.rows if not row.role.is_matrix):
         return None
     did_so = [run for run in case.runs if run.optim and run.optim.decay_norm_and_bias]
-    return Reading(value=1.0, did_so=did_so, suggestions=[{"hyperparameters.decay_norm_and_bias": False}])
+    return Reading(value=1.0, did_so=did_so)
 
 
 def decay_of_embeddings(case: Case) -> Reading | None:
@@ -260,32 +223,25 @@ def decay_of_embeddings(case: Case) -> Reading | None:
     return Reading(
         value=next(filter(None, decays)),
         bounds=(None, 0.0),
-        suggestions=[{"hyperparameters.modules.embedding.weight_decay": 0.0}],
         runs=[run for run in load_runs() if run.optim and run.optim.decay_embeddings is False],
     )
 
 
 def clip(case: Case) -> Reading:
-    written, suggestions = case.recipe.hyperparameters.grad_clip, [{"hyperparameters.grad_clip": 1.0}]
+    written = case.recipe.hyperparameters.grad_clip
     if written.limit and written.mode != "global":
-        return Reading(value=written.limit, suggestions=suggestions, facts={"other": written.mode})
+        return Reading(value=written.limit, facts={"other": written.mode})
     return Reading(
         value=written.limit or math.inf,
-        of_run=_field("optim.grad_clip"),
         limits=CheckLimits((0.1, 1.0), (0.01, 1.0), (0.001, 10.0)),
-        suggestions=suggestions,
         facts={"limit": written.limit or None, "off": not written.limit},
     )
 
 
 def tokens_per_parameter(case: Case) -> Reading:
-    def of_run(run: PublishedRun) -> float | None:
-        return run.tokens and run.tokens / run.params_total
-
-    value, most = case.tokens / case.params, case.published(of_run)[1]
+    value, most = case.tokens / case.params, case.published(attrgetter("tokens_per_parameter"))[1]
     return Reading(
         value=value,
-        of_run=of_run,
         limits=CheckLimits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
         sure=bool(case.neighbours),
@@ -330,13 +286,11 @@ def epochs(case: Case) -> Reading | None:
 
 def batch(case: Case) -> Reading | None:
     """Compare the batch, only upward: a small batch costs time, not quality."""
-    of_run = attrgetter("batch_tokens")
-    known = case.near(of_run)
+    known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
     return Reading(
         value=case.batch,
-        of_run=of_run,
         limits=upward(known[-1], 3 * known[-1], 10 * known[-1]),
         suggestions=[case.with_batch(median(known)), case.with_batch(known[-1])],
         runs=case.neighbours,
@@ -364,19 +318,13 @@ def critical_batch(case: Case) -> Reading:
     )
 
 
-def _ramp_start(run: PublishedRun) -> float | None:
-    start = TERMS["batch.ramp.start_tokens"].of_run(run)
-    return start / run.batch_tokens if start and run.batch_tokens else None
-
-
 def no_ramp(case: Case) -> Reading | None:
     if case.recipe.batch.ramp is not None or case.recipe.batch.stages:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
         """The batch of a run that says it had it from the start."""
-        constant = run.batch and run.batch.rampup and run.batch.rampup.kind == "none"
-        return run.batch_tokens if constant or _ramp_start(run) == 1 else None
+        return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
     most, start = case.published(of_run)[1], case.sequences(case.batch / 8)
     over = round(0.03 * case.tokens)
@@ -386,7 +334,7 @@ def no_ramp(case: Case) -> Reading | None:
         of_run=of_run,
         limits=upward(4.2e6, most, 4 * most),
         suggestions=[{"batch.ramp": ramp}],
-        runs=[run for run in case.runs if _ramp_start(run) and (run.batch_tokens or 0) >= 2e6][:5],
+        runs=[run for run in case.runs if run.ramp_start and (run.batch_tokens or 0) >= 2e6][:5],
         facts={"most": most},
     )
 
@@ -395,11 +343,10 @@ def ramp_start(case: Case) -> Reading | None:
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None
-    tenth, least = case.sequences(case.batch / 10), case.published(_ramp_start)[0]
+    tenth, least = case.sequences(case.batch / 10), case.published(attrgetter("ramp_start"))[0]
     start = {"batch.ramp.start_tokens": case.batch - 9 * tenth, "batch.ramp.increment_tokens": tenth}
     return Reading(
         value=ramp.start_tokens / case.batch,
-        of_run=_ramp_start,
         limits=CheckLimits((least, 1.0), (least / 2, 1.0), (least / 10, 1.0)),
         suggestions=[start],
         facts={"start": ramp.start_tokens, "least": least},
@@ -413,8 +360,7 @@ def ramp_length(case: Case) -> Reading | None:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
-        over = TERMS["batch.ramp.over_tokens"].of_run(run)
-        in_stages = run.batch and run.batch.rampup and run.batch.rampup.kind == "stages"
+        over, in_stages = run.ramp_tokens, run.ramp and run.ramp.kind == "stages"
         return over / run.tokens if over and run.tokens and not in_stages else None
 
     shorter = {"batch.ramp.over_tokens": round(0.04 * case.tokens)}
@@ -426,16 +372,14 @@ def warm_up(case: Case) -> Reading:
 
     A short one is usual if it still has the 2,000 steps that most runs have.
     """
-    of_run = attrgetter("warmup_fraction")
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
-    taken, longest = batches.first_step_at(value), case.published(of_run)[1]
+    taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
     least, far = (0.0, 0.0) if taken >= _STEPS_OF_WARMUP else (0.001, 0.0001)
     hundredth = round(0.01 * case.tokens)
     usual = min(hundredth, batches.tokens_at_step(_STEPS_OF_WARMUP))
     others = (usual, math.ceil(0.001 * case.tokens), hundredth)
     return Reading(
         value=value / case.tokens,
-        of_run=of_run,
         limits=CheckLimits((0.001, 0.1), (least, longest), (far, max(0.5, longest))),
         suggestions=[{"schedule.warmup_tokens": tokens} for tokens in others],
         facts={"steps": taken},
@@ -448,7 +392,6 @@ def final_lr(case: Case) -> Reading:
     decays = {"schedule.decay": "cosine"} if never_falls else {}
     return Reading(
         value=schedule.multiplier(case.tokens, case.tokens),
-        of_run=attrgetter("min_lr_ratio"),
         suggestions=[{"schedule.min_lr_ratio": 0.1, **decays}],
         path="schedule.decay" if never_falls else None,
     )
@@ -513,8 +456,6 @@ def dropout(case: Case) -> Reading | None:
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
     return Reading(
         value=case.recipe.model.dropout,
-        of_run=_field("optim.dropout"),
-        suggestions=[{"model.dropout": 0.0}],
         facts={"none": rates.count(0), "known": len(rates), "guessed": not case.corpus_tokens},
     )
 
@@ -525,7 +466,6 @@ def precision(case: Case) -> Reading | None:
         return None
     unstable = _unstable("fp16")
     return Reading(
-        suggestions=[{"precision.compute": "bf16"}],
         runs=[run for run, *_ in unstable],
         did_so=[run for run in case.runs if run.precision and run.precision.dtype == "fp16"],
         facts={"unstable": [f"{run.id}: {what}" for run, what, _ in unstable]},
@@ -535,12 +475,11 @@ def precision(case: Case) -> Reading | None:
 def aspect_ratio(case: Case) -> Reading | None:
     if not case.neighbours:
         return None
-    model, of_run = case.recipe.model, attrgetter("aspect")
+    model = case.recipe.model
     near = [run.aspect for run in case.runs if size_ratio(run, case.params) <= FACTOR and run.aspect]
-    low, high = case.published(of_run)
+    low, high = case.published(attrgetter("aspect"))
     return Reading(
         value=model.d_model / model.n_layers,
-        of_run=of_run,
         limits=CheckLimits((min(near), max(near)), (low, high), (low / 2, 2 * high)),
         suggestions=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
         facts={"least": low, "most": high},
@@ -554,7 +493,7 @@ def head_size(case: Case) -> Reading | None:
     width = model.n_heads * model.d_head
     size = next((size for size in (128, 64) if width % size == 0), model.d_head)
     heads = {"model.d_head": size, "model.n_heads": width // size, "model.n_kv_heads": width // size}
-    return Reading(value=model.d_head, of_run=lambda run: run.arch.head_dim, suggestions=[heads])
+    return Reading(value=model.d_head, suggestions=[heads])
 
 
 def mlp_ratio(case: Case) -> Reading:
@@ -586,5 +525,4 @@ def sequence_length(case: Case) -> Reading | None:
     if not case.neighbours:
         return None
     value = case.recipe.model.seq_len
-    suggestions = [{"model.seq_len": 1024 if value < 1024 else 8192}]
-    return Reading(value=value, of_run=_field("data.seq_len"), suggestions=suggestions)
+    return Reading(value=value, suggestions=[{"model.seq_len": 1024 if value < 1024 else 8192}])

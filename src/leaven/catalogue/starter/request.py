@@ -97,7 +97,7 @@ def left_behind(run: PublishedRun) -> Iterator[str]:
     growth_known = True
     if run.batch_grew and run.tokens and run.batch_tokens:
         growth_known = all(batch_ramps([run])) or repeated_growth(run, run.tokens, run.batch_tokens, 1) is not None
-    stages = (run.batch and run.batch.rampup and run.batch.rampup.stages) or ()
+    stages = (run.ramp and run.ramp.stages) or ()
     positions = None if arch.positional == "rotary" else arch.positional
     yield from parts(
         "not_carried_over",

@@ -118,7 +118,7 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
 
 def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     each = request.tokens / model.params
-    ratios = [run.tokens / run.params_total for run in near.runs if run.tokens]
+    ratios = [run.tokens_per_parameter for run in near.runs if run.tokens_per_parameter]
     draft.decide("data.tokens", request.tokens, each=each)
     stand_in = request.source == "python-stdlib"
     draft.decide("data.source", request.source, stand_in=stand_in)
