@@ -5,8 +5,7 @@ import torch
 
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.folding import folding
-from leaven.scaling.table import resolve
+from leaven.scaling.table import folding, resolve
 from leaven.scaling.transfer import transfer
 
 SHAPES = {

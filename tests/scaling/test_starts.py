@@ -6,7 +6,7 @@ import pytest
 
 from leaven.recipe.init_std import COMPARED
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.starts import ModuleStart, describe_starts, distances, init_reason, starts
+from leaven.scaling.describe import ModuleStart, describe, distances, starts
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
@@ -47,9 +47,9 @@ def test_one_block_and_gains_per_head_make_no_lines_of_their_own(tiny: Recipe) -
 
 def test_the_document_says_which_applies(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mt-nlg", "hyperparameters.init_std": None})
-    assert init_reason(tiny) == "rule: init_std 0.1 at the base, moved by complete-d-p"
-    assert "arXiv 2201.11990" in init_reason(named)
-    found = describe_starts(named, resolve(named))
+    assert describe(tiny, 0)["init"]["why"] == "rule: init_std 0.1 at the base, moved by complete-d-p"
+    found = describe(named, 0)["init"]
+    assert "arXiv 2201.11990" in found["why"]
     assert found["name"] == "mt-nlg"
     assert found["usual_std"] == pytest.approx(math.sqrt(1 / 48))
     assert all(start["std"] == start["published"]["mt-nlg"] for start in found["starts"])

@@ -1,4 +1,4 @@
-"""Fill in the message templates of ``messages.toml`` and ``checks.toml``.
+"""Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
 A template is a list of parts with fields as in ``str.format``. A part with a field that is None or unknown is left
 out. Besides Python's formats a field may have:
@@ -17,7 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.neighbours import Votes
 from leaven.recipe.units import format_number, format_quantity
 
 
@@ -44,17 +43,17 @@ class _Formatter(string.Formatter):
         return _KINDS[kind](value, show) if kind in _KINDS else format(value, spec)
 
 
-def _each(votes: Votes | Mapping[str, Any], show: str) -> str:
-    by = votes.by if isinstance(votes, Votes) else votes
+def _each(votes: Any, show: str) -> str:
+    by = getattr(votes, "by", votes)
     return ", ".join(f"{who} {_FORMATTER.format_field(value, show)}" for who, value in by.items())
 
 
-def _range(votes: Votes, show: str) -> str:
+def _range(votes: Any, show: str) -> str:
     middle, low, high = (_FORMATTER.format_field(one, show) for one in (votes.value, votes.low, votes.high))
     return f"{middle} ({low} .. {high})"
 
 
-def _count(votes: Votes, show: str) -> str:
+def _count(votes: Any, show: str) -> str:
     agree = [who for who, value in votes.by.items() if value == votes.value]
     others = {who: value for who, value in votes.by.items() if value != votes.value}
     counted = f"{len(agree)} of {len(votes.by)} lineages ({', '.join(agree) or 'none'})"
@@ -75,14 +74,15 @@ _FORMATTER = _Formatter()
 
 
 @cache
-def _templates() -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))
+def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]:
+    """Return the templates of a folder's ``messages.toml``, by section and key."""
+    return tomllib.loads((folder / "messages.toml").read_text(encoding="utf-8"))
 
 
-def filled(templates: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
+def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
     """Return the parts of a message, without those that are left out."""
     found = []
-    for template in [templates] if isinstance(templates, str) else templates:
+    for template in [message] if isinstance(message, str) else message:
         try:
             found.append(_FORMATTER.vformat(template, (), facts))
         except _LeftOut:
@@ -92,7 +92,7 @@ def filled(templates: str | Sequence[str], facts: Mapping[str, Any]) -> list[str
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
     """Return the parts of a message of ``messages.toml``."""
-    return filled(_templates()[section][key], facts)
+    return filled(templates()[section][key], facts)
 
 
 def sentence(section: str, key: str, facts: Mapping[str, Any]) -> str:
@@ -102,4 +102,4 @@ def sentence(section: str, key: str, facts: Mapping[str, Any]) -> str:
 
 def constants(section: str) -> dict[str, str]:
     """Return the messages of a section without fields."""
-    return dict(_templates()[section])
+    return dict(templates()[section])

@@ -1,7 +1,7 @@
 """Write and read weights in Hugging Face's format, without ``transformers``.
 
-Multipliers are folded into the written weights and divided out of the ones read (:mod:`leaven.scaling.folding`), so
-both models compute the same function.
+Multipliers are folded into the written weights and divided out of the ones read
+(:func:`leaven.scaling.table.folding`), so both models compute the same function.
 """
 
 import json
@@ -24,8 +24,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
-from leaven.scaling.folding import folding
-from leaven.scaling.table import ParameterTable
+from leaven.scaling.table import ParameterTable, folding
 from leaven.storage import new_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,7 +26,7 @@ class Start(Part):
     """Where the parameters start: at the initial values of the table, or at given weights.
 
     With weights, the start is their function: the multipliers that the rule applies in the forward pass are divided
-    out of them (:mod:`leaven.scaling.folding`).
+    out of them (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format with a model of this shape.

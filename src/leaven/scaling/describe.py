@@ -1,16 +1,91 @@
-"""A resolved recipe as plain data: what ``leaven show --json`` and ``leaven transfer --json`` print."""
+"""A resolved recipe as plain data for ``leaven show``, with its initial stds compared with published ones."""
 
-from dataclasses import asdict
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from leaven.catalogue.messages import filled, templates
+from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.starts import describe_starts
-from leaven.scaling.table import clip_reason, optimizer_reason, ramp_reason, resolve
+from leaven.recipe.shape import Parameter
+from leaven.scaling.apply import AT_BASE
+from leaven.scaling.table import ParameterRow, ParameterTable, ramp_factors, resolve
+
+
+@dataclass(frozen=True)
+class ModuleStart:
+    """The matrices of a module with the same initial standard deviation."""
+
+    module: str
+    layers: str  # the blocks they are in; "" outside the blocks
+    std: float  # of this recipe, after multipliers and rule
+    published: dict[str, float]  # std under each published init, by name
+
+
+def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
+    """Return one entry for each module, or two (first and last block) if its blocks differ."""
+    by_module: dict[str, list[ParameterRow]] = {}
+    for row in matrices(table):
+        by_module.setdefault(row.module, []).append(row)
+    found: list[ModuleStart] = []
+    for rows in by_module.values():
+        lines = [_start(recipe, row) for row in rows]
+        if len({(line.std, *line.published.values()) for line in lines}) > 1:
+            found += (lines[0], lines[-1])
+        else:
+            layers = f"0-{lines[-1].layers}" if len(lines) > 1 else lines[0].layers
+            found.append(replace(lines[0], layers=layers))
+    return found
+
+
+def _start(recipe: Recipe, row: ParameterRow) -> ModuleStart:
+    parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
+    shape = recipe.model
+    published = {name: init.std(parameter, shape.n_layers, shape.gated) for name, init in COMPARED.items()}
+    return ModuleStart(row.module, "" if row.layer is None else str(row.layer), row.init_std, published)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The distance of a published init from the recipe's."""
+
+    init: str
+    octaves: float  # mean over the modules where neither std is 0
+
+
+def distances(found: Sequence[ModuleStart]) -> list[Distance]:
+    """Return the distances of all published inits, nearest first."""
+    away = []
+    for name in COMPARED:
+        pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
+        if pairs:
+            away.append(Distance(name, fmean(abs(math.log2(own / theirs)) for own, theirs in pairs)))
+    return sorted(away, key=lambda each: each.octaves)
+
+
+def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
+    """Yield the rows with random initial values: all but gains and biases."""
+    return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
+
+
+def usual_std(width: int) -> float:
+    """Return sqrt(1 / (3 d)), the initial std of MT-NLG 530B and BLOOM-176B, as the reference for large values."""
+    return math.sqrt(1 / (3 * width))
 
 
 def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
-    """The document of ``leaven show --json``."""
-    table, model = resolve(recipe), recipe.model
+    """Return the document of ``leaven show --json`` and of ``leaven transfer --json``."""
+    table, model, tuned = resolve(recipe), recipe.model, recipe.hyperparameters
+    found, clip = starts(recipe, table), tuned.grad_clip
+    first, _ = ramp_factors(recipe, 0)
+    named = INITS.get(tuned.init)
+
+    def why(message: str, **facts: Any) -> str:
+        return "; ".join(filled(templates(Path(__file__).parent)["show"][message], facts))
+
     return {
         "name": recipe.name,
         "start": recipe.start.weights,
@@ -29,9 +104,28 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
             "flops_per_token": flops_per_token,
         },
         "attention_scale": table.attention_scale,
-        "optimizer": {"name": recipe.hyperparameters.optimizer, "why": optimizer_reason(recipe)},
-        "init": describe_starts(recipe, table),
-        "clip": recipe.hyperparameters.grad_clip.model_dump() | {"why": clip_reason(recipe)},
-        "ramp": {"rule": recipe.batch.rule, "why": ramp_reason(recipe)},
+        "optimizer": {"name": tuned.optimizer, "why": why(tuned.optimizer)},
+        "init": {
+            "name": tuned.init,
+            "why": why(
+                "init",
+                named=named,
+                name=tuned.init,
+                init_std=tuned.init_std,
+                rule=table.rule.name,
+                source=named and named.source,
+            ),
+            "usual_std": usual_std(model.d_model),
+            "nearest": [asdict(each) for each in distances(found)],
+            "starts": [asdict(start) for start in found],
+            "published": {name: {"std": init.text, "source": init.source} for name, init in COMPARED.items()},
+        },
+        "clip": clip.model_dump() | {"why": why(f"clip {clip.mode}" if clip.limit else "clip off", limit=clip.limit)},
+        "ramp": {
+            "rule": recipe.batch.rule,
+            "why": None
+            if first == AT_BASE
+            else why("ramp", batch=recipe.batch.sizes[0][1], first=first, rule=table.rule.name),
+        },
         "parameters": [asdict(row) for row in table.rows],
     }

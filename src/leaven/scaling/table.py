@@ -199,54 +199,26 @@ def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def optimizer_reason(recipe: Recipe) -> str:
-    """Return how the optimizer decays weights (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
-    if recipe.hyperparameters.optimizer == "adamw":
-        return "adamw: decoupled decay: a step takes lr x decay of each weight, whatever its gradient"
-    return (
-        "adam: L2 in the loss: decay x weight joins the gradient, and Adam divides the sum by the gradient's running "
-        "size: weights with large gradients hardly decay, and those with small ones up to lr a step"
-    )
+def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
+    """Return the factors on weights that make a plain model, without multipliers, equivalent; missing names mean 1.
 
-
-def clip_reason(recipe: Recipe) -> str:
-    """Return what is clipped, and why no rule scales the limit.
-
-    Measured on small models: the global norm grows as width^0.44 to width^0.48, since the unembedding's entries keep
-    their size and become more; in the noise-dominated regime it falls as batch^-1/2.
+    A branch's multiplier goes into the matrix that ends it, the scale of the attention logits into the queries (into
+    their norm's gain if they have one, since a norm would undo a change of the matrix), the multiplier of the logits
+    into the unembedding, or into the final norm where the unembedding is the embedding as well.
     """
-    clip = recipe.hyperparameters.grad_clip
-    if not clip.limit:
-        return "off"
-    grows = (
-        "the global norm grows as about width^1/2 (the unembedding's) and falls with the batch, so at another scale"
-    )
-    match clip.mode:
-        case "global":
-            return f"global norm at {clip.limit:g}; moved by no rule: {grows} the same limit clips more or less often"
-        case "per-module":
-            return (
-                f"norm of each module in each block at {clip.limit:g}; moved by no rule: a block's matrix keeps its "
-                "norm with width and loses depth^-alpha, the embedding's falls and the unembedding's grows as "
-                "width^1/2"
-            )
-        case "running":
-            return (
-                f"global norm at {clip.limit:g} x its running root mean square over the window of beta2; moved by no "
-                f"rule: {grows} a limit in units of the norm itself is nearest to the same"
-            )
-
-
-def ramp_reason(recipe: Recipe) -> str | None:
-    """Return how a scaled ramp changes the table's values at its first batch; None if it does not."""
-    first, _ = ramp_factors(recipe, 0)
-    if first == AT_BASE:
-        return None
-    return (
-        f"scaled: the table is that of the full batch; the first, of {recipe.batch.sizes[0][1]:,} tokens, has lr x "
-        f"{first.lr:.3g}, weight decay x {first.weight_decay:.3g}, eps x {first.eps:.3g} and moments that look back "
-        f"{first.half_life:.3g} x as many steps ({recipe.scaling.rule})"
-    )
+    rows = {row.name: row.multiplier for row in table.rows}
+    places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}
+    if not shape.tied_embeddings:
+        places["unembedding"] = rows.pop("unembedding.weight")
+    for layer in range(shape.n_layers):
+        query = "norm.query" if shape.qk_norm else "attention.query"
+        places[f"layers.{layer}.{query}"] = table.attention_scale / (1 / math.sqrt(shape.d_head))
+        for end in BRANCH_ENDS:
+            places[f"layers.{layer}.{end}"] = rows.pop(f"layers.{layer}.{end}.weight")
+    assert all(multiplier == 1 for multiplier in rows.values()), "a multiplier that is folded nowhere"
+    names = {parameter.name for parameter in shape.parameters()}
+    both = {f"{place}.{kind}": factor for place, factor in places.items() for kind in ("weight", "bias")}
+    return {name: factor for name, factor in both.items() if name in names and factor != 1}
 
 
 def _label(name: str) -> str:

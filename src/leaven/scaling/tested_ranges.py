@@ -4,17 +4,19 @@ They are not errors, since larger ratios have to be tried before they can be kno
 """
 
 import math
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from leaven.catalogue.laws import batches, critical_batch, evaluate, power_lines_tau
+from leaven.catalogue.messages import filled, templates
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
-from leaven.recipe.units import format_quantity
 from leaven.scaling.apply import factors
-from leaven.scaling.starts import matrices, usual_std
+from leaven.scaling.describe import matrices, usual_std
 from leaven.scaling.table import ParameterTable, exponents, resolve
-from leaven.scaling.transfer import NO_RAMP
 
 
 @dataclass(frozen=True)
@@ -27,33 +29,10 @@ class Caution:
     message: str  # what it is, why it matters and what to do
 
 
-@dataclass(frozen=True)
-class Tested:
-    """Ratios target / base for which a rule is known to transfer; (1, 1) if the rule does not cover the axis."""
-
-    width: tuple[float, float]
-    depth: tuple[float, float]
-    batch: tuple[float, float]
-    tokens: tuple[float, float]
-    source: str
-
-
-_NOT = (1.0, 1.0)
-TESTED = {
-    "standard": Tested(_NOT, _NOT, _NOT, _NOT, "it scales nothing, but the best values change with scale"),
-    "mup": Tested((1 / 16, 16), _NOT, _NOT, _NOT, "arXiv 2203.03466, section 7, from memory: width 256 to 4096"),
-    "completep": Tested(
-        (1 / 16, 16), (1 / 32, 32), _NOT, _NOT, "code of arXiv 2505.01618: width 256 to 4096, depth 2 to 64"
-    ),
-    "complete-d-p": Tested(
-        width=(1 / 16, 16),
-        depth=(1 / 32, 32),
-        batch=(1 / 8, 4),
-        tokens=(1 / 100, 100),
-        source="arXiv 2512.22382 as its readers report: width 128 to 2048, depth 4 to 128; tokens derived from "
-        "compute",
-    ),
-}
+TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
+)
+"""By rule and axis, the lowest and highest tested ratio; and by rule its source."""
 # At 4 times the tokens per parameter the best weight decay is about twice off (Power Lines' tau ~ TPP^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # Adam's update is g / (sqrt(v) + eps): at 0.1 eps takes a tenth of it.
@@ -86,8 +65,13 @@ def dropped(before: Recipe, after: Recipe) -> list[Caution]:
     """Return warnings about settings that a transfer dropped."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
-    sequences = after.batch.tokens / after.model.seq_len
-    return [Caution("ramp", sequences, 2.0, f"the batch ramp is {NO_RAMP}; transfers from here on have none either")]
+    return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
+
+
+def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> Caution:
+    """Return a warning; ``message`` is the key of its text, by default ``about``."""
+    template = templates(Path(__file__).parent)["warnings"][message or about]
+    return Caution(about, value, limit, "; ".join(filled(template, {"value": value, "limit": limit} | facts)))
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
@@ -100,30 +84,24 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
         ratio = getattr(ratios, axis)
-        low, high = getattr(tested, axis)
+        low, high = tested[axis]
         if low <= ratio <= high or (axis == "batch" and 1 / high <= ratios.tokens / ratios.batch <= 1 / low):
             continue
-        limit = high if ratio > high else low
-        if low == high:
-            told = f"{axis} x{_plain(ratio)}: {table.rule.name} has no rule for {axis} ({tested.source})"
-        else:
-            told = f"{axis} x{_plain(ratio)} of the base, tested from x{low:.3g} to x{high:.3g} ({tested.source})"
-        yield Caution(f"{axis} ratio", ratio, limit, f"{told}; a base nearer to the target would be safer")
+        facts: dict[str, Any] = {
+            "axis": axis,
+            "low": low,
+            "high": high,
+            "covered": low < high,
+            "rule": table.rule.name,
+        }
+        yield _caution(f"{axis} ratio", ratio, high if ratio > high else low, "ratio", tested=tested, **facts)
 
 
 def _critical_batch(recipe: Recipe) -> Iterator[Caution]:
     model, batch = recipe.model, recipe.batch.tokens
     laws = evaluate(model.params, recipe.data.tokens, params_non_embedding=model.params_non_embedding)
-    critical, middle = batches(laws, "critical"), critical_batch(laws)
-    if batch > middle:
-        listed = ", ".join(f"{law} {format_quantity(tokens)}" for law, tokens in critical.items())
-        yield Caution(
-            "critical batch",
-            batch,
-            middle,
-            f"batch {format_quantity(batch)} tokens is beyond the critical batch ({listed}): the batch rule holds "
-            "where gradient noise dominates; a smaller batch reaches the same loss with fewer tokens",
-        )
+    if batch > (limit := critical_batch(laws)):
+        yield _caution("critical batch", batch, limit, laws=batches(laws, "critical"))
 
 
 def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
@@ -132,14 +110,8 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
     factor, far = after / before, TOKENS_PER_PARAMETER_FACTOR
     if not 1 / far <= factor <= far:
         decay = power_lines_tau(shape.params, base.tokens) / power_lines_tau(recipe.model.params, recipe.data.tokens)
-        yield Caution(
-            "tokens per parameter",
-            after,
-            before * (far if factor > 1 else 1 / far),
-            f"{_plain(after)} tokens per parameter, the base had {_plain(before)} (x{_plain(factor)}): the rule "
-            f"keeps lr x decay x steps, Power Lines 2025 would multiply weight decay by {decay:.2g}; a base with as "
-            "many tokens per parameter as the target would be safer",
-        )
+        limit = before * (far if factor > 1 else 1 / far)
+        yield _caution("tokens per parameter", after, limit, before=before, factor=factor, decay=decay)
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
@@ -149,37 +121,24 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
         return
     low, high = interval
     if not low <= used <= high:
-        nearest = min(max(low, min(high, used)), 1.0)
-        yield Caution(
-            "token exponent",
-            used,
-            high if used > high else low,
-            f"tokens x{_plain(table.ratios.tokens)} with token_exponent {used:.3g}, outside of the {low:.3g} to "
-            f"{high:.3g} that leaven check duration measured for this base; type "
-            f"--set scaling.token_exponent={max(nearest, 0.0):.3g}",
-        )
+        nearest = max(min(max(low, min(high, used)), 1.0), 0.0)
+        facts: dict[str, Any] = {"ratio": table.ratios.tokens, "low": low, "high": high, "nearest": nearest}
+        yield _caution("token exponent", used, high if used > high else low, **facts)
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """A lower bound on eps / sqrt(v) of a block's matrix: a gradient of norm 1 spread evenly over all parameters.
+    """Warn if a lower bound on eps / sqrt(v) of a block's matrix is large.
 
-    Most of the norm is the unembedding's and most runs have less than 1 once they have warmed up, so the blocks have
-    less, and their ratio is higher.
+    The bound is that of a gradient of norm 1 spread evenly over all parameters. Most of the norm is the unembedding's
+    and most runs have less than 1 once they have warmed up, so the blocks have less, and their ratio is higher.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
     typical = norm / math.sqrt(recipe.model.params)
     worst = max((row for row in table.rows if row.role is Role.HIDDEN_WEIGHT), key=lambda row: row.eps)
-    share = worst.eps / typical
-    if share > EPS_SHARE:
-        yield Caution(
-            "eps",
-            share,
-            EPS_SHARE,
-            f"eps {worst.eps:.2g} of {worst.name} against gradient entries of at most {typical:.2g} (norm {norm:g} "
-            f"over {format_quantity(recipe.model.params)} parameters): eps / sqrt(v) is at least {share:.2g}, above "
-            f"{EPS_SHARE}; lower hyperparameters.eps, Adam is turning into momentum",
-        )
+    if (share := worst.eps / typical) > EPS_SHARE:
+        facts: dict[str, Any] = {"row": worst, "typical": typical, "norm": norm, "params": recipe.model.params}
+        yield _caution("eps", share, EPS_SHARE, **facts)
 
 
 def _betas(table: ParameterTable) -> Iterator[Caution]:
@@ -188,14 +147,9 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
         outside = [beta for beta in betas if not low <= beta <= high]
         if outside:
             beta = max(outside, key=lambda beta: max(low - beta, beta - high))
-            whose = betas[beta] if len(betas) > 1 else "all modules"
-            yield Caution(
-                name,
-                beta,
-                high if beta > high else low,
-                f"{name} {beta:.5g} of {whose} is outside {low:g} to {high:g}, where runs have been seen to train "
-                f"well; set hyperparameters.{name} at the base so that it comes out inside",
-            )
+            where = betas[beta] if len(betas) > 1 else "all modules"
+            facts: dict[str, Any] = {"name": name, "where": where, "low": low, "high": high}
+            yield _caution(name, beta, high if beta > high else low, "beta", **facts)
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
@@ -212,14 +166,7 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     moved = {row.module: factors(table.rule, row.role, row.ratios, free).weight_decay for row in decayed}
     module = max(moved, key=lambda module: abs(math.log(moved[module])), default=None)
     if module is not None and moved[module] != 1:
-        yield Caution(
-            "optimizer",
-            moved[module],
-            1.0,
-            f"{table.rule.name} multiplies the weight decay of {module} by {moved[module]:.3g} to keep AdamW's pace, "
-            "lr x decay x steps; optimizer adam has L2 in the loss, whose part in the gradient then grows as about "
-            'width^1.5 (measured); set hyperparameters.optimizer = "adamw", or weight_decay = 0',
-        )
+        yield _caution("optimizer", moved[module], 1.0, rule=table.rule.name, module=module)
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
@@ -232,28 +179,11 @@ def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier
     if logits > LARGE_LOGITS:
-        yield Caution(
-            "init of the logits",
-            logits,
-            LARGE_LOGITS,
-            f"init std {readout.init_std:.3g} of {readout.module} gives logits of RMS {logits:.2g}, a first loss "
-            f"{logits**2 / 2:.2g} above ln V; 0.02 at width 5,120 (OLMo 2 13B, Pythia 12B), RMS 1.43, has trained; "
-            f"BigScience's 104B run, RMS 2.15, failed; lower hyperparameters.modules.{readout.module}.init_std",
-        )
+        yield _caution("init of the logits", logits, LARGE_LOGITS, readout=readout, above=logits**2 / 2)
     blocks = [row for row in matrices(table) if row.role is Role.HIDDEN_WEIGHT]
     worst = max(blocks, key=lambda row: row.init_std * row.multiplier)
     std, usual = worst.init_std * worst.multiplier, usual_std(recipe.model.d_model)
     if std > LARGE_INIT * usual:
-        lower = "lower hyperparameters.init_std" if recipe.hyperparameters.init == "rule" else 'try init = "mt-nlg"'
-        yield Caution(
-            "init",
-            std,
-            LARGE_INIT * usual,
-            f"init std {std:.3g} of {worst.module} is {std / usual:.2g} x sqrt(1 / (3 d)) = {usual:.3g}, where "
-            "MT-NLG and BLOOM-176B started: BigScience's 104B run failed with 0.02 at width 11,600, which is 3.7 x; "
-            f"2.5 x has trained; {lower}",
-        )
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        named = recipe.hyperparameters.init != "rule"
+        facts: dict[str, Any] = {"module": worst.module, "times": std / usual, "usual": usual, "named": named}
+        yield _caution("init", std, LARGE_INIT * usual, **facts)

@@ -12,10 +12,12 @@ transfer from the base, not from a scale in between. The values of parameters ar
 else that is not tuned.
 """
 
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from leaven.catalogue.messages import filled, templates
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
@@ -30,8 +32,6 @@ _INTERVALS = (
     "stability.rollback_lr_tokens",
     "evaluation.every_tokens",
 )
-
-NO_RAMP = "dropped: a batch of one sequence cannot start smaller"
 
 # Far beyond published runs; larger numbers are typing errors.
 _LARGEST = {
@@ -265,47 +265,21 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the reason for each value that the transfer set."""
     base = after.base
-    where = (
-        f"width {base.width}, depth {base.depth}, batch {format_quantity(base.batch_tokens)}, "
-        f"{format_quantity(base.tokens)} tokens"
-    )
-    share = f"the same share of the run as before, {before.schedule.warmup_tokens / before.data.tokens:.2%}"
-    reasons = {
-        "data.tokens": f"transfer from {format_quantity(before.data.tokens)} tokens",
-        "batch.tokens": f"transfer from {format_quantity(before.batch.tokens)} tokens a step",
-        "batch.ramp": "the same share of the run, start and increment the same shares of the batch"
-        if after.batch.ramp
-        else NO_RAMP,
-        "batch.stages": "the same shares of the run and of the batch",
-        "start.weights": "left out: these weights have another shape",
-        "schedule.warmup_tokens": f"{share} (time in a run is tokens / horizon)",
-        **dict.fromkeys(_INTERVALS, "the same share of the run as before"),
-        **_shape_reasons(before.model, after.model),
+    facts = {
+        "before": before,
+        "after": after,
+        "where": f"width {base.width}, depth {base.depth}, batch {format_quantity(base.batch_tokens)}, "
+        f"{format_quantity(base.tokens)} tokens",
+        "warmup": before.schedule.warmup_tokens / before.data.tokens,
     }
+    for name, part, whole in (("group", "n_heads", "n_kv_heads"), ("ff", "d_ff", "d_model")):
+        old, new = (getattr(of.model, part) / getattr(of.model, whole) for of in (before, after))
+        facts[name] = {"before": old, "after": new, "kept": old == new}
+    always = ("hyperparameters", "hyperparameters.grad_clip", "scaling.base")
     return {
-        "hyperparameters": f"unchanged, in base coordinates ({where}); {after.scaling.rule} scales the values of "
-        "each parameter (leaven show)",
-        "hyperparameters.grad_clip": "unchanged, since no rule scales it: gradient norms grow with the width and "
-        "fall with the batch; watch grad_norm",
-        "scaling.base": f"{where}: the scale the hyperparameters are written for; a transfer does not change it",
-    } | {path: reason for path, reason in reasons.items() if _at(before, path) != _at(after, path)}
-
-
-def _shape_reasons(before: ModelShape, after: ModelShape) -> dict[str, str]:
-    def kept(what: str, ratio_before: float, ratio_after: float) -> str:
-        if ratio_before == ratio_after:
-            return f"{what} kept at {ratio_after:g}"
-        return f"as requested: {what} {ratio_before:g} -> {ratio_after:g}; the rule uses each tensor's own fans"
-
-    return {
-        "model.d_model": f"transfer from width {before.d_model}",
-        "model.n_layers": f"transfer from depth {before.n_layers}",
-        "model.d_head": f"as requested: head dimension {before.d_head} -> {after.d_head}",
-        "model.n_heads": f"{'d_attention' if after.d_attention else 'd_model'} / d_head, with d_head {after.d_head}",
-        "model.n_kv_heads": kept(
-            "heads per kv head", before.n_heads / before.n_kv_heads, after.n_heads / after.n_kv_heads
-        ),
-        "model.d_ff": kept("d_ff / d_model", before.d_ff / before.d_model, after.d_ff / after.d_model),
+        path: "; ".join(filled(message, facts))
+        for path, message in templates(Path(__file__).parent)["transfer"].items()
+        if path in always or _at(before, path) != _at(after, path)
     }
 
 

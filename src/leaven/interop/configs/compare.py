@@ -18,8 +18,7 @@ from typing import Any
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
-from leaven.scaling.folding import folding
-from leaven.scaling.table import resolve
+from leaven.scaling.table import folding, resolve
 
 SAME = 1e-6
 """Relative difference up to which two numbers count as equal, e.g. written with seven digits."""
