@@ -19,9 +19,10 @@ from rich.console import Console
 from leaven.data.tokens import prepare
 from leaven.recipe.files import parse_recipe
 from leaven.verification.batches import corpus
-from leaven.verification.model_family import RecipeFamily
+from leaven.verification.model_instance import RunScale
+from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
-from leaven.verification.sweep import transfer
+from leaven.verification.sweep import sweep
 from leaven.views.check_page import write_check
 from leaven.views.check_tables import conclusion
 from leaven.views.terminal.checks import tables
@@ -106,9 +107,10 @@ def main() -> None:
                 if done == total or done % 10 == 0:
                     console.print(f"{what}: {done} of {total} runs")
 
-            store = RunStore(options.run, options.workers, progress)
-            verdict = transfer(family, scales, lrs, store, seeds=options.seeds)
-            document = verdict.document()
+            sizes = [RunScale(*scale) for scale in scales]
+            with RunStore(options.run, options.workers, progress) as store:
+                check, _ = sweep("transfer", family, "lr", sizes, lrs, store=store, seeds=options.seeds)
+                document = store.keep(check).dump()
             (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document, indent=2) + "\n")
             write_check(document, options.run / f"{rule}-{axis}.html")
             console.print(f"{rule}, {axis}: {conclusion(document)}")

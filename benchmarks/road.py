@@ -38,7 +38,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.outcome import Outcome
 from leaven.tuning.algorithm.noise_estimate import t95
-from leaven.verification.model_family import RecipeTrial
+from leaven.verification.recipe_family import RecipeTrial
 from leaven.verification.runs import RunStore
 
 COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
@@ -109,7 +109,8 @@ def compare(folder: Path, seeds: int, workers: int, candidates: int, direct: boo
 
     def train(recipes: list[Recipe]) -> dict[str, Outcome]:
         trials = [RecipeTrial(recipe) for recipe in recipes]
-        outcome = RunStore(folder / "arms", workers, lambda n, of: print(f"{n} of {of} runs")).run(trials)
+        with RunStore(folder / "arms", workers, lambda n, of: print(f"{n} of {of} runs")) as store:
+            outcome = store.run(trials)
         return {trial.key: outcome(trial) for trial in trials}
 
     def loss(recipe: Recipe, seed: int) -> float:

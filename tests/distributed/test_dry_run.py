@@ -21,7 +21,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.allocation_tracker import AllocationTracker
 from leaven.verification.dry_run import NoText, StepMemory, dry_run, two_steps
-from leaven.verification.memory import LIMITS, compare, looked_at, rehearsal, tensors, with_layout
+from leaven.verification.memory import LIMITS, compare, ranks_to_check, rehearsal, tensors, with_layout
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 1024,
@@ -162,11 +162,11 @@ def test_a_70b_model_on_512_ranks(tiny: Recipe) -> None:
 
 def test_ranks_that_are_looked_at(tiny: Recipe) -> None:
     layout = with_layout(tiny.replace(SMALL), "dp=2,tp=2,pp=4").layout
-    assert looked_at(layout) == [0, 4, 12]
-    assert looked_at(layout, all_stages=True) == [0, 4, 8, 12]
-    assert looked_at(layout, [7, 3, 7]) == [3, 7]
+    assert ranks_to_check(layout) == [0, 4, 12]
+    assert ranks_to_check(layout, all_stages=True) == [0, 4, 8, 12]
+    assert ranks_to_check(layout, [7, 3, 7]) == [3, 7]
     with pytest.raises(InputError, match="--rank 16: the layout has ranks 0 to 15"):
-        looked_at(layout, [16])
+        ranks_to_check(layout, [16])
 
 
 def check(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -16,7 +16,7 @@ from leaven.training.run_folder import RunFolder
 from leaven.tuning.document import Dimension
 from leaven.tuning.point import moved
 from leaven.tuning.space import REACH, SETS, space
-from leaven.verification.model_family import RecipeTrial
+from leaven.verification.recipe_family import RecipeTrial
 from leaven.views.recipe_view import reasons
 
 LLAMA = (

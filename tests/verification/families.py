@@ -5,12 +5,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from leaven.documents.checks import CheckDocument, VerdictRow
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, ParameterTable, resolve
 from leaven.verification.batches import synthetic
-from leaven.verification.coordinates import START
-from leaven.verification.model_family import CheckStart, RecipeFamily, calibrated, calibrated_table
+from leaven.verification.coordinates import CoordinateCheck
+from leaven.verification.recipe_family import RecipeFamily
+from leaven.verification.small_models import CheckStart, calibrated, calibrated_table
 
 PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
@@ -21,7 +23,7 @@ Fault = Callable[[ParameterRow, Recipe], ParameterRow]
 def family(
     fault: Fault | None = None,
     *,
-    start: CheckStart = START,
+    start: CheckStart = CoordinateCheck.start,
     rule: str = "complete-d-p",
     alpha: float = 1.0,
     tied_embeddings: bool = False,
@@ -37,6 +39,10 @@ def family(
         return replace(table, rows=tuple(fault(row, moved) if fault else row for row in table.rows))
 
     return RecipeFamily(recipe, synthetic(256, 32, 8), planted, **more)
+
+
+def failed(document: CheckDocument) -> list[VerdictRow]:
+    return [row for row in document.rows if row.passed is False]
 
 
 def readout_lr_unscaled(row: ParameterRow, recipe: Recipe) -> ParameterRow:

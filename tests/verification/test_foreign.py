@@ -1,9 +1,9 @@
 """Models from a factory, module:factory: hooks find their outputs, and their runs equal a hand-written loop."""
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,6 @@ from leaven.cli import main
 from leaven.data.stream import Stream
 from leaven.interop.multipliers import ScaleOutput
 from leaven.recipe.errors import InputError
-from leaven.scaling.cells import Ratios
 from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
@@ -24,8 +23,10 @@ from leaven.verification.activation_recorder import ActivationRecorder
 from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
 from leaven.verification.equivalence import equivalence
 from leaven.verification.foreign import MADE_UP, SOURCE, ForeignFamily, foreign
-from leaven.verification.model_family import RunSetting
+from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.runs import CheckTrial, RunStore
+
+SCALE = RunScale(16, 1)
 
 FACTORY = """
 import leaven
@@ -124,19 +125,19 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
     assert run(monkeypatch, "their_model:factory", "--widths", "32", "--depths", "2") == 2
     assert run(monkeypatch, "their_model:factory", "--widths", "32,x") == 2
     with pytest.raises(InputError, match="has no factori"):
-        foreign("their_model:factori", 32, 2)
+        foreign("their_model:factori", RunScale(32, 2))
     with pytest.raises(InputError, match="should return"):
-        foreign("their_model:nothing", 32, 2)
+        foreign("their_model:nothing", RunScale(32, 2))
     with pytest.raises(InputError, match="0.weight is not in any group of its optimiser"):
-        foreign("their_model:short_of_a_group", 32, 2)
+        foreign("their_model:short_of_a_group", RunScale(32, 2))
     with pytest.raises(InputError, match="no torch.nn.Embedding"):
-        foreign("their_model:no_embedding", 32, 2)
+        foreign("their_model:no_embedding", RunScale(32, 2))
     with pytest.raises(InputError, match="vocabulary of 64 is too small for text, which needs 257.*made-up"):
-        foreign("their_model:factory", 32, 2)
+        foreign("their_model:factory", RunScale(32, 2))
     with pytest.raises(InputError, match="whole number of sequences of 64"):
-        foreign("their_model:factory", 32, 2, source=MADE_UP, batch_tokens=100)
+        foreign("their_model:factory", RunScale(32, 2), source=MADE_UP, batch_tokens=100)
     with pytest.raises(InputError, match="returns its own batches"):
-        foreign("their_model:feeding", 32, 2, source=SOURCE)
+        foreign("their_model:feeding", RunScale(32, 2), source=SOURCE)
 
 
 def test_a_branch_multiplier_is_recorded_once() -> None:
@@ -154,7 +155,7 @@ def test_a_branch_multiplier_is_recorded_once() -> None:
 
 def theirs(name: str, tokens: int = 4096) -> ForeignFamily:
     """A batch is two sequences."""
-    return foreign(f"their_model:{name}", 16, 1, source=MADE_UP, batch_tokens=128, tokens=tokens)
+    return foreign(f"their_model:{name}", SCALE, source=MADE_UP, batch_tokens=128, tokens=tokens)
 
 
 def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
@@ -183,38 +184,38 @@ def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
 
 def test_a_run_equals_a_hand_written_loop(here: Path) -> None:
     plain = theirs("plain")
-    first = plain.train(RunSetting(16, 1, 1.0, seed=3))
+    first = plain.train(RunSetting(SCALE, 1.0, 3))
     assert (first.loss, first.diverged, first.tokens) == (pytest.approx(expected_loss(3, 0.01, 2, 4096)), False, 4096)
     # Values of lr are multiples of the factory's; the rule gets the ratio of the batch only if `ruled`.
-    assert (
-        plain.train(RunSetting(16, 1, 2.0, seed=3)).loss == theirs("eager").train(RunSetting(16, 1, 1.0, seed=3)).loss
+    assert plain.train(RunSetting(SCALE, 2.0, 3)).loss == theirs("eager").train(RunSetting(SCALE, 1.0, 3)).loss
+    ruled, blind = (
+        plain.train(RunSetting(replace(SCALE, batch=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
     )
-    ruled, blind = (plain.train(RunSetting(16, 1, 1.0, 3, batch=4.0, ruled=ruled)).loss for ruled in (True, False))
     assert ruled == pytest.approx(expected_loss(3, 0.02, 8, 4096))
     assert blind == pytest.approx(expected_loss(3, 0.01, 8, 4096))
     longer, as_long = (
-        plain.train(RunSetting(16, 1, 1.0, 3, tokens=4.0, ruled=ruled)).loss for ruled in (True, False)
+        plain.train(RunSetting(replace(SCALE, tokens=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
     )
     assert longer == pytest.approx(expected_loss(3, 0.005, 2, 16384))
     assert as_long == pytest.approx(expected_loss(3, 0.01, 2, 16384))
-    gone = theirs("wild").train(RunSetting(16, 1, 1.0, seed=0))
+    gone = theirs("wild").train(RunSetting(SCALE, 1.0, 0))
     assert gone.loss == pytest.approx(math.log(64) + 1)
     assert gone.tokens < 4096
 
 
 def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
-    family = foreign("their_model:feeding", 16, 1, tokens=512)
+    family = foreign("their_model:feeding", RunScale(16, 1), tokens=512)
     assert (family.vocab_size, family.source, family.sequences, family.seq_len) == (64, None, 4, 8)
-    batches = family._instance(16, 1, 0, Ratios())[1]
+    batches = family._instance(SCALE, 0)[1]
     whole = [torch.cat(side) for side in zip(*(batches(2, step) for step in range(3)), strict=True)]
     for first, count in ((0, 4), (4, 4), (0, 12), (1, 2), (3, 6)):
         for cut, side in zip(sequences(batches, 4, 2, first, count), whole, strict=True):
             assert torch.equal(cut, side[first : first + count])
-    half, double = (family.train(RunSetting(16, 1, 1.0, 0, batch=batch)) for batch in (0.5, 2.0))
+    half, double = (family.train(RunSetting(replace(SCALE, batch=batch), 1.0, 0)) for batch in (0.5, 2.0))
     assert half.loss != double.loss
     assert (half.tokens, double.tokens) == (512, 512)
     with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is not a whole number"):
-        family.trial(RunSetting(16, 1, 1.0, 0, batch=0.1))
+        family.trial(RunSetting(replace(SCALE, batch=0.1), 1.0, 0))
 
 
 def test_training_never_sees_held_out_text() -> None:
@@ -230,7 +231,7 @@ def test_training_never_sees_held_out_text() -> None:
 def test_the_key_of_a_run_changes_with_its_factory(here: Path) -> None:
     def keys(tokens: int = 4096) -> list[str]:
         family = theirs("plain", tokens)
-        return [family.trial(RunSetting(width, 1, lr, 0)).key for width in (16, 32) for lr in (1.0, 2.0)]
+        return [family.trial(RunSetting(RunScale(width, 1), lr, 0)).key for width in (16, 32) for lr in (1.0, 2.0)]
 
     before = keys()
     assert len(set(before)) == 4
@@ -253,13 +254,12 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
             return lambda trial: ran[trial.key]
 
     monkeypatch.setattr(equivalence_module, "LEAST_STEPS", 1)  # what is run counts here, not the losses
-    verdict = equivalence(theirs("plain"), (16, 1), [4.0], Here(here), seeds=2)
+    verdict = equivalence(theirs("plain"), SCALE, [4.0], Here(here), seeds=2)
     ruled, control = verdict.rows
     assert len(ran) == 6  # two seeds, at batch x 1 once for both arms
     assert 0 == ruled.parts["x1"] == control.parts["x1"] != ruled.parts["x4"] != control.parts["x4"]
-    assert json.loads((here / "check.json").read_text())["subject"] == "their_model:plain"
     with pytest.raises(InputError, match="their_model:eager takes no ratios"):
-        equivalence(theirs("eager"), (16, 1), [4.0], Here(here))
+        equivalence(theirs("eager"), SCALE, [4.0], Here(here))
 
 
 def test_transfer_from_the_command_line_resumes_and_is_reported(

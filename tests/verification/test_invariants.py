@@ -6,21 +6,18 @@ from dataclasses import replace
 import pytest
 from tests.verification.families import family
 
+from leaven.documents.checks import VerdictRow
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.table import ParameterRow, ratios
-from leaven.verification.invariants import invariants, settings_of
-from leaven.verification.verdict import CheckRow
+from leaven.verification.invariants import invariants
 
 
 def audited(
     fault: Callable[[ParameterRow, Recipe], ParameterRow] | None = None, **more: object
-) -> dict[str, CheckRow]:
+) -> dict[str, VerdictRow]:
     checked = family(fault, **more)  # type: ignore[arg-type]
-    sizes = [(64, 2), (128, 2), (64, 4)]
-    return {
-        row.module: row for row in invariants(checked, {size: settings_of(checked.build(*size, 0)) for size in sizes})
-    }
+    return {row.module: row for row in invariants(checked, (64, 128), (2, 4))}
 
 
 @pytest.mark.parametrize("more", [{}, {"alpha": 0.5}, {"grow_heads": True}])

@@ -2,22 +2,25 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.verification import runs
 from leaven.verification.batches import synthetic
 from leaven.verification.equivalence import equivalence
-from leaven.verification.model_family import RecipeFamily, RecipeTrial
+from leaven.verification.model_instance import RunScale
+from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 from leaven.verification.runs import RunStore
-from leaven.verification.sweep import transfer
+from leaven.verification.sweep import sweep
 
+SMALL, WIDE = RunScale(16, 2), RunScale(32, 2)
 GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
@@ -31,6 +34,17 @@ def pretend(folder: Path, loss: Callable[[Recipe], float]) -> RunStore:
     return Pretended(folder)
 
 
+def transfer(
+    family: RecipeFamily,
+    lrs: Sequence[float],
+    store: RunStore,
+    *,
+    scales: Sequence[RunScale] = (SMALL, WIDE),
+    seeds: int = 3,
+) -> CheckDocument:
+    return sweep("transfer", family, "lr", scales, lrs, store=store, seeds=seeds)[0]
+
+
 def family(recipe: Recipe) -> RecipeFamily:
     return RecipeFamily(recipe, synthetic(recipe.model.vocab_size, recipe.model.seq_len, 8))
 
@@ -41,14 +55,14 @@ def bowl(recipe: Recipe, best: float) -> float:
 
 def test_equal_optima_pass(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.01))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
+    verdict = transfer(family(tiny), GRID, store)
     assert verdict.passed
     assert all(row.parts["shift"] == pytest.approx(0, abs=1e-9) for row in verdict.rows)
 
 
 def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.01 * 16 / recipe.model.d_model))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
+    verdict = transfer(family(tiny), GRID, store)
     (row,) = verdict.rows
     assert not verdict.passed
     assert not row.undecided
@@ -58,7 +72,7 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> 
 
 def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.5))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
+    verdict = transfer(family(tiny), GRID, store)
     assert not verdict.passed
     assert verdict.rows[0].undecided
     assert "edge of the extended grid" in verdict.rows[0].note
@@ -81,16 +95,16 @@ def test_noise_larger_than_the_difference_does_not_pass(tiny: Recipe, tmp_path: 
     store = pretend(tmp_path, noisy(-2, 0.07, 0.02))
     for number in range(4):
         of = family(tiny.replace({"data.seed": 100 * number}))
-        verdict = transfer(of, [(16, 2), (32, 2)], [0.00125, *GRID], store)
+        verdict = transfer(of, [0.00125, *GRID], store)
         assert not verdict.passed
     store = pretend(tmp_path, noisy(0, 0.07, 0.02))
-    assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, store).rows[0].undecided
-    assert transfer(family(tiny), [(16, 2), (32, 2)], GRID, store, seeds=1).rows[0].undecided
+    assert transfer(family(tiny), GRID, store).rows[0].undecided
+    assert transfer(family(tiny), GRID, store, seeds=1).rows[0].undecided
 
 
 def test_a_flat_minimum_may_move(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, noisy(-1, 0.0005, 0.004))
-    (row,) = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store).rows
+    (row,) = transfer(family(tiny), GRID, store).rows
     assert row.passed
     assert row.parts["high"] < -0.5
     assert row.parts["regret, high"] <= 0.01
@@ -99,21 +113,21 @@ def test_a_flat_minimum_may_move(tiny: Recipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else bowl(recipe, 0.01))
-    verdict = transfer(family(tiny), [(16, 2), (32, 2)], GRID, store)
+    verdict = transfer(family(tiny), GRID, store)
     assert not verdict.passed
     assert "not finite, at lr 0.02" in verdict.rows[0].note
 
 
 def test_an_impossible_lr_is_an_error(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lr 20: .*erases a weight"):
-        transfer(family(tiny), [(16, 2), (32, 2)], [1, 5, 20], RunStore(tmp_path))
+        transfer(family(tiny), [1, 5, 20], RunStore(tmp_path))
 
 
 def test_one_scale_or_two_lrs_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="two scales and three values of lr"):
-        transfer(family(tiny), [(16, 2)], GRID, RunStore(tmp_path))
+        transfer(family(tiny), GRID, RunStore(tmp_path), scales=[SMALL])
     with pytest.raises(InputError, match="--lrs"):
-        transfer(family(tiny), [(16, 2), (32, 2)], GRID[:2], RunStore(tmp_path))
+        transfer(family(tiny), GRID[:2], RunStore(tmp_path))
 
 
 def moves(recipe: Recipe) -> bool:
@@ -131,7 +145,7 @@ def test_equivalence(tiny: Recipe, tmp_path: Path, with_rule: float, without: fl
         return 3.0 + 0.001 * recipe.data.seed + off * (with_rule if moves(recipe) else without)
 
     store = pretend(tmp_path, loss)
-    assert equivalence(family(long(tiny)), (16, 2), [0.25, 4], store).passed is passed
+    assert equivalence(family(long(tiny)), SMALL, [0.25, 4], store).passed is passed
 
 
 def long(recipe: Recipe) -> Recipe:
@@ -145,14 +159,14 @@ def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path) -> N
         return 3.0 + 0.001 * recipe.data.seed + off * (2.0 if recipe.data.seed % 3 == 1 else 0.5)
 
     store = pretend(tmp_path, loss)
-    verdict = equivalence(family(long(tiny)), (16, 2), [0.25, 4], store)
+    verdict = equivalence(family(long(tiny)), SMALL, [0.25, 4], store)
     assert verdict.rows[0].passed is False
     assert verdict.rows[0].limit < 0.1  # type: ignore[operator]
 
 
 def test_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves 10 steps.*204,800 tokens"):
-        equivalence(family(tiny), (16, 2), [0.25, 4], RunStore(tmp_path))
+        equivalence(family(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
 
 
 class InThisProcess(ThreadPoolExecutor):
@@ -167,15 +181,18 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path, monkeypatc
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     counted: list[tuple[int, int]] = []
     seeds = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]
-    RunStore(tmp_path, 1).run(seeds[:1])
+    with RunStore(tmp_path, 1) as store:
+        store.run(seeds[:1])
     with (tmp_path / runs.LINES).open("a") as file:
         file.write('{"key": "torn')
-    outcome = RunStore(tmp_path, 2, lambda done, total: counted.append((done, total))).run(seeds)
+    with RunStore(tmp_path, 2, lambda done, total: counted.append((done, total))) as store:
+        outcome = store.run(seeds)
     assert counted[0] == (1, 3)
     assert counted[-1] == (3, 3)
     kept = (tmp_path / runs.LINES).read_text()
-    again = RunStore(tmp_path, 2).run([*seeds, RecipeTrial(short.replace({"name": "other"}))])
+    with RunStore(tmp_path, 2) as store:
+        again = store.run([*seeds, RecipeTrial(short.replace({"name": "other"}))])
     assert [again(trial) for trial in seeds] == [outcome(trial) for trial in seeds]
     assert (tmp_path / runs.LINES).read_text() == kept
-    with pytest.raises(runs.ChecksStopped, match="3 of 4"):
-        RunStore(tmp_path, 1, stop=lambda: True).run([*seeds, RecipeTrial(short.replace({"data.seed": 9}))])
+    with RunStore(tmp_path, 1, stop=lambda: True) as store, pytest.raises(runs.ChecksStopped, match="3 of 4"):
+        store.run([*seeds, RecipeTrial(short.replace({"data.seed": 9}))])

@@ -5,15 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.verification import families
-from tests.verification.families import DEPTHS, WIDTHS, family
+from tests.verification.families import DEPTHS, WIDTHS, failed, family
 
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, resolve
-from leaven.verification import gradients as gradients_module
-from leaven.verification.coordinates import coordinates
-from leaven.verification.gradients import gradients
-from leaven.verification.model_family import RecipeFamily
-from leaven.verification.verdict import Verdict
+from leaven.verification.coordinates import CoordinateCheck
+from leaven.verification.gradients import GradientCheck
+from leaven.verification.recipe_family import RecipeFamily
 
 
 @pytest.fixture(autouse=True)
@@ -24,32 +23,32 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def coordinate_check(of: RecipeFamily) -> Verdict:
-    return coordinates(of, WIDTHS, DEPTHS, seeds=1)
+def coordinate_check(of: RecipeFamily) -> CheckDocument:
+    return CoordinateCheck(of, WIDTHS, DEPTHS, seeds=1).run()
 
 
 STEPS = 6  # of the gradient checks with a fault; wrong exponents show at the first step
 
 
-def gradient_check(of: RecipeFamily, steps: int) -> Verdict:
-    return gradients(of, WIDTHS, DEPTHS, seeds=1, steps=steps)
+def gradient_check(of: RecipeFamily, steps: int) -> CheckDocument:
+    return GradientCheck(of, WIDTHS, DEPTHS, seeds=1, steps=steps).run()
 
 
-def failing(verdict: Verdict) -> set[tuple[str, str]]:
-    return {(row.module, row.axis) for row in verdict.failed}
+def failing(verdict: CheckDocument) -> set[tuple[str, str]]:
+    return {(row.module, row.axis) for row in failed(verdict)}
 
 
 def test_a_right_rule_passes_the_coordinate_check():
     verdict = coordinate_check(family())
-    assert verdict.passed, verdict.failed
+    assert verdict.passed, failed(verdict)
     logits = next(row for row in verdict.rows if (row.module, row.axis) == ("unembedding", "width"))
     # Allowed: a wide input makes the first logits fall as N^-1/2 (std 1/N over N entries of order 1).
     assert logits.parts["start"] == pytest.approx(-0.5, abs=0.05)
 
 
 def test_a_right_rule_passes_the_gradient_check():
-    verdict = gradient_check(family(start=gradients_module.START), steps=20)
-    assert verdict.passed, verdict.failed
+    verdict = gradient_check(family(start=GradientCheck.start), steps=20)
+    assert verdict.passed, failed(verdict)
     eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows if "eps" in row.parts}
     assert eps["embedding", "width"] == pytest.approx(-1)
     assert eps["mlp.out", "depth"] == pytest.approx(-1)
@@ -57,18 +56,18 @@ def test_a_right_rule_passes_the_gradient_check():
 
 
 def test_readout_lr_unscaled():
-    verdict = coordinates(family(families.readout_lr_unscaled), WIDTHS, (2,), seeds=1)
+    verdict = CoordinateCheck(family(families.readout_lr_unscaled), WIDTHS, (2,), seeds=1).run()
     assert verdict.fault == "unembedding"
     assert ("unembedding", "width") in failing(verdict)
 
 
 def test_embedding_eps_unscaled():
-    verdict = gradient_check(family(families.embedding_eps_unscaled, start=gradients_module.START), STEPS)
+    verdict = gradient_check(family(families.embedding_eps_unscaled, start=GradientCheck.start), STEPS)
     assert failing(verdict) == {("embedding", "width"), ("embedding", "bookkeeping")}
 
 
 def test_residual_multiplier_left_out():
-    verdict = coordinates(family(families.residual_left_out), (64,), DEPTHS, seeds=1)
+    verdict = CoordinateCheck(family(families.residual_left_out), (64,), DEPTHS, seeds=1).run()
     assert verdict.fault == "residual"
     assert ("residual", "depth") in failing(verdict)
 
@@ -80,19 +79,19 @@ def test_depth_in_the_init_on_top_of_the_multiplier():
 
 
 def test_weight_decay_unscaled_is_seen_by_the_bookkeeping_alone():
-    verdict = gradients(
-        family(families.decay_unscaled, start=gradients_module.START), WIDTHS, (2,), seeds=1, steps=STEPS
-    )
+    verdict = GradientCheck(
+        family(families.decay_unscaled, start=GradientCheck.start), WIDTHS, (2,), seeds=1, steps=STEPS
+    ).run()
     assert {axis for _, axis in failing(verdict)} == {"width", "bookkeeping"}
-    rows = {row.module: row for row in verdict.failed if row.axis == "width"}
+    rows = {row.module: row for row in failed(verdict) if row.axis == "width"}
     assert {"attention.query", "mlp.out", "unembedding"} <= rows.keys()
     assert "embedding" not in rows
     assert all("lr x decay FALLS" in row.note for row in rows.values())
-    assert coordinates(family(families.decay_unscaled), WIDTHS, (2,), seeds=1).passed
+    assert CoordinateCheck(family(families.decay_unscaled), WIDTHS, (2,), seeds=1).run().passed
 
 
 def test_rule_applied_twice():
-    verdict = coordinates(family(families.rule_applied_twice), WIDTHS, (2,), seeds=1)
+    verdict = CoordinateCheck(family(families.rule_applied_twice), WIDTHS, (2,), seeds=1).run()
     assert {"attention.query", "mlp.in"} <= {module for module, axis in failing(verdict) if axis == "width"}
 
 
@@ -110,8 +109,8 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool):
         return replace(resolve(recipe), attention_scale=recipe.model.d_head**-0.5)
 
     checked = right if divided_by_d else RecipeFamily(right.recipe, right.batches, by_the_root, grow_heads=True)
-    verdict = coordinates(checked, WIDTHS, (2,), seeds=1)
-    assert verdict.passed is divided_by_d, verdict.failed
+    verdict = CoordinateCheck(checked, WIDTHS, (2,), seeds=1).run()
+    assert verdict.passed is divided_by_d, failed(verdict)
     if not divided_by_d:
         assert failing(verdict) == {("attention.logits", "width")}
 
@@ -121,21 +120,21 @@ ALPHA = 0.5
 
 def test_alpha_one_half_passes_the_coordinate_check_and_fails_beside_a_multiplier_of_alpha_one():
     """A block's own weights move as depth^(alpha-1), by the rule; what reads the stream has to be flat."""
-    verdict = coordinates(family(alpha=ALPHA), (64,), DEPTHS, seeds=1)
-    assert verdict.passed, verdict.failed
-    mixed = coordinates(family(families.alpha_1_multiplier, alpha=ALPHA), (64,), DEPTHS, seeds=1)
+    verdict = CoordinateCheck(family(alpha=ALPHA), (64,), DEPTHS, seeds=1).run()
+    assert verdict.passed, failed(verdict)
+    mixed = CoordinateCheck(family(families.alpha_1_multiplier, alpha=ALPHA), (64,), DEPTHS, seeds=1).run()
     assert {"norm.mlp", "norm.key"} <= {module for module, _ in failing(mixed)}
 
 
 def test_alpha_one_half_passes_the_gradient_check_and_fails_beside_a_multiplier_of_alpha_one():
-    right = family(start=gradients_module.START, alpha=ALPHA)
-    verdict = gradients(right, (64,), DEPTHS, seeds=1, steps=STEPS)
-    assert verdict.passed, verdict.failed
+    right = family(start=GradientCheck.start, alpha=ALPHA)
+    verdict = GradientCheck(right, (64,), DEPTHS, seeds=1, steps=STEPS).run()
+    assert verdict.passed, failed(verdict)
     rows = {row.module: row for row in verdict.rows}
     assert rows["mlp.out"].parts["eps"] == pytest.approx(-0.5)
     assert rows["mlp.out"].parts["decay"] == pytest.approx(-0.5)  # as the published rules leave it
-    mixed = family(families.alpha_1_multiplier, start=gradients_module.START, alpha=ALPHA)
-    faults = gradients(mixed, (64,), DEPTHS, seeds=1, steps=STEPS).failed
+    mixed = family(families.alpha_1_multiplier, start=GradientCheck.start, alpha=ALPHA)
+    faults = failed(GradientCheck(mixed, (64,), DEPTHS, seeds=1, steps=STEPS).run())
     assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {row.module for row in faults}
     assert all("eps GROWS against the gradient" in row.note for row in faults)
 
@@ -143,5 +142,5 @@ def test_alpha_one_half_passes_the_gradient_check_and_fails_beside_a_multiplier_
 def test_alpha_is_no_excuse_where_the_rule_has_none():
     """A branch's own weights that move as depth^-1/2 are a fault under alpha 1."""
     half = family(families.hidden_lr_of_alpha_one_half)
-    verdict = coordinates(half, (64,), DEPTHS, seeds=1)
+    verdict = CoordinateCheck(half, (64,), DEPTHS, seeds=1).run()
     assert {"mlp.out", "attention.out"} <= {module for module, _ in failing(verdict)}

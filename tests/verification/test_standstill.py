@@ -4,14 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests.verification.families import family
+from tests.verification.families import failed, family
 
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.table import ParameterRow, ratios
-from leaven.verification import gradients as gradients_module
-from leaven.verification.coordinates import coordinates
-from leaven.verification.gradients import gradients
+from leaven.verification.coordinates import CoordinateCheck
+from leaven.verification.gradients import GradientCheck
 
 
 def wide(recipe: Recipe) -> bool:
@@ -38,11 +37,11 @@ def test_untrained_parameters_fail_every_check(name: str) -> None:
     fault, module = FAULTS[name]
     of = (64, 128), (2,)
     for verdict in (
-        coordinates(family(fault), *of, seeds=1),
-        gradients(family(fault, start=gradients_module.START), *of, seeds=1, steps=2),
+        CoordinateCheck(family(fault), *of, seeds=1).run(),
+        GradientCheck(family(fault, start=GradientCheck.start), *of, seeds=1, steps=2).run(),
     ):
         assert not verdict.passed
-        assert "never move" in {row.module: row.note for row in verdict.failed if row.axis == "width"}[module]
+        assert "never move" in {row.module: row.note for row in failed(verdict) if row.axis == "width"}[module]
 
 
 def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
@@ -52,10 +51,12 @@ def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
     def undecayed(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, weight_decay=0.0) if wide(recipe) else row
 
-    rows = {row.module: row for row in coordinates(family(value), (64, 128), (2,), seeds=1).failed}
+    rows = {row.module: row for row in failed(CoordinateCheck(family(value), (64, 128), (2,), seeds=1).run())}
     assert rows["attention.value"].note == "start is 0 at some sizes only"
-    checked = family(undecayed, start=gradients_module.START)
-    found = {(row.module, row.axis): row for row in gradients(checked, (64, 128), (2,), seeds=1, steps=2).failed}
+    checked = family(undecayed, start=GradientCheck.start)
+    found = {
+        (row.module, row.axis): row for row in failed(GradientCheck(checked, (64, 128), (2,), seeds=1, steps=2).run())
+    }
     assert found["mlp.in", "width"].note == "lr x decay is 0 at some sizes only"
 
 
@@ -63,8 +64,10 @@ def test_a_gain_that_moves_with_width_alone() -> None:
     def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, lr=row.lr * ratios(recipe).width) if row.module == "norm.mlp" else row
 
-    checked = family(fault, start=gradients_module.START)
-    found = {(row.module, row.axis): row for row in gradients(checked, (64, 128), (2,), seeds=1, steps=2).failed}
+    checked = family(fault, start=GradientCheck.start)
+    found = {
+        (row.module, row.axis): row for row in failed(GradientCheck(checked, (64, 128), (2,), seeds=1, steps=2).run())
+    }
     row = found["norm.mlp", "width"]
     assert row.undecided  # two sizes, one seed
     assert "its move GROWS with width" in row.note
@@ -75,6 +78,6 @@ def test_a_fault_where_width_and_depth_both_grow() -> None:
         both = wide(recipe) and ratios(recipe).depth > 1
         return replace(row, multiplier=4 * row.multiplier) if row.module == "mlp.out" and both else row
 
-    verdict = coordinates(family(fault), (64, 256), (2, 4), seeds=1)
-    assert {row.axis for row in verdict.failed} == {"width at depth 4"}
+    verdict = CoordinateCheck(family(fault), (64, 256), (2, 4), seeds=1).run()
+    assert {row.axis for row in failed(verdict)} == {"width at depth 4"}
     assert verdict.fault == "residual"

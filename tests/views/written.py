@@ -6,11 +6,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+from leaven.documents.checks import MeasuredRow, VerdictCurve, VerdictRow
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.verification.runs import RunStore
-from leaven.verification.verdict import CheckCurve, CheckRow, MeasuredValue, Verdict, curve
+from leaven.verification.verdict import curve, verdict
 
 HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
 SPACE = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay", "hyperparameters.residual")
@@ -249,16 +250,27 @@ def slopes_check() -> dict[str, Any]:
         for module, power in (("embedding", 0.0), ("unembedding", 0.9), (HOSTILE, -0.02)):
             passed, note = abs(power) < 0.1, "" if abs(power) < 0.1 else f"GROWS with {axis}"
             rows.append(
-                CheckRow(module, axis, power, 0.1, passed, {"start": power, "end": power, "change": power}, note)
+                VerdictRow(
+                    module=module,
+                    axis=axis,
+                    slope=power,
+                    limit=0.1,
+                    passed=passed,
+                    parts={"start": power, "end": power, "change": power},
+                    note=note,
+                )
             )
             curves += [
                 curve(module, axis, quantity, x, [[n**power * 0.9, n**power] for n in x])
                 for quantity in ("start", "end", "change")
             ]
-        rows.append(CheckRow("rotary", axis, None, 0.1, None, {"start": 0.0, "end": 0.0, "change": None}, "always 0"))
+        zero = {"start": 0.0, "end": 0.0, "change": None}
+        rows.append(
+            VerdictRow(module="rotary", axis=axis, slope=None, limit=0.1, passed=None, parts=zero, note="always 0")
+        )
         curves.append(curve("rotary", axis, "change", x, [[0.0, 0.0] for _ in x]))
     settings = {"rule": None, "widths": sizes["width"], "depths": sizes["depth"], "steps": 3, "seeds": 2}
-    return Verdict("coordinates", f"mine:{HOSTILE}", "slope", tuple(rows), tuple(curves), settings).document()
+    return verdict("coordinates", f"mine:{HOSTILE}", "slope", rows, curves=curves, settings=settings).dump()
 
 
 def write_losses_check(folder: Path) -> Path:
@@ -266,19 +278,38 @@ def write_losses_check(folder: Path) -> Path:
     lrs = (0.25, 0.5, 1.0, 2.0, 4.0)
     parts = {"best lr, base": 1.0, "best lr, target": 0.5, "shift": -1.0, "regret": 0.03, "noise": None}
     rows = (
-        CheckRow(
-            "best lr, octaves", "64x2 -> 256x2", -1.0, 0.5, False, parts, "the best lr moves by a factor of 0.5", 0.5
+        VerdictRow(
+            module="best lr, octaves",
+            axis="64x2 -> 256x2",
+            slope=-1.0,
+            limit=0.5,
+            passed=False,
+            parts=parts,
+            note="the best lr moves by a factor of 0.5",
+            beyond=0.5,
         ),
-        CheckRow("regret, nats", "64x2 -> 256x2", 0.03, 0.05, True, parts),
+        VerdictRow(module="regret, nats", axis="64x2 -> 256x2", slope=0.03, limit=0.05, passed=True, parts=parts),
     )
     losses = {scale: [[4 + 0.1 * math.log2(lr / best) ** 2 + seed / 50 for seed in (0, 1)] for lr in lrs]
               for scale, best in (("64x2", 1.0), ("256x2", 0.5))}  # fmt: skip
     curves = tuple(curve(scale, "lr", "loss", lrs, by_seed) for scale, by_seed in losses.items())
-    best = CheckCurve("best lr", "width", "best", (64.0, 256.0), (1.0, 0.5), (0.9, 0.4), (1.1, 0.6))
-    star = CheckCurve("64x2", "lr", "optimum", (1.0,), (4.0,), (4.0,), (4.0,))
-    measured = (MeasuredValue("exponent of the best lr over width", -0.5, -0.7, -0.3, 0.0, "OUTSIDE"),)
+    best = VerdictCurve(
+        module="best lr", axis="width", quantity="best", x=[64, 256], y=[1.0, 0.5], low=[0.9, 0.4], high=[1.1, 0.6]
+    )
+    star = VerdictCurve(module="64x2", axis="lr", quantity="optimum", x=[1.0], y=[4.0], low=[4.0], high=[4.0])
+    exponent = MeasuredRow(
+        name="exponent of the best lr over width", value=-0.5, low=-0.7, high=-0.3, expected=0.0, note="OUTSIDE"
+    )
     settings = {"rule": None, "scales": list(losses), "lrs": lrs, "unit": "multiple of the factory's", "seeds": 2}
     folder.mkdir(parents=True)
-    verdict = Verdict("transfer", "mine:model", "shift", rows, (*curves, star, best), settings, measured)
-    RunStore(folder).keep(verdict)
+    document = verdict(
+        "transfer",
+        "mine:model",
+        "shift",
+        rows,
+        curves=(*curves, star, best),
+        settings=settings,
+        measured=(exponent,),
+    )
+    RunStore(folder).keep(document)
     return folder

@@ -1,22 +1,29 @@
 """leaven check coordinates, gradients and memory; the others are in check_runs.py"""
 
-from typing import Annotated
+import math
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leaven.cli.check_runs import COMMANDS
-from leaven.cli.check_subject import (
+from leaven.cli.check_options import (
     OutputOption,
     SeedsOption,
     SourceOption,
     SubjectArgument,
-    above_0,
     finish,
-    short,
+    numbers,
+    prepare_text,
+    read_subject,
 )
+from leaven.cli.check_runs import COMMANDS
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, hand_over, load
+from leaven.recipe.errors import InputError
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen
+
+if TYPE_CHECKING:
+    from leaven.verification.small_models import CheckStart
+    from leaven.verification.subject import SmallModels
 
 app = group()
 
@@ -37,8 +44,8 @@ HeadsOption = Annotated[
 ]
 
 
-@app.command("coordinates")
-def coordinates_(
+@app.command()
+def coordinates(
     subject: SubjectArgument,
     widths: WidthsOption = None,
     depths: DepthsOption = None,
@@ -60,21 +67,20 @@ def coordinates_(
     The recipe keeps its rule and proportions. Its base moves to the smallest width and depth, and its initial values
     to ones where the exponents of large models show early; the exponents themselves do not depend on them.
     """
-    from leaven.verification.coordinates import START, coordinates
+    from leaven.verification.coordinates import CoordinateCheck
 
-    above_0(lr_factor, "--lr-factor")
-    family, wide, deep, changed = short(
-        subject, overrides, widths, depths, START, batch_tokens, source, alpha, grow_heads
+    models = _small_models(
+        CoordinateCheck.start, subject, overrides, widths, depths, batch_tokens, source, alpha, grow_heads
     )
+    factor = _above_0(lr_factor)
+    check = CoordinateCheck(models.family, models.widths, models.depths, steps, seeds, factor, models.changed)
     with LiveScreen() as screen:
-        verdict = coordinates(
-            family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.counts("models")
-        )
-    finish(verdict, output, json_output, changed=changed)
+        document = check.run(screen.counts("models"))
+    finish(document, output, json_output)
 
 
-@app.command("gradients")
-def gradients_(
+@app.command()
+def gradients(
     subject: SubjectArgument,
     widths: WidthsOption = None,
     depths: DepthsOption = None,
@@ -96,17 +102,16 @@ def gradients_(
     The last part is computed from the optimizer's settings over width, depth, batch and tokens, without training: lr,
     lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
     """
-    from leaven.verification.gradients import START, gradients
+    from leaven.verification.gradients import GradientCheck
 
-    above_0(lr_factor, "--lr-factor")
-    family, wide, deep, changed = short(
-        subject, overrides, widths, depths, START, batch_tokens, source, alpha, grow_heads
+    models = _small_models(
+        GradientCheck.start, subject, overrides, widths, depths, batch_tokens, source, alpha, grow_heads
     )
+    factor = _above_0(lr_factor)
+    check = GradientCheck(models.family, models.widths, models.depths, steps, seeds, factor, models.changed)
     with LiveScreen() as screen:
-        verdict = gradients(
-            family, wide, deep, steps=steps, seeds=seeds, lr_factor=lr_factor, on_member=screen.counts("models")
-        )
-    finish(verdict, output, json_output, changed=changed)
+        document = check.run(screen.counts("models"))
+    finish(document, output, json_output)
 
 
 @app.command()
@@ -138,13 +143,13 @@ def memory(
     The steps run the real model, layout and optimizer of any number of ranks on one processor, with tensors that have
     shapes but no data. Memory kept between steps may differ by 2%, the peak by 5%.
     """
-    from leaven.verification.memory import check_memory, looked_at, rehearsal, with_layout
+    from leaven.verification.memory import check_memory, ranks_to_check, rehearsal, with_layout
 
     laid_out = load(recipe, overrides)
     if layout is not None:
         laid_out = with_layout(laid_out, layout)
     rehearsed = rehearsal(laid_out)
-    wanted = looked_at(rehearsed.how.layout, ranks, all_stages)
+    wanted = ranks_to_check(rehearsed.how.layout, ranks, all_stages)
     with LiveScreen() as screen:
         screen.line(f"{rehearsed.how} · rank {', '.join(map(str, wanted))} of {rehearsed.how.layout.ranks}")
         check = check_memory(rehearsed, wanted, screen.counts("ranks"))
@@ -155,3 +160,37 @@ def memory(
 
 for command in COMMANDS:
     app.command()(command)
+
+
+def _small_models(
+    start: "CheckStart",
+    subject: str,
+    overrides: list[str] | None,
+    widths: str | None,
+    depths: str | None,
+    batch_tokens: int | None,
+    source: str | None,
+    alpha: float | None,
+    grow_heads: bool,
+) -> "SmallModels":
+    from leaven.verification.subject import small_models
+
+    wide = numbers(widths, "--widths", int) if widths else ()
+    deep = numbers(depths, "--depths", int) if depths else ()
+    return small_models(
+        read_subject(subject, overrides, {"--source": source, "--alpha": alpha}),
+        start,
+        prepare_text,
+        widths=wide,
+        depths=deep,
+        batch_tokens=batch_tokens,
+        source=source,
+        alpha=alpha,
+        grow_heads=grow_heads,
+    )
+
+
+def _above_0(lr_factor: float) -> float:
+    if not 0 < lr_factor < math.inf:
+        raise InputError(f"--lr-factor {lr_factor:g}: give a number above 0")
+    return lr_factor

@@ -1,34 +1,37 @@
 """leaven check transfer, duration, batch, decay, init and equivalence: checks that train whole runs"""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli.check_subject import (
+from leaven.cli.check_options import (
     OutputOption,
     SeedsOption,
     SourceOption,
     SubjectArgument,
     finish,
-    is_entry,
-    long,
+    is_factory,
     numbers,
-    own_scale,
+    prepare_text,
+    read_subject,
     scale_of,
 )
 from leaven.cli.common import JsonOption, SetOption, count_option, load, stopping
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
+from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.verification.model_family import ModelFamily, Quantity
+    from leaven.verification.model_instance import Quantity, RunScale
     from leaven.verification.runs import RunStore
-    from leaven.verification.verdict import Verdict
+    from leaven.verification.subject import ModelFamily
 
 LongBatchOption = Annotated[
     int | None, typer.Option(min=1, help="For module:factory, batch size in tokens.", show_default="512")
@@ -59,7 +62,6 @@ LrsOption = Annotated[
 DurationsOption = Annotated[
     str, typer.Option(metavar="LIST", help="Lengths of runs, as multiples of the recipe's, separated by commas.")
 ]
-EQUIVALENCE_TOKENS = 524_288  # 256 steps of a batch x 4
 
 
 def transfer(
@@ -77,13 +79,9 @@ def transfer(
     json_output: JsonOption = False,
 ) -> None:
     """Check that the best lr of a small model is also the best of a larger one."""
-    from leaven.verification import sweep as checks
-
-    pairs = _scales(scales)
-    family = long(subject, overrides, pairs[0], tokens, batch_tokens, source)
-    grid = _grid(family, "lr", lrs)
-    verdict = _carried_out(lambda store: checks.transfer(family, pairs, grid, store, seeds=seeds), workers, run)
-    finish(verdict, output, json_output)
+    sizes = _scales(scales)
+    family, _ = _models(subject, overrides, sizes[0], tokens, batch_tokens, source)
+    finish(_sweep("transfer", family, "lr", lrs, sizes, seeds, workers, run), output, json_output)
 
 
 def duration(
@@ -110,25 +108,25 @@ def duration(
     json_output: JsonOption = False,
 ) -> None:
     """Check that the best lr changes with the length of a run as the rule says; measure the exponent."""
-    from leaven.verification import duration as checks
+    from leaven.verification.duration import duration, fitted
 
     if write is not None:
         _require_token_exponent(subject, overrides)
     ratios = numbers(durations, "--durations", float)
-    pair = _pair(subject, overrides, scale)
-    family = long(subject, overrides, pair, tokens, batch_tokens, source)
+    family, size = _models(subject, overrides, _scale(scale), tokens, batch_tokens, source)
     grid = _grid(family, "lr", lrs)
-    verdict = _carried_out(
-        lambda store: checks.duration(family, pair, ratios, grid, store, seeds=seeds), workers, run
-    )
-    fitted = checks.fitted(verdict)
-    if write is not None and fitted is not None:
-        recipe = load(Path(subject), overrides)
-        write_recipe(fitted.applied_to(recipe, run), write, template=read_text(Path(subject)))
-    following = None if is_entry(subject) or fitted is None else _next(Path(subject), write, fitted)
-    if write is not None and fitted is None:
+    document = _train(lambda store: duration(family, size, ratios, grid, store, seeds=seeds), workers, run)
+    measured, following = fitted(document), None
+    if write is not None and measured is not None:
+        recipe = measured.applied_to(load(Path(subject), overrides), run)
+        write_recipe(recipe, write, template=read_text(Path(subject)))
+        following = f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"
+    elif write is not None:
         following = f"{write} is not written: no exponent with an interval was measured; see the advice above"
-    finish(verdict, output, json_output, following)
+    elif measured is not None and family.rule is not None:
+        option = f"--set scaling.token_exponent={measured.value:.3g}"
+        following = f"to use the measured exponent: leaven transfer {subject} {option} --tokens TOKENS -o big.toml"
+    finish(document, output, json_output, following)
 
 
 def batch(
@@ -149,14 +147,10 @@ def batch(
     json_output: JsonOption = False,
 ) -> None:
     """Check that the best lr changes with the batch size as the rule says, at equal tokens."""
-    from leaven.verification import sweep as checks
-
     ratios = numbers(batches, "--batches", float)
-    pair = _pair(subject, overrides, scale)
-    family = long(subject, overrides, pair, tokens, batch_tokens, source)
-    grid = _grid(family, "lr", lrs)
-    verdict = _carried_out(lambda store: checks.batch(family, pair, ratios, grid, store, seeds=seeds), workers, run)
-    finish(verdict, output, json_output)
+    family, size = _models(subject, overrides, _scale(scale), tokens, batch_tokens, source)
+    scales = [replace(size, batch=ratio) for ratio in (1.0, *ratios)]
+    finish(_sweep("batch", family, "lr", lrs, scales, seeds, workers, run), output, json_output)
 
 
 def decay(
@@ -186,17 +180,13 @@ def decay(
     json_output: JsonOption = False,
 ) -> None:
     """Check that the best weight decay of a small model is also the best of a larger one, or of a longer run."""
-    from leaven.verification import sweep as checks
-
-    _require_recipe(subject, "weight decays")
-    pairs = _scales(scales) if scales else [_pair(subject, overrides, None)]
+    sizes = _scales(scales) if scales else []
     ratios = numbers(durations, "--durations", float)
-    if len(pairs) < 2 and not {*ratios} - {1.0}:
+    if len(sizes) < 2 and not {*ratios} - {1.0}:
         raise InputError("nothing to compare; type a second size or length: --scales 64x4,128x4 or --durations 1,2,4")
-    family = long(subject, overrides, pairs[0], None, None, None)
-    grid = _grid(family, "weight_decay", decays)
-    verdict = _carried_out(lambda store: checks.decay(family, pairs, ratios, grid, store, seeds=seeds), workers, run)
-    finish(verdict, output, json_output)
+    family, base = _recipe_models(subject, overrides, "weight decays", sizes[0] if sizes else None)
+    every = [base, *sizes, *(replace(base, tokens=ratio) for ratio in ratios)]
+    finish(_sweep("decay", family, "weight_decay", decays, every, seeds, workers, run), output, json_output)
 
 
 def init(
@@ -216,14 +206,9 @@ def init(
     json_output: JsonOption = False,
 ) -> None:
     """Check that the best init std of a small model is also the best of a larger one."""
-    from leaven.verification import sweep as checks
-
-    _require_recipe(subject, "init stds")
-    pairs = _scales(scales)
-    family = long(subject, overrides, pairs[0], None, None, None)
-    grid = _grid(family, "init_std", stds)
-    verdict = _carried_out(lambda store: checks.init(family, pairs, grid, store, seeds=seeds), workers, run)
-    finish(verdict, output, json_output)
+    sizes = _scales(scales)
+    family, _ = _recipe_models(subject, overrides, "init stds", sizes[0])
+    finish(_sweep("init", family, "init_std", stds, sizes, seeds, workers, run), output, json_output)
 
 
 def equivalence(
@@ -231,7 +216,7 @@ def equivalence(
     run: RunOption,
     batch_ratios: Annotated[
         str, typer.Option(metavar="LIST", help="Batch sizes, as multiples of the recipe's, separated by commas.")
-    ] = ("0.25,0.5,2,4"),
+    ] = "0.25,0.5,2,4",
     scale: ScaleOption = None,
     seeds: SeedsOption = 3,
     tokens: TokensOption = None,
@@ -247,67 +232,101 @@ def equivalence(
     The rule is exact for many steps with noisy gradients: choose small batches, and at least 200 steps for the
     largest.
     """
-    from leaven.verification import equivalence as checks
+    from leaven.verification.equivalence import FACTORY_TOKENS, equivalence
 
     ratios = numbers(batch_ratios, "--batch-ratios", float)
-    pair = _pair(subject, overrides, scale)
-    if tokens is None and is_entry(subject):
-        tokens = EQUIVALENCE_TOKENS
-    family = long(subject, overrides, pair, tokens, batch_tokens, source)
-    verdict = _carried_out(lambda store: checks.equivalence(family, pair, ratios, store, seeds=seeds), workers, run)
-    finish(verdict, output, json_output)
+    family, size = _models(
+        subject, overrides, _scale(scale), tokens, batch_tokens, source, default_tokens=FACTORY_TOKENS
+    )
+    document = _train(lambda store: equivalence(family, size, ratios, store, seeds=seeds), workers, run)
+    finish(document, output, json_output)
 
 
 COMMANDS: tuple[Callable[..., Any], ...] = (transfer, duration, batch, decay, init, equivalence)
 
 
-def _scales(text: str) -> list[tuple[int, int]]:
+def _scales(text: str) -> "list[RunScale]":
     return [scale_of(part, "--scales") for part in text.split(",")]
 
 
-def _pair(subject: str, overrides: list[str] | None, scale: str | None) -> tuple[int, int]:
-    return scale_of(scale, "--scale") if scale else own_scale(subject, overrides)
+def _scale(text: str | None) -> "RunScale | None":
+    return scale_of(text, "--scale") if text else None
 
 
-def _grid(family: "ModelFamily", value: "Quantity", given: str | None) -> list[float]:
+def _models(
+    subject: str,
+    overrides: list[str] | None,
+    scale: "RunScale | None",
+    tokens: int | None = None,
+    batch_tokens: int | None = None,
+    source: str | None = None,
+    default_tokens: int | None = None,
+) -> "tuple[ModelFamily, RunScale]":
+    """Return the models of a recipe or factory, and their scale: by default the recipe's own."""
+    from leaven.verification.model_instance import RunScale
+    from leaven.verification.subject import factory_models, recipe_models
+
+    read = read_subject(subject, overrides, {"--tokens": tokens, "--batch-tokens": batch_tokens, "--source": source})
+    if isinstance(read, Recipe):
+        return recipe_models(read, prepare_text), scale or RunScale(read.model.d_model, read.model.n_layers)
+    if scale is None:
+        raise InputError(f"{subject}: give the size of the model, e.g. --scale 64x4")
+    tokens = tokens or default_tokens
+    return factory_models(read, scale, prepare_text, source=source, batch_tokens=batch_tokens, tokens=tokens), scale
+
+
+def _recipe_models(
+    subject: str, overrides: list[str] | None, what: str, scale: "RunScale | None"
+) -> "tuple[ModelFamily, RunScale]":
+    if is_factory(subject):
+        raise InputError(f"{subject}: this check changes {what}, which only a recipe states; give a recipe file")
+    return _models(subject, overrides, scale)
+
+
+def _grid(family: "ModelFamily", quantity: "Quantity", given: str | None) -> list[float]:
     from leaven.verification.sweep import SWEPT
 
-    swept = SWEPT[value]
+    swept = SWEPT[quantity]
     return numbers(given, swept.option, float) if given else swept.grid(family)
 
 
-def _require_recipe(subject: str, what: str) -> None:
-    if is_entry(subject):
-        raise InputError(f"{subject}: this check changes {what}, which only a recipe states; give a recipe file")
+def _sweep(
+    check: str,
+    family: "ModelFamily",
+    quantity: "Quantity",
+    grid: str | None,
+    scales: "Sequence[RunScale]",
+    seeds: int,
+    workers: int | None,
+    run: Path,
+) -> CheckDocument:
+    from leaven.verification.sweep import sweep
+
+    values = _grid(family, quantity, grid)
+    return _train(
+        lambda store: sweep(check, family, quantity, scales, values, store=store, seeds=seeds)[0], workers, run
+    )
 
 
-def _carried_out(check: "Callable[[RunStore], Verdict]", workers: int | None, run: Path) -> "Verdict":
-    """The verdict of whole training runs, which can be stopped and resumed."""
+def _train(check: "Callable[[RunStore], CheckDocument]", workers: int | None, run: Path) -> CheckDocument:
+    """Return the result of a check that trains whole runs; it can be stopped, and resumed by the same command."""
     from leaven.verification.runs import ChecksStopped, RunStore
 
-    with stopping() as stop, LiveScreen() as screen:
+    workers = workers or os.cpu_count() or 1
+    with stopping() as stop, LiveScreen() as screen, RunStore(run, workers, screen.counts("runs"), stop) as store:
         try:
-            return check(RunStore(run, workers or os.cpu_count() or 1, screen.counts("runs"), stop))
+            return store.keep(check(store))
         except ChecksStopped as stopped:
             errors.print(f"stopped: {stopped}; run the same command again to resume ({run})")
             raise typer.Exit(75) from None
 
 
 def _require_token_exponent(subject: str, overrides: list[str] | None) -> None:
-    """Raise InputError unless a measured token exponent has a place in what is checked."""
+    """Raise InputError unless the subject is a recipe whose rule has a token exponent."""
     from leaven.scaling.rules import RULES
 
-    if is_entry(subject):
+    if is_factory(subject):
         raise InputError(f"{subject}: --write is for recipes; pass token_exponent to leaven.parametrize")
     rule = load(Path(subject), overrides).scaling.rule
     if "lr" not in RULES[rule].columns:
-        raise InputError(f"--write: rule {rule} moves nothing with tokens; type --set scaling.rule=complete-d-p")
-
-
-def _next(recipe: Path, written: Path | None, fitted: Any) -> str:
-    """The command that uses what was measured."""
-    target = "--tokens TOKENS -o big.toml"
-    if written is not None:
-        return f"wrote {written}; next: leaven transfer {written} {target}"
-    option = f"--set scaling.token_exponent={fitted.value:.3g}"
-    return f"to use the measured exponent: leaven transfer {recipe} {option} {target}"
+        raise InputError(f"--write: rule {rule} changes nothing with tokens; type --set scaling.rule=complete-d-p")

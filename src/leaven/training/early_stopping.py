@@ -97,8 +97,8 @@ class Pruning(Callback[StepResult]):
 
     def after_step(self, step: StepResult) -> None:
         curve = self.monitor.curve
-        looked_at = len(curve) > self._points and self.monitor.done > self.warmup_tokens
-        if looked_at and out_of_reach(curve, self.baseline):
+        ranks_to_check = len(curve) > self._points and self.monitor.done > self.warmup_tokens
+        if ranks_to_check and out_of_reach(curve, self.baseline):
             raise Pruned(expected(curve, self.baseline))
 
 

@@ -30,18 +30,19 @@ that needs many steps.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from leaven.documents.checks import VerdictRow
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
 from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
-from leaven.verification.model_family import CheckStart, ModelFamily, ModelInstance
-from leaven.verification.size_check import SizeAxis, axes, compare_sizes, corner
-from leaven.verification.verdict import CheckRow, Verdict, geometric_mean, slope
+from leaven.verification.model_instance import ModelInstance, RunScale
+from leaven.verification.size_check import SizeAxis, SizeCheck
+from leaven.verification.small_models import CheckStart
 
 STEPS = 3
 
@@ -63,14 +64,6 @@ with depth by up to 0.46 for some steps (step 5 at lr 0.008), and is flat again 
 INDEPENDENT = -0.5
 """The slope of a mean of n independent terms, over n."""
 
-START = CheckStart(hidden=1.0, residual=0.5)
-"""Hidden weights start at 1/sqrt(fan in): with smaller ones, the output of a module changes mostly by its own
-weights, whose alignment with the input still falls at these widths (-0.13 for 64 to 256). Branches start at half:
-whole ones are as large as the embedding at depth 2, and modules between them change by 2^0.25 less than at depth 4;
-with smaller ones the change is again mostly by a module's own weights (-0.11 in width at a quarter)."""
-
-QUANTITIES = ("start", "end", "change")
-
 
 @dataclass(frozen=True)
 class ActivationRecord:
@@ -91,46 +84,87 @@ class ActivationRecord:
         return math.sqrt(sum(values) / len(values))
 
 
-ActivationRecords = dict[str, ActivationRecord]
+@dataclass(frozen=True)
+class CoordinateCheck(SizeCheck[ActivationRecord]):
+    """The coordinate check."""
+
+    steps: int = STEPS
+
+    name = "coordinates"
+    quantity = "slope of log2 output RMS over log2 size"
+    parts = drawn = ("start", "end", "change")
+    start = CheckStart(hidden=1.0, residual=0.5)
+    """Hidden weights start at 1/sqrt(fan in): with smaller ones, the output of a module changes mostly by its own
+    weights, whose alignment with the input still falls at these widths (-0.13 for 64 to 256). Branches start at half:
+    whole ones are as large as the embedding at depth 2, and modules between them change by 2^0.25 less than at depth
+    4; with smaller ones the change is again mostly by a module's own weights (-0.11 in width at a quarter)."""
+
+    def axes(self) -> tuple[SizeAxis, ...]:
+        """Return the axes, and the narrowest and widest model at the largest depth: a rule right on each axis may
+        fail there."""
+        axes = super().axes()
+        if len(axes) < 2:
+            return axes
+        far = tuple(RunScale(width, max(self.depths)) for width in (min(self.widths), max(self.widths)))
+        return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
+
+    def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
+        """Train an instance for some steps on its first batch and return its outputs before and after."""
+        instance.scale_lr(self.lr_factor)
+        trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
+        before = {name: weight.detach().clone() for name, weight in trained.items()}
+        with ActivationRecorder(instance.model, instance.label) as recorder:
+            outputs = _FirstOutputs(recorder)
+            Loop(PlainTraining(instance.optimizer, lambda _: instance.loss(0), 1, self.steps), [outputs]).run()
+            instance.loss(0)
+            last = recorder.take()
+        stuck = {instance.label(name) for name, weight in trained.items() if torch.equal(weight, before[name])}
+        return {
+            name: ActivationRecord(
+                {"start": _squares(first), "end": _squares(last[name]), "change": _squares(last[name] - first)},
+                features=recorder.head_sizes.get(name, first.shape[-1]),
+                container=name in recorder.containers,
+                matrix=name in recorder.matrices,
+                trained=name in recorder.trained,
+                stuck=name in stuck,
+            )
+            for name, first in outputs.first.items()
+        }
+
+    def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
+        return measured.rms(part, axis.name)
+
+    def judge(
+        self,
+        axis: SizeAxis,
+        module: str,
+        lines: Sequence[Sequence[ActivationRecord]],
+        means: Mapping[str, Sequence[float]],
+        slopes: Mapping[str, float | None],
+    ) -> VerdictRow:
+        row = partial(VerdictRow, module=module, axis=axis.title, parts=dict(slopes))
+        trained = "early" if self.steps <= STEPS else "late"
+        limits = {part: LIMITS[axis.name]["start" if part == "start" else trained] for part in self.parts}
+        limit = limits["change"]
+        if any(math.isnan(value) for values in means.values() for value in values):
+            return row(slope=None, limit=limit, passed=False, note="not finite: lower the lr?", beyond=math.inf)
+        if still := _standstill(means, [line for seeds in lines for line in seeds]):
+            return row(slope=None, limit=limit, passed=False, note=still, beyond=math.inf)
+        beyond = {}
+        for part, value in slopes.items():
+            if value is not None:
+                low, high = _allowed(axis, module, [seeds[0] for seeds in lines], part, self.family.alpha)
+                beyond[part] = max(value - high, low - value) - limits[part]
+        if not beyond:
+            return row(slope=None, limit=limit, passed=None, note="always 0")
+        worst = max(beyond, key=lambda part: beyond[part])
+        if beyond[worst] <= 0:
+            return row(slope=slopes["change"], limit=limit, passed=True)
+        note = _note(axis.name, module, slopes[worst] or 0.0, self.family.rule is None)
+        return row(slope=slopes[worst], limit=limits[worst], passed=False, note=note, beyond=beyond[worst])
 
 
-def coordinates(
-    family: ModelFamily,
-    widths: Sequence[int],
-    depths: Sequence[int],
-    *,
-    steps: int = STEPS,
-    seeds: int = 3,
-    lr_factor: float = 1.0,
-    on_member: Callable[[int, int], None] = lambda done, total: None,
-) -> Verdict:
-    """Run the coordinate check. ``lr_factor`` multiplies every lr.
-
-    Raises:
-        InputError: if the family has no model of one of these sizes.
-    """
-    return compare_sizes(
-        "coordinates",
-        "slope of log2 output RMS over log2 size",
-        family,
-        (*axes(widths, depths), *corner(widths, depths)),
-        record=record,
-        judge=lambda axis, module, lines: _row(axis, module, lines, steps, family),
-        curves={name: partial(_rms, name) for name in QUANTITIES},
-        widths=widths,
-        depths=depths,
-        steps=steps,
-        seeds=seeds,
-        lr_factor=lr_factor,
-        on_member=on_member,
-    )
-
-
-def _rms(quantity: str, line: ActivationRecord, axis: SizeAxis) -> float:
-    return line.rms(quantity, axis.name)
-
-
-class _Outputs(Callback[StepResult]):
+class _FirstOutputs(Callback[StepResult]):
     """Keeps the outputs of the first forward."""
 
     def __init__(self, recorder: ActivationRecorder) -> None:
@@ -142,69 +176,12 @@ class _Outputs(Callback[StepResult]):
         self.first = self.first or outputs
 
 
-def record(instance: ModelInstance, steps: int, lr_factor: float) -> ActivationRecords:
-    """Train an instance for some steps on its first batch and return its outputs before and after."""
-    instance.scale_lr(lr_factor)
-    trained = {name: parameter for name, parameter in instance.model.named_parameters() if parameter.requires_grad}
-    before = {name: parameter.detach().clone() for name, parameter in trained.items()}
-    with ActivationRecorder(instance.model, instance.label) as recorder:
-        kept = _Outputs(recorder)
-        Loop(PlainTraining(instance.optimizer, lambda _: instance.loss(0), 1, steps), [kept]).run()
-        instance.loss(0)
-        outputs = recorder.take()
-    first = kept.first or outputs
-    stuck = {instance.label(name) for name, parameter in trained.items() if torch.equal(parameter, before[name])}
-    return {
-        name: ActivationRecord(
-            {
-                "start": _squares(start),
-                "end": _squares(outputs[name]),
-                "change": _squares(outputs[name] - start),
-            },
-            features=recorder.head_sizes.get(name, start.shape[-1]),
-            container=name in recorder.containers,
-            matrix=name in recorder.matrices,
-            trained=name in recorder.trained,
-            stuck=name in stuck,
-        )
-        for name, start in first.items()
-    }
-
-
 def _squares(calls: Tensor) -> tuple[float, ...]:
     values: list[float] = calls.to(torch.float64).square().mean((1, 2)).tolist()
     return tuple(values)
 
 
-def _row(
-    axis: SizeAxis, module: str, lines: Sequence[Sequence[ActivationRecord]], steps: int, family: ModelFamily
-) -> CheckRow:
-    means = {q: [geometric_mean([line.rms(q, axis.name) for line in seeds]) for seeds in lines] for q in QUANTITIES}
-    parts = {quantity: slope(axis.sizes, values) for quantity, values in means.items()}
-    trained = "early" if steps <= STEPS else "late"
-    limits = {q: LIMITS[axis.name]["start" if q == "start" else trained] for q in QUANTITIES}
-    limit = limits["change"]
-    if any(math.isnan(value) for values in means.values() for value in values):
-        return CheckRow(module, axis.name, None, limit, False, parts, "not finite: lower the lr?", math.inf)
-    still = _still(means, [line for seeds in lines for line in seeds])
-    if still:
-        return CheckRow(module, axis.name, None, limit, False, parts, still, math.inf)
-    allowed = {q: _allowed(axis, module, [seeds[0] for seeds in lines], q, family.alpha) for q in QUANTITIES}
-    beyond = {
-        q: max(value - allowed[q][1], allowed[q][0] - value) - limits[q]
-        for q, value in parts.items()
-        if value is not None
-    }
-    if not beyond:
-        return CheckRow(module, axis.name, None, limit, None, parts, "always 0")
-    worst = max(beyond, key=lambda quantity: beyond[quantity])
-    if beyond[worst] <= 0:
-        return CheckRow(module, axis.name, parts["change"], limit, True, parts)
-    note = _note(axis.name, module, parts[worst] or 0.0, family.rule is None)
-    return CheckRow(module, axis.name, parts[worst], limits[worst], False, parts, note, beyond[worst])
-
-
-def _still(means: dict[str, list[float]], lines: Sequence[ActivationRecord]) -> str:
+def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
     """Return why no slope can be judged: the output never changes, or is 0 at some sizes. "" if it can."""
     if any(line.stuck for line in lines):
         return "its weights never move  <- an lr of 0, or no gradient within these steps?"

@@ -17,19 +17,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
+from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.verification.model_family import ModelFamily, RunScale
-from leaven.verification.optimum import Estimate, LossGrid, estimate
+from leaven.verification.model_instance import RunScale, RunSetting
+from leaven.verification.optimum import Array, Estimate, LossGrid, estimate
 from leaven.verification.runs import RunStore
-from leaven.verification.sweep import SWEPT, losses_of, setting, sweep
-from leaven.verification.verdict import MeasuredValue, Verdict
+from leaven.verification.subject import ModelFamily
+from leaven.verification.sweep import SWEPT, losses_of, sweep
 
 CRITICAL = math.log2(1.5)
 """What twice the critical batch costs, in octaves of tokens."""
 
 EXPONENT = "exponent of the best lr over tokens"
-LR = SWEPT["lr"]
 
 
 @dataclass(frozen=True)
@@ -54,61 +56,58 @@ class TokenExponent:
 
 def duration(
     family: ModelFamily,
-    scale: tuple[int, int],
+    scale: RunScale,
     ratios: Sequence[float],
     lrs: Sequence[float],
     store: RunStore,
     *,
     seeds: int = 3,
-) -> Verdict:
+) -> CheckDocument:
     """Run the check, or resume it, at ``ratios`` times the family's tokens.
 
     Raises:
-        InputError, Stopped: as :func:`leaven.verification.sweep.sweep` does.
+        InputError, ChecksStopped: as :func:`leaven.verification.sweep.sweep` does.
     """
-    every = sorted({1.0, *ratios} - {1.0})
-    if not every:
+    base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
+    if not longer:
         raise InputError("a duration check needs another duration: --durations 1,2,4")
-    base, *longer = (RunScale(*scale, tokens=ratio) for ratio in (1.0, *every))
-    verdict, valleys = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
-    measured = [*verdict.measured, *_regime(family, base, valleys, store, seeds)]
-    measured += _arms(family, longer, store, seeds)
-    return store.keep(replace(verdict, measured=tuple(measured)))
+    document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
+    regime = _regime(family, base, losses, store, seeds)
+    measured = [*document.measured, regime, *_arms(family, longer, store, seeds)]
+    return document.model_copy(update={"measured": measured})
 
 
-def fitted(verdict: Verdict) -> TokenExponent | None:
-    """Return the exponent that a verdict measured; None without an interval or with an optimum at a grid edge."""
-    found = next((value for value in verdict.measured if value.name == EXPONENT), None)
-    edge = any("edge" in row.note for row in verdict.rows)
+def fitted(document: CheckDocument) -> TokenExponent | None:
+    """Return the exponent that a check measured; None without an interval or with an optimum at a grid edge."""
+    found = next((row for row in document.measured if row.name == EXPONENT), None)
+    edge = any("edge" in row.note for row in document.rows)
     if found is None or edge or found.value is None or found.low is None or found.high is None:
         return None
     return TokenExponent(min(max(-found.value, 0.0), 1.0), -found.high, -found.low)
 
 
 def _regime(
-    family: ModelFamily, base: RunScale, valleys: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
-) -> list[MeasuredValue]:
+    family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
+) -> MeasuredRow:
     """Measure what twice the batch costs at the base's best lr, relative to the gain of an octave of tokens."""
-    longest = max(valleys, key=lambda scale: scale.tokens)
-    own = valleys[base]
-    value = float(2 ** own.octaves[own.losses.mean(1).argmin()])
+    name = "cost of twice the batch, octaves of tokens"
+    longest = max(losses, key=lambda scale: scale.tokens)
+    best = int(losses[base].means.argmin())
     double = replace(base, batch=2.0)
-    larger = losses_of(family, LR, {double: [value]}, store, seeds)[double]
+    lr = float(2 ** losses[base].octaves[best])
+    doubled = losses_of(family, SWEPT["lr"], {double: [lr]}, store, seeds)[double]
 
-    def share(found: Sequence[LossGrid]) -> float:
-        at_base, at_longest, doubled = found
+    def share(grids: Sequence[LossGrid]) -> Array:
+        at_base, at_longest, at_double = grids
         octave = (at_base.lowest - at_longest.lowest) / math.log2(longest.tokens / base.tokens)
-        cost = float(doubled.losses.mean() - at_base.losses[own.losses.mean(1).argmin()].mean())
-        return cost / octave if octave > 0 else math.nan
+        cost = at_double.means[..., 0] - at_base.means[..., best]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(octave > 0, cost / octave, math.nan)
 
-    found = estimate(share, [own, valleys[longest], larger])
+    found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
-        return [
-            MeasuredValue(
-                "cost of twice the batch, octaves of tokens", None, None, None, None, "more tokens do not help"
-            )
-        ]
-    return [MeasuredValue("cost of twice the batch, octaves of tokens", *_plain(found), None, _regime_note(found))]
+        return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not help")
+    return MeasuredRow(name=name, value=found.value, low=found.low, high=found.high, note=_regime_note(found))
 
 
 def _regime_note(found: Estimate) -> str:
@@ -124,12 +123,12 @@ def _regime_note(found: Estimate) -> str:
     return f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"
 
 
-def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredValue]:
+def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
     """Compare the family's own lr in longer runs: under the rule, with the lr unchanged, with nothing changed."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     arms = {
         (scale, arm): [
-            family.trial(setting(LR, scale, value, seed, ruled=arm != "nothing moved")) for seed in range(seeds)
+            family.trial(RunSetting(scale, value, seed, ruled=arm != "nothing moved")) for seed in range(seeds)
         ]
         for scale in longer
         for arm, value in (
@@ -146,13 +145,14 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
         if values is ruled:
             continue
         pairs = LossGrid.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
-        difference = estimate(lambda valleys: float(valleys[0].losses.mean()), [pairs])
-        note = f"loss {sum(values) / seeds:.4f}, moved by the rule {sum(ruled) / seeds:.4f}"
+        difference = estimate(lambda grids: grids[0].means[..., 0], [pairs])
         found.append(
-            MeasuredValue(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", *_plain(difference), None, note)
+            MeasuredRow(
+                name=f"tokens x{scale.tokens:g}, {arm}: nats over the rule",
+                value=difference.value,
+                low=difference.low,
+                high=difference.high,
+                note=f"loss {sum(values) / seeds:.4f}, moved by the rule {sum(ruled) / seeds:.4f}",
+            )
         )
     return found
-
-
-def _plain(found: Estimate) -> tuple[float, float | None, float | None]:
-    return found.value, found.low, found.high

@@ -43,7 +43,14 @@ from leaven.training.early_stopping import DivergenceMonitor, divergence_limit
 from leaven.training.loop import Diverged, Loop, PlainTraining
 from leaven.training.outcome import Outcome
 from leaven.verification.batches import HELD_OUT, Batches, corpus, sequences, synthetic
-from leaven.verification.model_family import ModelInstance, Quantity, RunSetting, ScaleAxis, plain_label
+from leaven.verification.model_instance import (
+    ModelInstance,
+    Quantity,
+    RunScale,
+    RunSetting,
+    ScaleAxis,
+    plain_label,
+)
 
 MADE_UP = "made-up"
 """The source of made-up text, drawn from a Markov chain: endless and available at once."""
@@ -74,7 +81,7 @@ class ForeignFamily:
     alpha: float = 1.0
     rule: None = field(default=None, init=False)
     unit: str = field(default="multiple of the factory's", init=False)
-    _states: dict[tuple[int, int, Ratios], str] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _states: dict[RunScale, str] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def batch_tokens(self) -> int:
@@ -85,6 +92,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
+        """Return 1, the multiple of the factory's own lr."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}; give a recipe file, a factory does not state it"
@@ -95,29 +103,37 @@ class ForeignFamily:
         """Return 0: values are multiples of the factory's, which has applied its ratios already."""
         return 0.0
 
-    def build(self, width: int, depth: int, seed: int, *, batch: float = 1.0, tokens: float = 1.0) -> ModelInstance:
-        return self._instance(width, depth, seed, Ratios(batch=batch, tokens=tokens))[0]
+    def build(self, scale: RunScale, seed: int) -> ModelInstance:
+        return self._instance(scale, seed)[0]
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return a training run. Its key has a hash of the initial model, so a changed factory has new runs."""
-        if setting.batch * self.sequences % 1:
+        scale = setting.scale
+        if scale.batch * self.sequences % 1:
             raise InputError(
-                f"{self.name}: a batch x {setting.batch:g} of {self.sequences} sequences is not a whole number; "
+                f"{self.name}: a batch x {scale.batch:g} of {self.sequences} sequences is not a whole number; "
                 "choose other batch ratios or a larger batch"
             )
-        scale = setting.width, setting.depth, _ratios(setting)
-        if scale not in self._states:
-            self._states[scale] = self._state(*scale)
-        known = (self, self._states[scale], setting)
+        at = scale if setting.ruled else RunScale(scale.width, scale.depth)
+        if at not in self._states:
+            self._states[at] = self._state(at)
+        # Keys must not change between versions, so this text stays as it was when RunSetting had other fields.
+        text = (
+            f"({self!r}, {self._states[at]!r}, RunSetting(width={scale.width}, depth={scale.depth}, "
+            f"value={setting.value!r}, seed={setting.seed}, batch={scale.batch!r}, tokens={scale.tokens!r}, "
+            f"ruled={setting.ruled}, quantity={setting.quantity!r}))"
+        )
         # A copy without the cached text, since it is sent to another process.
-        return ForeignTrial(replace(self), setting, blake2b(repr(known).encode(), digest_size=12).hexdigest())
+        return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
 
     def train(self, setting: RunSetting) -> Outcome:
         """Train an instance from the start and return its validation loss."""
         began = time.perf_counter()
-        instance, batches = self._instance(setting.width, setting.depth, setting.seed, _ratios(setting))
-        count = round(setting.batch * self.sequences)
-        tokens = round(self.tokens * setting.tokens)
+        scale = setting.scale
+        at = scale if setting.ruled else RunScale(scale.width, scale.depth)
+        instance, batches = self._instance(at, setting.seed)
+        count = round(scale.batch * self.sequences)
+        tokens = round(self.tokens * scale.tokens)
         schedule, limit = Schedule(warmup_tokens=tokens // 8), divergence_limit(self.vocab_size)
         instance.scale_lr(setting.value)
         monitor = DivergenceMonitor(self.vocab_size, tokens)
@@ -148,9 +164,9 @@ class ForeignFamily:
         count = max(VALIDATION_TOKENS // (self.sequences * self.seq_len), 1)
         return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
 
-    def _instance(self, width: int, depth: int, seed: int, ratios: Ratios) -> tuple[ModelInstance, Batches]:
+    def _instance(self, scale: RunScale, seed: int) -> tuple[ModelInstance, Batches]:
         """Return an instance, and the batches of all seeds."""
-        model, optimizer, own = _made(self.name, width, depth, seed, ratios)
+        model, optimizer, own = _made(self.name, scale, seed)
         batches = own or self._text
         return ModelInstance(model, optimizer, partial(batches, seed), plain_label), batches
 
@@ -161,9 +177,9 @@ class ForeignFamily:
             return synthetic(self.vocab_size, self.seq_len, self.sequences)
         return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
 
-    def _state(self, width: int, depth: int, ratios: Ratios) -> str:
+    def _state(self, scale: RunScale) -> str:
         """Return a hash of an instance: its optimiser, initial values, first loss and gradient."""
-        instance, _ = self._instance(width, depth, 0, ratios)
+        instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
         found = [type(instance.optimizer).__name__]
@@ -189,8 +205,8 @@ class ForeignTrial:
     @property
     def cost(self) -> float:
         # Smaller batches take more steps, and an optimiser step costs about as much as a batch.
-        setting = self.setting
-        return setting.width**2 * setting.depth * (1 + 1 / setting.batch) * setting.tokens
+        scale = self.setting.scale
+        return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
         return self.family.train(self.setting)
@@ -198,8 +214,7 @@ class ForeignTrial:
 
 def foreign(
     entry: str,
-    width: int,
-    depth: int,
+    scale: RunScale,
     *,
     source: str | None = None,
     batch_tokens: int | None = None,
@@ -207,13 +222,13 @@ def foreign(
 ) -> ForeignFamily:
     """Return the family of ``module:factory``, imported from the working directory as ``python -m`` does.
 
-    Builds one model of ``width`` and ``depth`` to find its vocabulary. It is trained on the text of ``source``
+    Builds one model of a scale to find its vocabulary. It is trained on the text of ``source``
     (``data.source`` of a recipe, or :data:`MADE_UP`) unless the factory returns batches.
 
     Raises:
         InputError: if there is no such module or function, its result has another form, or the text does not fit it.
     """
-    model, optimizer, own = _made(entry, width, depth, 0, Ratios())
+    model, optimizer, own = _made(entry, scale, 0)
     tokens = tokens or TOKENS
     if own is not None:
         if source is not None or batch_tokens is not None:
@@ -236,16 +251,10 @@ def foreign(
     return ForeignFamily(entry, sizes[0], source, size // SEQ_LEN, SEQ_LEN, tokens)
 
 
-def _ratios(setting: RunSetting) -> Ratios:
-    """Return the ratios that the rule gets."""
-    return Ratios(batch=setting.batch, tokens=setting.tokens) if setting.ruled else Ratios()
-
-
-def _made(
-    entry: str, width: int, depth: int, seed: int, ratios: Ratios
-) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
+def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
     """Call the factory, with the same random state each time."""
     factory = _factory(entry)
+    ratios = Ratios(batch=scale.batch, tokens=scale.tokens)
     known = inspect.signature(factory).parameters
     if ratios != Ratios() and "ratios" not in known:
         raise InputError(
@@ -253,7 +262,7 @@ def _made(
             "add a parameter ratios=leaven.Ratios() and pass it to leaven.parametrize"
         )
     torch.manual_seed(seed)
-    made = factory(width, depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
+    made = factory(scale.width, scale.depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
     if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
         raise InputError(f"{entry}: it should return (model, groups or optimiser), or those and batches")
     model, optimizer, batches = (*made, None)[:3]

@@ -25,16 +25,18 @@ is soon learnt).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
+from leaven.documents.checks import VerdictRow
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
-from leaven.verification.invariants import invariants, settings_of
-from leaven.verification.model_family import CheckStart, ModelFamily, ModelInstance
-from leaven.verification.size_check import SizeAxis, axes, compare_sizes
-from leaven.verification.verdict import CheckRow, Verdict, geometric_mean, slope
+from leaven.verification.invariants import invariants
+from leaven.verification.model_instance import ModelInstance
+from leaven.verification.size_check import SizeAxis, SizeCheck
+from leaven.verification.small_models import CheckStart
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """Limits on the difference of the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the
@@ -43,9 +45,6 @@ steps)."""
 
 COHERENT_STEPS = 150
 WARMUP_STEPS = 20
-START = CheckStart(hidden=0.5, residual=1.0)
-"""Hidden weights start at half of 1/sqrt(fan in). The branches of a few blocks are then small compared with the
-embedding, as they are in deep models, and gradients inside have their exponent of depth from depth 2 on."""
 
 
 @dataclass(frozen=True)
@@ -61,52 +60,108 @@ class GradientRecord:
     layers: int
 
 
-GradientRecords = dict[str, GradientRecord]
+@dataclass(frozen=True)
+class GradientCheck(SizeCheck[GradientRecord]):
+    """The gradient check, over the same models as the coordinate check."""
+
+    steps: int = 20
+    lr_factor: float = 0.125
+    """A fraction of the lr for training keeps the models' gradients comparable: at all of it, without a schedule, the
+    slopes of gains scatter by 0.3 after 20 steps; from 1/16 to 1/4 of it they stay within the limits."""
+
+    name = "gradients"
+    quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
+    parts = ("start", "end", "eps", "decay", "moved")
+    drawn = ("start", "end", "eps")
+    start = CheckStart(hidden=0.5, residual=1.0)
+    """Hidden weights start at half of 1/sqrt(fan in). The branches of a few blocks are then small compared with the
+    embedding, as they are in deep models, and gradients inside have their exponent of depth from depth 2 on."""
+
+    def exact_rows(self) -> Sequence[VerdictRow]:
+        return invariants(self.family, self.widths, self.depths)
+
+    def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
+        """Train an instance on new batches with a warm-up, and return its gradients at the start and the end.
+
+        The end is the last quarter of the steps, since a gain has few entries and its gradient on one batch is noisy.
+        """
+        instance.scale_lr(self.lr_factor)
+        before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
+        groups = instance.optimizer.param_groups
+        settings = {
+            parameter: (group.get("eps", 0.0), group["lr"] * group.get("weight_decay", 0.0))
+            for group in groups
+            for parameter in group["params"]
+        }
+        recorder = _GradientRecorder(instance, self.steps)
+        # The loop counts tokens: a batch is one here.
+        training = PlainTraining(instance.optimizer, instance.loss, 1, self.steps, lambda n: min(n / WARMUP_STEPS, 1))
+        Loop(training, [recorder]).run()
+        instance.optimizer.zero_grad(set_to_none=True)
+        instance.loss(self.steps).backward()  # type: ignore[no-untyped-call]
+        recorder.take(self.steps)
+        moved = _rms(instance, lambda name, parameter: parameter.detach() - before[name])
+        records: dict[str, GradientRecord] = {}
+        for name, parameter in instance.model.named_parameters():
+            label = instance.label(name)
+            if label is not None and label in recorder.first:
+                layers = records[label].layers + 1 if label in records else 1
+                eps, decay = settings[parameter]
+                late = [gradient[label] for gradient in recorder.late]
+                end = math.sqrt(sum(value**2 for value in late) / len(late))
+                records[label] = GradientRecord(
+                    recorder.first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers
+                )
+        return records
+
+    def value(self, measured: GradientRecord, part: str, axis: SizeAxis) -> float:
+        value: float = getattr(measured, part)
+        return value
+
+    def judge(
+        self,
+        axis: SizeAxis,
+        module: str,
+        lines: Sequence[Sequence[GradientRecord]],
+        means: Mapping[str, Sequence[float]],
+        slopes: Mapping[str, float | None],
+    ) -> VerdictRow:
+        row = partial(VerdictRow, module=module, axis=axis.title, parts=dict(slopes))
+        records = [record for seeds in lines for record in seeds]
+        start, end, eps, decay, moved = (slopes[part] for part in self.parts)
+        if still := _standstill(records):
+            return row(slope=None, limit=START_LIMIT, passed=False, note=still, beyond=math.inf)
+        if eps is None:
+            return row(slope=None, limit=None, passed=None, note="no eps")
+        if not all(math.isfinite(record.end) for record in records):
+            note = "not finite: lower the lr?"
+            return row(slope=None, limit=START_LIMIT, passed=False, note=note, beyond=math.inf)
+        inside = lines[-1][0].layers > 1
+        shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
+        lower = (
+            self.family.alpha - 1 if axis.name == "depth" else 0.0
+        )  # the lowest exponent, see the top of this file
+        judged = []  # how far beyond its limit, value, limit, what it is
+        if start is not None and not shared:
+            judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT, "eps"))
+        if end is not None and (not shared or self.steps >= COHERENT_STEPS):
+            limit, gap = START_LIMIT if shared else END_LIMIT, end - eps
+            judged.append((max(gap, lower * inside - gap) - limit, gap, limit, "eps"))
+        if decay is not None:
+            judged.append((max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT, "decay"))
+        if moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines):
+            # A gain or bias changes by its lr in a step, whatever its gradient, so by the same amount at every scale.
+            judged.append((max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT, "gain"))
+        if not judged:
+            note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
+            return row(slope=None, limit=None, passed=None, note=note)
+        beyond, value, limit, what = max(judged)
+        if beyond <= 0:
+            return row(slope=value, limit=limit, passed=True)
+        return row(slope=value, limit=limit, passed=False, note=_note(axis.name, value, what), beyond=beyond)
 
 
-def gradients(
-    family: ModelFamily,
-    widths: Sequence[int],
-    depths: Sequence[int],
-    *,
-    steps: int = 20,
-    seeds: int = 3,
-    lr_factor: float = 0.125,
-    on_member: Callable[[int, int], None] = lambda done, total: None,
-) -> Verdict:
-    """Run the check over the same models as the coordinate check; ``lr_factor`` multiplies every lr.
-
-    A fraction of the lr for training keeps the models' gradients comparable: at all of it, without a schedule, the
-    slopes of gains scatter by 0.3 after 20 steps; from 1/16 to 1/4 of it they stay within the limits.
-
-    Raises:
-        InputError: if the family has no model of one of these sizes.
-    """
-    chosen = axes(widths, depths)
-    settings = {scale: settings_of(family.build(*scale, 0)) for axis in chosen for scale in axis.scales}
-    verdict = compare_sizes(
-        "gradients",
-        "slope of log2 gradient RMS over log2 size, less that of eps",
-        family,
-        chosen,
-        record=record,
-        judge=lambda axis, module, lines: _row(axis, module, lines, steps, family.alpha),
-        curves={
-            "start": lambda line, _: line.start,
-            "end": lambda line, _: line.end,
-            "eps": lambda line, _: line.eps,
-        },
-        widths=widths,
-        depths=depths,
-        steps=steps,
-        seeds=seeds,
-        lr_factor=lr_factor,
-        on_member=on_member,
-    )
-    return replace(verdict, rows=(*invariants(family, settings), *verdict.rows))
-
-
-class _Gradients(Callback[StepResult]):
+class _GradientRecorder(Callback[StepResult]):
     """Keeps the RMS of the gradients of the first step and of the last quarter of the ``steps``."""
 
     def __init__(self, instance: ModelInstance, steps: int) -> None:
@@ -118,43 +173,12 @@ class _Gradients(Callback[StepResult]):
         self.take(step.step - 1)
 
     def take(self, number: int) -> None:
-        if number in {0, *range(self._steps - self._steps // 4, self._steps + 1)}:
+        """Keep the gradients of a step, counted from 0, if they are needed."""
+        late = number >= self._steps - self._steps // 4
+        if number == 0 or late:
             found = _rms(self._instance, lambda name, parameter: parameter.grad)
             self.first = self.first if number else found
-            self.late += [found] if number >= self._steps - self._steps // 4 else []
-
-
-def record(instance: ModelInstance, steps: int, lr_factor: float) -> GradientRecords:
-    """Train an instance on new batches with a warm-up, and return its gradients at the start and the end.
-
-    The end is the last quarter of the steps, since a gain has few entries and its gradient on one batch is noisy.
-    """
-    instance.scale_lr(lr_factor)
-    before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
-    # The loop counts tokens: a batch is one here.
-    training = PlainTraining(instance.optimizer, instance.loss, 1, steps, lambda done: min(done / WARMUP_STEPS, 1.0))
-    peaks = [group["lr"] for group in instance.optimizer.param_groups]
-    recorder = _Gradients(instance, steps)
-    Loop(training, [recorder]).run()
-    instance.optimizer.zero_grad(set_to_none=True)
-    instance.loss(steps).backward()  # type: ignore[no-untyped-call]
-    recorder.take(steps)
-    first, late = recorder.first, recorder.late
-    moved = _rms(instance, lambda name, parameter: parameter.detach() - before[name])
-    settings = {
-        parameter: (group.get("eps", 0.0), peak * group.get("weight_decay", 0.0))
-        for peak, group in zip(peaks, instance.optimizer.param_groups, strict=True)
-        for parameter in group["params"]
-    }
-    run: GradientRecords = {}
-    for name, parameter in instance.model.named_parameters():
-        label = instance.label(name)
-        if label is not None and label in first:
-            layers = run[label].layers + 1 if label in run else 1
-            eps, decay = settings[parameter]
-            end = math.sqrt(sum(gradient[label] ** 2 for gradient in late) / len(late))
-            run[label] = GradientRecord(first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers)
-    return run
+            self.late += [found] if late else []
 
 
 def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) -> dict[str, float]:
@@ -168,55 +192,13 @@ def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) ->
     return {label: math.sqrt(total / count) for label, (total, count) in sums.items()}
 
 
-def _row(
-    axis: SizeAxis, module: str, lines: Sequence[Sequence[GradientRecord]], steps: int, alpha: float
-) -> CheckRow:
-    def exponent(name: str) -> float | None:
-        return slope(axis.sizes, [geometric_mean([getattr(line, name) for line in seeds]) for seeds in lines])
-
-    parts = {name: exponent(name) for name in ("start", "end", "eps", "decay", "moved")}
-    start, end, eps, decay, moved = parts.values()
-    still = _still(seed for seeds in lines for seed in seeds)
-    if still:
-        return CheckRow(module, axis.name, None, START_LIMIT, False, parts, still, math.inf)
-    if eps is None:
-        return CheckRow(module, axis.name, None, None, None, parts, "no eps")
-    inside = lines[-1][0].layers > 1
-    shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
-    lower = alpha - 1 if axis.name == "depth" else 0.0  # the lowest exponent allowed, see the top of this file
-    judged = []  # how far beyond its limit, value, limit
-    if start is not None and not shared:
-        judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT))
-    if end is not None and (not shared or steps >= COHERENT_STEPS):
-        limit, gap = START_LIMIT if shared else END_LIMIT, end - eps
-        judged.append((max(gap, lower * inside - gap) - limit, gap, limit))
-    decayed = None if decay is None else (max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT)
-    judged += [decayed] if decayed else []
-    # A gain or bias changes by its lr in a step, whatever its gradient, and so by the same amount at every scale.
-    gain = moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines)
-    went = (max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT) if gain and moved is not None else None
-    judged += [went] if went else []
-    if any(not math.isfinite(seed.end) for seeds in lines for seed in seeds):
-        return CheckRow(module, axis.name, None, START_LIMIT, False, parts, "not finite: lower the lr?", math.inf)
-    if not judged:
-        note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
-        return CheckRow(module, axis.name, None, None, None, parts, note)
-    worst = max(judged)
-    beyond, value, limit = worst
-    if beyond <= 0:
-        return CheckRow(module, axis.name, value, limit, True, parts)
-    what = "decay" if worst is decayed else "gain" if worst is went else "eps"
-    return CheckRow(module, axis.name, value, limit, False, parts, _note(axis.name, value, what), beyond)
-
-
-def _still(runs: Iterable[GradientRecord]) -> str:
+def _standstill(records: Sequence[GradientRecord]) -> str:
     """Return why no slope can be judged: a value never changes, or is 0 at some sizes. "" if it can."""
-    found = list(runs)
-    if not all(run.moved for run in found):
+    if not all(record.moved for record in records):
         return "never moves  <- an lr of 0, or no gradient within these steps?"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
     for name, what in named.items():
-        values = [getattr(run, name) for run in found]
+        values = [getattr(record, name) for record in records]
         if any(values) and not all(values):
             return f"{what} is 0 at some sizes only"
     return ""

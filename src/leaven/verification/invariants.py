@@ -21,9 +21,12 @@ are checked here; the other checks show whether training behaves alike.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from leaven.verification.model_family import ModelFamily, ModelInstance
-from leaven.verification.verdict import CheckRow
+from leaven.documents.checks import VerdictRow
+from leaven.verification.model_instance import ModelInstance, RunScale
+from leaven.verification.subject import ModelFamily
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
@@ -65,105 +68,113 @@ class GroupSettings:
         return -math.log(2) / math.log(beta) / steps if beta else 0.0
 
 
-SettingsByLine = Mapping[str, Sequence[GroupSettings]]
+SettingsByLabel = Mapping[str, Sequence[GroupSettings]]
 """Settings by label, from the first layer to the last."""
 
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """A pair of scales to compare."""
+    """A larger scale, compared with the smallest one."""
 
     axis: str
-    ratio: float  # of what grows
-    small: SettingsByLine
-    large: SettingsByLine
-    steps: float = 1.0  # ratio of the number of steps
+    ratio: float  # by which the axis grows
+    settings: SettingsByLabel
+    steps: float = 1.0  # by which the number of steps grows
 
 
-def settings_of(instance: ModelInstance) -> SettingsByLine:
+def settings_of(instance: ModelInstance) -> SettingsByLabel:
     """Return the settings of each parameter by label, without parameters whose optimiser has no eps."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
-    lines: dict[str, list[tuple[dict[str, float], int]]] = {}
+    found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():
         label = instance.label(name)
         if label is not None and "eps" in groups.get(parameter, {}):
-            lines.setdefault(label, []).append((dict(groups[parameter]), parameter.numel()))
+            found.setdefault(label, []).append((groups[parameter], parameter.numel()))
     return {
         label: [
-            GroupSettings(group["lr"], group["eps"], group["weight_decay"], tuple(group["betas"]), numel * len(line))  # type: ignore[arg-type]
-            for group, numel in line
+            GroupSettings(
+                group["lr"], group["eps"], group["weight_decay"], tuple(group["betas"]), numel * len(layers)
+            )
+            for group, numel in layers
         ]
-        for label, line in lines.items()
+        for label, layers in found.items()
     }
 
 
-def invariants(family: ModelFamily, settings: Mapping[tuple[int, int], SettingsByLine]) -> list[CheckRow]:
-    """Return one row for each label. ``settings`` has those by width and depth; other models are built here."""
-    widths, depths = ({size[i] for size in settings} for i in (0, 1))
-    base, far = (min(widths), min(depths)), (max(widths), max(depths))
-    first = settings[base]
-    steps = [ScaleChange("width", w / base[0], first, settings[w, base[1]]) for w in sorted(widths - {base[0]})]
-    steps += [ScaleChange("depth", d / base[1], first, settings[base[0], d]) for d in sorted(depths - {base[1]})]
-    if far not in settings:
-        grown = far[0] * far[1] / (base[0] * base[1])
-        steps.append(ScaleChange("both", grown, first, settings_of(family.build(*far, 0))))
-    silent = []
+def invariants(family: ModelFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
+    """Return a row for each label, and one for batch or tokens if the rule ignores them."""
+    width, depth = min(widths), min(depths)
+
+    def at(scale: RunScale) -> SettingsByLabel:
+        return settings_of(family.build(scale, 0))
+
+    base = at(RunScale(width, depth))
+    wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
+    changes = [ScaleChange("width", w / width, at(RunScale(w, depth))) for w in wider]
+    changes += [ScaleChange("depth", d / depth, at(RunScale(width, d))) for d in deeper]
+    if wider and deeper:
+        grown = wider[-1] * deeper[-1] / (width * depth)
+        changes.append(ScaleChange("both", grown, at(RunScale(wider[-1], deeper[-1]))))
+    ignored = []
     if family.takes_ratios:
-        batch, tokens = (
-            settings_of(family.build(*base, 0, batch=FACTOR)),
-            settings_of(family.build(*base, 0, tokens=FACTOR)),
-        )
-        for step in (
-            ScaleChange("batch", FACTOR, first, batch, 1 / FACTOR),
-            ScaleChange("tokens", FACTOR, first, tokens, FACTOR),
+        batch, tokens = (at(RunScale(width, depth, **{axis: FACTOR})) for axis in ("batch", "tokens"))
+        for change in (
+            ScaleChange("batch", FACTOR, batch, 1 / FACTOR),
+            ScaleChange("tokens", FACTOR, tokens, FACTOR),
         ):
-            if step.small == step.large:
-                silent.append(
-                    CheckRow(step.axis, AXIS, None, None, None, {}, "nothing moves with it under this rule")
+            if change.settings == base:
+                note = "nothing moves with it under this rule"
+                ignored.append(
+                    VerdictRow(module=change.axis, axis=AXIS, slope=None, limit=None, passed=None, note=note)
                 )
             else:
-                steps.append(step)
-    return [_row(line, steps, family.alpha) for line in first] + silent
+                changes.append(change)
+    return [_row(label, base, changes, family.alpha) for label in base] + ignored
 
 
-def _row(line: str, steps: Sequence[ScaleChange], alpha: float) -> CheckRow:
+def _row(label: str, base: SettingsByLabel, changes: Sequence[ScaleChange], alpha: float) -> VerdictRow:
     worst: dict[str, float | None] = dict.fromkeys(COLUMNS)
     beyond, column, where = -math.inf, COLUMNS[0], ""
     for name in COLUMNS:
         found = -math.inf
-        for step in steps:
-            low, high = _allowed(name, step.axis, alpha)
-            for value in _exponents(line, name, step) if name != "lr" or step.axis in {"batch", "tokens"} else []:
+        for change in changes:
+            if name == "lr" and change.axis not in {"batch", "tokens"}:
+                continue
+            low, high = _allowed(name, change.axis, alpha)
+            for value in _exponents(name, base[label], change.settings[label], change):
                 off = max(low - value, value - high)
                 if off > found:
                     found, worst[name] = off, value
                 if off > beyond:
-                    beyond, column, where = off, name, step.axis
-    if not math.isfinite(beyond) and beyond < 0:
-        return CheckRow(line, AXIS, None, None, None, worst, "all 0")
-    passed = beyond <= LIMIT
-    note = "" if passed else f"{column} moves with {'width and depth' if where == 'both' else where}  <- "
-    return CheckRow(
-        line, AXIS, worst[column], LIMIT, passed, worst, note and note + _REASONS[column], max(beyond, 0.0)
-    )
+                    beyond, column, where = off, name, change.axis
+    row = partial(VerdictRow, module=label, axis=AXIS, parts=worst)
+    if beyond == -math.inf:
+        return row(slope=None, limit=None, passed=None, note="all 0")
+    if beyond <= LIMIT:
+        return row(slope=worst[column], limit=LIMIT, passed=True, beyond=max(beyond, 0.0))
+    axis = "width and depth" if where == "both" else where
+    note = f"{column} moves with {axis}  <- {_REASONS[column]}"
+    return row(slope=worst[column], limit=LIMIT, passed=False, note=note, beyond=beyond)
 
 
-def _exponents(line: str, column: str, step: ScaleChange) -> list[float]:
+def _exponents(
+    column: str, small: Sequence[GroupSettings], large: Sequence[GroupSettings], change: ScaleChange
+) -> list[float]:
     """Pair the parameters of two scales; if the number of layers differs, pair the first and the last layers."""
-    small, large = step.small[line], step.large[line]
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []
     for before, after in zip(small, large, strict=True):
-        one, other = before.value(column, 1.0), after.value(column, step.steps)
+        one, other = before.value(column, 1.0), after.value(column, change.steps)
         if one and other:
-            found.append(math.log(other / one) / math.log(step.ratio))
+            found.append(math.log(other / one) / math.log(change.ratio))
         elif one != other:
             found.append(math.copysign(math.inf, other - one))
     return found
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
+    """Return the lowest and highest exponent of a combination over an axis."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

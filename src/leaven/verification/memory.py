@@ -79,7 +79,7 @@ def rehearsal(recipe: Recipe) -> Rehearsal:
     return Rehearsal(recipe.name, short, Arrangement(layout, size, count))
 
 
-def looked_at(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
+def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
     """Return the given ranks, or the first rank of each stage (all stages, or the first, second and last).
 
     Raises:

@@ -1,10 +1,10 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats, values are log2.
+Losses are in nats, values are log2. Arrays may have leading dimensions: bootstrap samples are computed all at once.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,87 +22,72 @@ class LossGrid:
     """The losses at three or more values of a hyperparameter."""
 
     octaves: Array  # log2 of the values, (values,)
-    losses: Array  # nats, (values, seeds)
+    losses: Array  # nats, (..., values, seeds)
 
     @classmethod
     def of(cls, losses: Mapping[float, Sequence[float]]) -> "LossGrid":
-        lrs = sorted(losses)
-        return cls(np.log2(np.asarray(lrs)), np.asarray([losses[lr] for lr in lrs], dtype=float))
+        """Make a grid from the losses of all seeds by value."""
+        values = sorted(losses)
+        return cls(np.log2(np.asarray(values)), np.asarray([losses[value] for value in values], dtype=float))
+
+    @property
+    def means(self) -> Array:
+        """Mean losses over seeds, (..., values)."""
+        return np.asarray(self.losses.mean(-1))
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.losses).all())
 
     @property
     def noise(self) -> float | None:
         """Standard deviation of the loss between seeds, pooled over the values near the best; None for one seed."""
         if self.losses.shape[1] < 2:
             return None
-        near = _near(self.losses.mean(1))
+        near = self._points(self.means.argmin(-1))
         return float(np.sqrt(self.losses[near].var(axis=1, ddof=1).mean()))
 
     @property
     def edge(self) -> int:
         """-1 or 1 if the lowest loss is at the first or last value, so that the optimum may lie outside; else 0."""
-        if not np.isfinite(self.losses).all():
+        if not self.finite:
             return 0
-        place = int(self.losses.mean(1).argmin())
+        place = int(self.means.argmin())
         return -(place == 0) + (place == len(self.octaves) - 1)
 
     @property
-    def lowest(self) -> float:
-        """The loss at the optimum."""
+    def lowest(self) -> Array:
+        """The loss at the optimum, (...)."""
         return self.loss_at(self.optimum())
 
-    def optimum(self) -> float:
-        """log2 of the best value: the vertex of a parabola through the mean losses near the lowest."""
-        a, b, _ = self._parabola(self.losses.mean(1))
-        return min(max(-b / (2 * a), float(self.octaves[0])), float(self.octaves[-1]))
+    def optimum(self) -> Array:
+        """Return log2 of the best value, (...): the vertex of a parabola through the mean losses near the lowest."""
+        place = self.means.argmin(-1)
+        a, b, _ = self._parabola(place)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            vertex = -b / (2 * a)
+        convex = np.where(a <= 0, self.octaves[place], vertex)
+        return np.clip(convex, self.octaves[0], self.octaves[-1])
 
-    def loss_at(self, octave: float) -> float:
-        """Return the loss at a value, on the parabola through the three nearest mean losses."""
-        near = _around(int(np.abs(self.octaves - octave).argmin()), len(self.octaves))
-        a, b, c = _through(self.octaves[near], self.losses.mean(1)[near])
-        return a * octave**2 + b * octave + c
+    def loss_at(self, octave: Array) -> Array:
+        """Return the loss at a value, (...), on the parabola through the three nearest mean losses."""
+        a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
+        return np.asarray(a * octave**2 + b * octave + c)
 
-    def resampled(self, random: np.random.Generator) -> Array:
-        """Return a bootstrap sample: seeds drawn with replacement, independently for each value.
+    def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the indices of `POINTS` values around an index, shifted where they would exceed the range."""
+        first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
+        return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
-        Deviations from the mean of n drawn values are too small by sqrt((n - 1) / n), about 30% at two seeds, and are
-        scaled up accordingly.
-        """
-        count, seeds = self.losses.shape
-        drawn = np.take_along_axis(self.losses, random.integers(seeds, size=(count, seeds)), axis=1)
-        means = self.losses.mean(1, keepdims=True)
-        return np.asarray(means + (drawn - means) * np.sqrt(seeds / max(seeds - 1, 1)))
-
-    def _parabola(self, means: Array) -> tuple[float, float, float]:
-        near = _near(means)
-        a, b, c = _through(self.octaves[near], means[near])
-        if a <= 0:  # not convex: use the lowest point itself
-            best = self.octaves[int(means.argmin())]
-            return 1.0, -2 * float(best), 0.0
-        return a, b, c
-
-
-@dataclass(frozen=True)
-class Shift:
-    """The shift of the optimum between two scales, with 95% intervals over seeds (of width 0 for one seed)."""
-
-    octaves: float  # the shift
-    low: float
-    high: float
-    regret: float  # nats; what the base's best value costs at the target
-    regret_low: float
-    regret_high: float
-
-
-def shift(base: LossGrid, target: LossGrid, draws: int = 1000) -> Shift:
-    """Return the shift from the base's optimum to the target's; both have values in the same coordinates."""
-    random = np.random.default_rng(0)
-    moved, regret = _moved(base, target)
-    drawn = [
-        _moved(LossGrid(base.octaves, base.resampled(random)), LossGrid(target.octaves, target.resampled(random)))
-        for _ in range(draws)
-    ]
-    (low, regret_low), (high, regret_high) = np.percentile(drawn, [2.5, 97.5], axis=0)
-    return Shift(moved, float(low), float(high), regret, float(regret_low), float(regret_high))
+    def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
+        """Return the coefficients of the parabola through the points around an index, highest power first."""
+        near = self._points(place)
+        x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
+        y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
+        slope = (y1 - y0) / (x1 - x0)
+        a = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
+        b = slope - a * (x0 + x1)
+        return a, b, y0 - (a * x0 + b) * x0
 
 
 @dataclass(frozen=True)
@@ -113,49 +98,49 @@ class Estimate:
     low: float | None
     high: float | None
 
-
-def exponent(valleys: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
-    """Return the exponent of the optimum: the least-squares slope of its log2 over log2 of the ratio of scales."""
-    ratios = np.log2(list(valleys))
-    ratios -= ratios.mean()
-
-    def fitted(found: Iterable[LossGrid]) -> float:
-        return float(ratios @ [valley.optimum() for valley in found] / (ratios @ ratios))
-
-    return estimate(fitted, list(valleys.values()), draws)
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the interval; of width 0 for one seed."""
+        return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
-def estimate(of: Callable[[Sequence[LossGrid]], float], valleys: Sequence[LossGrid], draws: int = 1000) -> Estimate:
-    """Return a function of some loss grids with its bootstrap interval over their seeds."""
-    value = of(valleys)
-    if any(valley.losses.shape[1] < 2 for valley in valleys):
+def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], draws: int = 1000) -> Estimate:
+    """Return a function of some loss grids with its bootstrap interval over their seeds.
+
+    Seeds are drawn with replacement, independently for each value. Deviations from the mean of n drawn values are too
+    small by sqrt((n - 1) / n), about 30% at two seeds, and are scaled up accordingly.
+    """
+    value, seeds = float(of(grids)), grids[0].losses.shape[1]
+    if seeds < 2:
         return Estimate(value, None, None)
-    random = np.random.default_rng(0)
-    drawn = [of([LossGrid(valley.octaves, valley.resampled(random)) for valley in valleys]) for _ in range(draws)]
-    low, high = np.percentile(drawn, [2.5, 97.5])
+    counts = [len(grid.octaves) for grid in grids]
+    drawn = np.random.default_rng(0).integers(seeds, size=(draws, sum(counts), seeds))
+    sampled = []
+    for grid, indices in zip(grids, np.split(drawn, np.cumsum(counts)[:-1], axis=1), strict=True):
+        means = grid.losses.mean(1, keepdims=True)
+        losses = np.take_along_axis(grid.losses[np.newaxis], indices, axis=2)
+        sampled.append(replace(grid, losses=means + (losses - means) * np.sqrt(seeds / (seeds - 1))))
+    low, high = np.percentile(of(sampled), [2.5, 97.5])
     return Estimate(value, float(low), float(high))
 
 
-def _moved(base: LossGrid, target: LossGrid) -> tuple[float, float]:
-    """Return the shift and the regret, without intervals."""
-    best, own = base.optimum(), target.optimum()
-    return own - best, max(target.loss_at(best) - target.loss_at(own), 0.0)
+def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
+    """Return the shift of the optimum in octaves, and the regret: what the base's best value costs at the target."""
+
+    def regret(grids: Sequence[LossGrid]) -> Array:
+        best = grids[0].optimum()
+        return np.maximum(grids[1].loss_at(best) - grids[1].lowest, 0.0)
+
+    octaves = estimate(lambda grids: grids[1].optimum() - grids[0].optimum(), [base, target])
+    return octaves, estimate(regret, [base, target])
 
 
-def _through(x: Array, y: Array) -> tuple[float, float, float]:
-    """Return the coefficients of the parabola through three points, highest power first."""
-    (x0, x1, x2), (y0, y1, y2) = x.tolist(), y.tolist()
-    slope = (y1 - y0) / (x1 - x0)
-    a = ((y2 - y1) / (x2 - x1) - slope) / (x2 - x0)
-    b = slope - a * (x0 + x1)
-    return a, b, y0 - (a * x0 + b) * x0
+def exponent(grids: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
+    """Return the exponent of the optimum: the least-squares slope of its log2 over log2 of the ratio of scales."""
+    ratios = np.log2(list(grids))
+    ratios -= ratios.mean()
 
+    def fitted(found: Sequence[LossGrid]) -> Array:
+        return np.asarray(np.stack([grid.optimum() for grid in found], -1) @ ratios / (ratios @ ratios))
 
-def _near(means: Array) -> slice:
-    return _around(int(means.argmin()), len(means))
-
-
-def _around(place: int, available: int) -> slice:
-    """Return the slice of `POINTS` indices around an index, shifted where it would exceed the range."""
-    first = min(max(place - POINTS // 2, 0), max(available - POINTS, 0))
-    return slice(first, first + POINTS)
+    return estimate(fitted, list(grids.values()), draws)

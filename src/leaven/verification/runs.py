@@ -8,18 +8,18 @@ import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
 from leaven import storage
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import held
 from leaven.training.worker import Pool
-from leaven.verification.verdict import Verdict
 
 LINES = "runs.jsonl"
 VERDICT = "check.json"
@@ -47,14 +47,31 @@ class ChecksStopped(Exception):
     """Raised when the runs were stopped before all had finished. Finished runs are saved."""
 
 
-@dataclass(frozen=True)
 class RunStore:
-    """Runs the trials of checks in worker processes of one thread, and saves their results in a folder."""
+    """Runs the trials of checks in worker processes of one thread, and saves their results in a folder.
 
-    folder: Path
-    workers: int = 2
-    on_run: Callable[[int, int], None] = lambda done, total: None  # progress
-    stop: Callable[[], bool] = lambda: False  # whether to stop now
+    A context manager: the first :meth:`run` locks the folder and starts the workers, and the end of the context
+    stops them.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        workers: int = 2,
+        on_run: Callable[[int, int], None] = lambda done, total: None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``on_run`` is called with the numbers of finished and of all runs; ``stop`` returns whether to stop now."""
+        self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
+        self._resources = ExitStack()
+        self._pool: Pool | None = None
+        self._ended: dict[str, Outcome] = {}
+
+    def __enter__(self) -> "RunStore":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
         """Run each trial that has no result yet, the longest first, and return a function from trials to outcomes.
@@ -64,39 +81,44 @@ class RunStore:
             ChecksStopped: if ``stop`` returned True.
         """
         wanted = {trial.key: trial for trial in trials}
-        with held(self.folder, "--run"):
-            ended = _read(self.folder / LINES)
-            missing = sorted(wanted.keys() - ended.keys(), key=lambda name: (-wanted[name].cost, name))
-            self.on_run(len(wanted) - len(missing), len(wanted))
-            with Pool(self.workers) as pool:
-                queue, died = list(reversed(missing)), set[str]()
-                pending: dict[Future[Outcome], str] = {}
-                while (queue or pending) and not self.stop():
-                    while queue and len(pending) < self.workers:
-                        name = queue.pop()
-                        pending[pool.submit(wanted[name].run)] = name
-                    for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                        name = pending.pop(future)
-                        try:
-                            ended[name] = future.result()
-                        except BrokenProcessPool:
-                            if name in died:
-                                raise InputError(
-                                    "the process of a run died twice (out of memory?); give fewer --workers"
-                                ) from None
-                            died.add(name)
-                            queue.append(name)
-                            continue
-                        storage.append_json(self.folder / LINES, {"key": name} | asdict(ended[name]))
-                        self.on_run(len(wanted.keys() & ended.keys()), len(wanted))
-        if wanted.keys() - ended.keys():
-            raise ChecksStopped(f"{len(wanted.keys() & ended.keys())} of {len(wanted)} runs have ended")
-        return lambda trial: ended[trial.key]
+        pool = self._open()
+        missing = sorted(wanted.keys() - self._ended.keys(), key=lambda name: (-wanted[name].cost, name))
+        self._on_run(len(wanted) - len(missing), len(wanted))
+        queue, died = list(reversed(missing)), set[str]()
+        pending: dict[Future[Outcome], str] = {}
+        while (queue or pending) and not self._stop():
+            while queue and len(pending) < self._workers:
+                name = queue.pop()
+                pending[pool.submit(wanted[name].run)] = name
+            for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
+                name = pending.pop(future)
+                try:
+                    self._ended[name] = future.result()
+                except BrokenProcessPool:
+                    if name in died:
+                        raise InputError(
+                            "the process of a run died twice (out of memory?); give fewer --workers"
+                        ) from None
+                    died.add(name)
+                    queue.append(name)
+                    continue
+                storage.append_json(self.folder / LINES, {"key": name} | asdict(self._ended[name]))
+                self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
+        if wanted.keys() - self._ended.keys():
+            raise ChecksStopped(f"{len(wanted.keys() & self._ended.keys())} of {len(wanted)} runs have ended")
+        return lambda trial: self._ended[trial.key]
 
-    def keep(self, verdict: Verdict) -> Verdict:
-        """Write the verdict beside the runs, for ``leaven report``."""
-        write_text(self.folder / VERDICT, json.dumps(verdict.document(), indent=2) + "\n")
-        return verdict
+    def _open(self) -> Pool:
+        if self._pool is None:
+            self._resources.enter_context(held(self.folder, "--run"))
+            self._ended = _read(self.folder / LINES)
+            self._pool = self._resources.enter_context(Pool(self._workers))
+        return self._pool
+
+    def keep(self, document: CheckDocument) -> CheckDocument:
+        """Write the document beside the runs, for ``leaven report``."""
+        write_text(self.folder / VERDICT, json.dumps(document.dump(), indent=2) + "\n")
+        return document
 
 
 def _read(path: Path) -> dict[str, Outcome]:

@@ -1,11 +1,16 @@
 """Short checks: train small models of several widths and depths for some steps and compare what was measured."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
 
-from leaven.verification.model_family import ModelFamily, ModelInstance
-from leaven.verification.verdict import CheckCurve, CheckRow, Verdict, conclusive, curve, more_sizes
+from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
+from leaven.verification.model_instance import ModelInstance, RunScale
+from leaven.verification.small_models import CheckStart
+from leaven.verification.subject import ModelFamily
+from leaven.verification.verdict import curve, geometric_mean, slope, verdict
 
 Measured = TypeVar("Measured")
 """What a check measures of one module or parameter in one run."""
@@ -16,7 +21,7 @@ class SizeAxis:
     """Models of which only the width or only the depth grows."""
 
     name: str  # width | depth
-    scales: tuple[tuple[int, int], ...]  # (width, depth) of each model
+    scales: tuple[RunScale, ...]
     where: str = ""  # follows the name in a table, e.g. " at depth 16"
 
     @property
@@ -25,71 +30,109 @@ class SizeAxis:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(scale[self.name == "depth"] for scale in self.scales)
+        return tuple(getattr(scale, self.name) for scale in self.scales)
 
 
-def axes(widths: Sequence[int], depths: Sequence[int]) -> tuple[SizeAxis, ...]:
-    """Return the widths at the smallest depth and the depths at the smallest width, without axes of a single size."""
-    width = SizeAxis("width", tuple((size, min(depths)) for size in sorted(set(widths))))
-    depth = SizeAxis("depth", tuple((min(widths), size) for size in sorted(set(depths))))
-    return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
+@dataclass(frozen=True)
+class SizeCheck(ABC, Generic[Measured]):
+    """A check of a few steps. Subclasses measure a model, and judge a module over an axis."""
 
+    family: ModelFamily
+    widths: Sequence[int]
+    depths: Sequence[int]
+    steps: int  # training steps
+    seeds: int = 3
+    lr_factor: float = 1.0  # multiplies every lr
+    changed: Sequence[str] = ()  # what differs from the user's recipe, for the settings
 
-def corner(widths: Sequence[int], depths: Sequence[int]) -> tuple[SizeAxis, ...]:
-    """Return the narrowest and the widest model at the largest depth, where a rule right on each axis may fail."""
-    if len(set(widths)) < 2 or len(set(depths)) < 2:
+    name: ClassVar[str]
+    quantity: ClassVar[str]  # what the judged numbers are
+    start: ClassVar[CheckStart]  # initial values for which exponents show at small sizes
+    parts: ClassVar[tuple[str, ...]]  # the quantities that are measured
+    drawn: ClassVar[tuple[str, ...]]  # those of them that have curves
+
+    @abstractmethod
+    def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
+        """Train a model and return what was measured of each module."""
+
+    @abstractmethod
+    def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
+        """Return one of the ``parts``."""
+
+    @abstractmethod
+    def judge(
+        self,
+        axis: SizeAxis,
+        module: str,
+        lines: Sequence[Sequence[Measured]],
+        means: Mapping[str, Sequence[float]],
+        slopes: Mapping[str, float | None],
+    ) -> VerdictRow:
+        """Return the row of a module from its measurements by size and seed, and the mean and slope of each part."""
+
+    def axes(self) -> tuple[SizeAxis, ...]:
+        """Return the widths at the smallest depth and the depths at the smallest width, if there are several."""
+        least = RunScale(min(self.widths), min(self.depths))
+        width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
+        depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
+        return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
+
+    def exact_rows(self) -> Sequence[VerdictRow]:
+        """Return rows that need no training."""
         return ()
-    scales = tuple((width, max(depths)) for width in (min(widths), max(widths)))
-    return (SizeAxis("width", scales, f" at depth {max(depths)}"),)
 
+    def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
+        """Run the check. ``on_model`` is called with the number of sizes that are done, and of all.
 
-def compare_sizes(
-    check: str,
-    quantity: str,
-    family: ModelFamily,
-    chosen: Sequence[SizeAxis],
-    *,
-    record: Callable[[ModelInstance, int, float], Mapping[str, Measured]],
-    judge: Callable[[SizeAxis, str, Sequence[Sequence[Measured]]], CheckRow],
-    curves: Mapping[str, Callable[[Measured, SizeAxis], float]],
-    widths: Sequence[int],
-    depths: Sequence[int],
-    steps: int,
-    seeds: int,
-    lr_factor: float,
-    on_member: Callable[[int, int], None],
-) -> Verdict:
-    """Measure each model with ``record`` for every seed, and judge each module on each axis.
+        Raises:
+            InputError: if the family has no model of one of these sizes.
+        """
+        axes, rows, curves = self.axes(), [*self.exact_rows()], list[VerdictCurve]()
+        wanted = sorted({scale for axis in axes for scale in axis.scales}, key=lambda s: (s.width, s.depth))
+        measured: dict[RunScale, list[Mapping[str, Measured]]] = {}
+        for number, scale in enumerate(wanted):
+            measured[scale] = [self.record(self.family.build(scale, seed)) for seed in range(self.seeds)]
+            on_model(number + 1, len(wanted))
+        for axis in axes:
+            for module in measured[axis.scales[0]][0]:
+                lines = [[run[module] for run in measured[scale]] for scale in axis.scales]
+                values = {
+                    part: [[self.value(line, part, axis) for line in seeds] for seeds in lines] for part in self.parts
+                }
+                means = {part: [geometric_mean(seeds) for seeds in values[part]] for part in self.parts}
+                slopes = {part: slope(axis.sizes, means[part]) for part in self.parts}
+                rows.append(self._conclusive(self.judge(axis, module, lines, means, slopes), axis))
+                curves += [curve(module, axis.title, part, axis.sizes, values[part]) for part in self.drawn]
+        settings = {
+            "rule": self.family.rule,
+            "widths": list(self.widths),
+            "depths": list(self.depths),
+            "steps": self.steps,
+            "seeds": self.seeds,
+            "lr_factor": self.lr_factor,
+            "changed for the check": list(self.changed) or None,
+        }
+        return verdict(
+            self.name,
+            self.family.name,
+            self.quantity,
+            rows,
+            curves=curves,
+            settings=settings,
+            advice=self._more_sizes(),
+        )
 
-    ``judge`` gets the measurements of one module by size and seed; ``curves`` has the quantities to draw.
-    """
-    wanted = sorted({scale for axis in chosen for scale in axis.scales})
-    measured: dict[tuple[int, int], list[Mapping[str, Measured]]] = {}
-    for number, scale in enumerate(wanted):
-        measured[scale] = [record(family.build(*scale, seed), steps, lr_factor) for seed in range(seeds)]
-        on_member(number + 1, len(wanted))
-    rows: list[CheckRow] = []
-    drawn: list[CheckCurve] = []
-    for axis in chosen:
-        for module in measured[axis.scales[0]][0]:
-            lines = [[run[module] for run in measured[scale]] for scale in axis.scales]
-            rows.append(conclusive(replace(judge(axis, module, lines), axis=axis.title), axis.sizes, seeds))
-            for name, value in curves.items():
-                by_seed = [[value(line, axis) for line in by_size] for by_size in lines]
-                drawn.append(curve(module, axis.title, name, axis.sizes, by_seed))
-    return Verdict(
-        check=check,
-        subject=family.name,
-        quantity=quantity,
-        rows=tuple(rows),
-        curves=tuple(drawn),
-        settings={
-            "rule": family.rule,
-            "widths": list(widths),
-            "depths": list(depths),
-            "steps": steps,
-            "seeds": seeds,
-            "lr_factor": lr_factor,
-        },
-        advice=more_sizes(widths, depths),
-    )
+    def _conclusive(self, row: VerdictRow, axis: SizeAxis) -> VerdictRow:
+        """Return the row, marked undecided if it failed with only two sizes and one seed, which may be noise."""
+        if row.passed is not False or self.seeds > 1 or len(axis.sizes) > 2 or row.beyond == math.inf:
+            return row
+        note = f"inconclusive: two sizes and one seed cannot tell ({row.note})"
+        return row.model_copy(update={"undecided": True, "note": note})
+
+    def _more_sizes(self) -> str:
+        """Return the options to give where two sizes and one seed were too few."""
+        options = ["--seeds 3"]
+        for option, sizes in (("--widths", sorted(set(self.widths))), ("--depths", sorted(set(self.depths)))):
+            if len(sizes) == 2:
+                options.append(f"{option} {sizes[0]},{sizes[1]},{2 * sizes[1]}")
+        return f"Give more: {' '.join(options)}"

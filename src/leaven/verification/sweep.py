@@ -18,15 +18,18 @@ A grid whose optimum is at its edge is extended by one step at that scale, up to
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 
+from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.recipe.errors import InputError
-from leaven.verification.model_family import ModelFamily, Quantity, RunScale, RunSetting, ScaleAxis
+from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
 from leaven.verification.optimum import LossGrid, estimate, exponent, shift
 from leaven.verification.runs import RunStore
-from leaven.verification.verdict import CheckCurve, CheckRow, MeasuredValue, Verdict, curve
+from leaven.verification.subject import ModelFamily
+from leaven.verification.verdict import curve, verdict
 
 REGRET_LIMIT = 0.01
 """Nats per token. Losses of published scaling laws are given to a hundredth."""
@@ -69,87 +72,39 @@ def sweep(
     *,
     store: RunStore,
     seeds: int = 3,
-) -> tuple[Verdict, dict[RunScale, LossGrid]]:
-    """Run a sweep, or resume it. The first scale is the base of the comparison; values are in the family's unit.
+) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
+    """Run a sweep, or resume it. Returns the result and the losses at each scale.
 
-    Returns the verdict, which is not saved yet, and the losses behind it.
+    The first scale is the base of the comparison; ``grid`` has values in the family's unit.
 
     Raises:
         InputError: if there are fewer than two scales or three values, a scale does not fit, or the folder is in use.
         ChecksStopped: if the store was asked to stop; finished runs are in its folder.
     """
-    swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
-    if len(scales) < 2 or len(set(grid)) < 3:
+    swept, scales, values = SWEPT[quantity], list(dict.fromkeys(scales)), sorted(set(grid))
+    if len(scales) < 2 or len(values) < 3:
         raise InputError(f"this check needs two scales and three values of {swept.label} ({swept.option}) at least")
-    grids = {scale: sorted(set(grid)) for scale in scales}
-    valleys = _extended(family, swept, grids, store, seeds)
+    losses = _extended(family, swept, dict.fromkeys(scales, values), store, seeds)
     names = labels(scales)
     base = scales[0]
-    verdict = Verdict(
-        check=check,
-        subject=family.name,
-        quantity=f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
-        rows=tuple(
-            _row(swept, {names[base]: valleys[base], names[scale]: valleys[scale]}, seeds) for scale in scales[1:]
-        ),
-        curves=tuple(_curves(swept, valleys, names)),
+    document = verdict(
+        check,
+        family.name,
+        f"shift of the best {swept.label} in octaves; regret of the base's best in nats per token",
+        [_row(swept, {names[base]: losses[base], names[scale]: losses[scale]}, seeds) for scale in scales[1:]],
+        curves=list(_curves(swept, losses, names)),
         settings={
             "rule": family.rule,
             "scales": list(names.values()),
-            swept.option.removeprefix("--"): sorted(set(grid)),
+            swept.option.removeprefix("--"): values,
             "unit": family.unit,
             "seeds": seeds,
             "tokens": family.tokens,
             "batch_tokens": family.batch_tokens,
         },
-        measured=tuple(_exponents(family, swept, valleys)),
+        measured=_exponents(family, swept, losses),
     )
-    return verdict, valleys
-
-
-def transfer(
-    family: ModelFamily, scales: Sequence[tuple[int, int]], lrs: Sequence[float], store: RunStore, *, seeds: int = 3
-) -> Verdict:
-    """Check that the lr that is best at the first width and depth is best at the others; see :func:`sweep`."""
-    sizes = [RunScale(*pair) for pair in scales]
-    return store.keep(sweep("transfer", family, "lr", sizes, lrs, store=store, seeds=seeds)[0])
-
-
-def batch(
-    family: ModelFamily,
-    scale: tuple[int, int],
-    ratios: Sequence[float],
-    lrs: Sequence[float],
-    store: RunStore,
-    *,
-    seeds: int = 3,
-) -> Verdict:
-    """Check that the lr that is best at one batch is best at others, for as many tokens; see :func:`sweep`."""
-    scales = [RunScale(*scale, batch=ratio) for ratio in (1.0, *ratios)]
-    return store.keep(sweep("batch", family, "lr", scales, lrs, store=store, seeds=seeds)[0])
-
-
-def decay(
-    family: ModelFamily,
-    scales: Sequence[tuple[int, int]],
-    durations: Sequence[float],
-    decays: Sequence[float],
-    store: RunStore,
-    *,
-    seeds: int = 3,
-) -> Verdict:
-    """Check that the weight decay that is best at the first scale is best at others and in longer runs; see
-    :func:`sweep`."""
-    every = [*(RunScale(*pair) for pair in scales), *(RunScale(*scales[0], tokens=ratio) for ratio in durations)]
-    return store.keep(sweep("decay", family, "weight_decay", every, decays, store=store, seeds=seeds)[0])
-
-
-def init(
-    family: ModelFamily, scales: Sequence[tuple[int, int]], stds: Sequence[float], store: RunStore, *, seeds: int = 3
-) -> Verdict:
-    """Check that the init std that is best at the first scale is best at the others; see :func:`sweep`."""
-    sizes = [RunScale(*pair) for pair in scales]
-    return store.keep(sweep("init", family, "init_std", sizes, stds, store=store, seeds=seeds)[0])
+    return document, losses
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
@@ -169,26 +124,25 @@ def _extended(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, list[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
     """Return the losses at each scale, over grids that were extended until they contain the optimum."""
-    for extension in range(EXTENSIONS + 1):
-        valleys = losses_of(family, swept, grids, store, seeds)
-        if extension == EXTENSIONS:
-            break
-        wider = {scale: _wider(family, swept, scale, grids[scale], valleys[scale]) for scale in grids}
+    losses = losses_of(family, swept, grids, store, seeds)
+    for _ in range(EXTENSIONS):
+        wider = {scale: _wider(family, swept, scale, grids[scale], losses[scale]) for scale in grids}
         if wider == grids:
             break
         grids = wider
-    return valleys
+        losses = losses_of(family, swept, grids, store, seeds)
+    return losses
 
 
 def _wider(
-    family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], grid_losses: LossGrid
+    family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
     """Return the grid with one more step at the edge where the optimum is, if that value is valid."""
-    if not grid_losses.edge:
+    if not losses.edge:
         return grid
-    value = grid[0] ** 2 / grid[1] if grid_losses.edge < 0 else grid[-1] ** 2 / grid[-2]
+    value = grid[0] ** 2 / grid[1] if losses.edge < 0 else grid[-1] ** 2 / grid[-2]
     try:
-        family.trial(setting(swept, scale, value, 0))
+        family.trial(RunSetting(scale, value, 0, swept.key))
     except InputError:
         return grid
     return sorted([*grid, value])
@@ -199,7 +153,7 @@ def losses_of(
 ) -> dict[RunScale, LossGrid]:
     """Train all runs and return the losses over each scale's grid."""
     runs = {
-        (scale, value, seed): family.trial(setting(swept, scale, value, seed))
+        (scale, value, seed): family.trial(RunSetting(scale, value, seed, swept.key))
         for scale, grid in grids.items()
         for value in grid
         for seed in range(seeds)
@@ -213,29 +167,22 @@ def losses_of(
     }
 
 
-def setting(swept: SweptValue, scale: RunScale, value: float, seed: int, *, ruled: bool = True) -> RunSetting:
-    """Return the setting of one run."""
-    return RunSetting(
-        scale.width, scale.depth, value, seed, scale.batch, scale.tokens, ruled=ruled, quantity=swept.key
-    )
-
-
-def along(valleys: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
+def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
     """Return the base (the first) and the scales that differ from it in this axis only."""
-    base = next(iter(valleys))
+    base = next(iter(losses))
     others = [name for name in AXES if name != axis]
-    return {s: v for s, v in valleys.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
+    return {s: grid for s, grid in losses.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
 
 
-def _exponents(family: ModelFamily, swept: SweptValue, valleys: Mapping[RunScale, LossGrid]) -> list[MeasuredValue]:
+def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale, LossGrid]) -> list[MeasuredRow]:
     """Return the measured exponent of the best value over each axis, including the rule's own exponent."""
     found = []
     for axis in AXES:
-        on_axis = along(valleys, axis)
-        if len(on_axis) < 2 or not all(np.isfinite(grid_losses.losses).all() for grid_losses in on_axis.values()):
+        on_axis = along(losses, axis)
+        if len(on_axis) < 2 or not all(grid.finite for grid in on_axis.values()):
             continue
         ruled = family.exponent(swept.key, axis)
-        fitted = exponent({getattr(scale, axis): grid_losses for scale, grid_losses in on_axis.items()})
+        fitted = exponent({getattr(scale, axis): grid for scale, grid in on_axis.items()})
         low, high = (None if end is None else end + ruled for end in (fitted.low, fitted.high))
         name = f"exponent of the best {swept.label} over {axis}"
         if axis in ("width", "depth") or family.rule is None:
@@ -243,72 +190,88 @@ def _exponents(family: ModelFamily, swept: SweptValue, valleys: Mapping[RunScale
         note = ""
         if low is not None and high is not None:
             note = "the rule's is inside" if low <= ruled <= high else "the rule's is OUTSIDE"
-        found.append(MeasuredValue(name, fitted.value + ruled, low, high, ruled, note))
+        found.append(
+            MeasuredRow(name=name, value=fitted.value + ruled, low=low, high=high, expected=ruled, note=note)
+        )
     return found
 
 
 def _curves(
-    swept: SweptValue, valleys: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
-) -> Iterator[CheckCurve]:
+    swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
+) -> Iterator[VerdictCurve]:
     """Yield the loss over the values, the optimum of each scale, and the best value over each axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
-    for scale, grid_losses in valleys.items():
-        yield curve(names[scale], swept.key, "loss", (2**grid_losses.octaves).tolist(), grid_losses.losses.tolist())
-        if np.isfinite(grid_losses.losses).all():
-            found = estimate(lambda valleys: valleys[0].optimum(), [grid_losses])
-            ends = [found.value if end is None else end for end in (found.low, found.high)]
-            best[scale] = 2**found.value, 2 ** ends[0], 2 ** ends[1]
-            lowest = (grid_losses.lowest,)
-            yield CheckCurve(names[scale], swept.key, "optimum", best[scale][:1], lowest, lowest, lowest)
+    for scale, grid in losses.items():
+        yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())
+        if grid.finite:
+            found = estimate(lambda grids: grids[0].optimum(), [grid])
+            low, high = found.ends
+            best[scale] = 2**found.value, 2**low, 2**high
+            y = [float(grid.lowest)]
+            yield VerdictCurve(
+                module=names[scale], axis=swept.key, quantity="optimum", x=[best[scale][0]], y=y, low=y, high=y
+            )
     for axis in AXES:
-        scales = sorted((scale for scale in along(valleys, axis) if scale in best), key=lambda s: getattr(s, axis))
+        scales = sorted((scale for scale in along(losses, axis) if scale in best), key=lambda s: getattr(s, axis))
         if len(scales) > 1:
-            x = tuple(float(getattr(scale, axis)) for scale in scales)
-            y, low, high = zip(*(best[scale] for scale in scales), strict=True)
-            yield CheckCurve(f"best {swept.label}", axis, "best", x, y, low, high)
+            middle, low_ends, high_ends = zip(*(best[scale] for scale in scales), strict=True)
+            yield VerdictCurve(
+                module=f"best {swept.label}",
+                axis=axis,
+                quantity="best",
+                x=[float(getattr(scale, axis)) for scale in scales],
+                y=list(middle),
+                low=list(low_ends),
+                high=list(high_ends),
+            )
 
 
-def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> CheckRow:
+def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> VerdictRow:
     """Judge two scales, given by name; the first is the base."""
-    module, axis, limit = f"best {swept.label}, octaves", " -> ".join(pair), swept.shift_limit
-    small, big = pair.values()
-    for name, grid_losses in pair.items():
-        lost = 2 ** grid_losses.octaves[~np.isfinite(grid_losses.losses).all(1)]
-        if lost.size:
-            note = f"a loss of {name} is not finite, at {swept.label} {lost[0]:.3g}"
-            return CheckRow(module, axis, None, limit, False, {}, note, math.inf)
-    found = shift(small, big)
-    parts = {
-        f"best {swept.label}, base": 2 ** small.optimum(),
-        f"best {swept.label}, target": 2 ** big.optimum(),
-        "shift": found.octaves,
-        "low": found.low,
-        "high": found.high,
-        "regret": found.regret,
-        "regret, low": found.regret_low,
-        "regret, high": found.regret_high,
-        "noise": big.noise,
-    }
-    edges = [name for name, grid_losses in pair.items() if grid_losses.edge]
+    limit = swept.shift_limit
+    row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
+    base, target = pair.values()
+    for name, grid in pair.items():
+        if not grid.finite:
+            value = 2 ** grid.octaves[~np.isfinite(grid.losses).all(1)][0]
+            note = f"a loss of {name} is not finite, at {swept.label} {value:.3g}"
+            return row(slope=None, passed=False, note=note, beyond=math.inf)
+    octaves, regret = shift(base, target)
+    low, high = octaves.ends
+    row = partial(
+        row,
+        slope=octaves.value,
+        parts={
+            f"best {swept.label}, base": 2 ** base.optimum(),
+            f"best {swept.label}, target": 2 ** target.optimum(),
+            "shift": octaves.value,
+            "low": low,
+            "high": high,
+            "regret": regret.value,
+            "regret, low": regret.ends[0],
+            "regret, high": regret.ends[1],
+            "noise": target.noise,
+        },
+    )
+    edges = [name for name, grid in pair.items() if grid.edge]
     if edges:
         note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the extended grid; "
         note += f"give {swept.option} {_round_the_edge(pair[edges[0]])}"
-        return CheckRow(module, axis, found.octaves, limit, False, parts, note, undecided=True)
+        return row(passed=False, note=note, undecided=True)
     if seeds < 2:
-        note = "undecided: one seed has no interval; give --seeds 3"
-        return CheckRow(module, axis, found.octaves, limit, False, parts, note, undecided=True)
-    costly, cheap = found.regret_low > REGRET_LIMIT, found.regret_high <= REGRET_LIMIT
-    near = found.low >= -limit and found.high <= limit
-    far = found.low > limit or found.high < -limit
+        return row(passed=False, note="undecided: one seed has no interval; give --seeds 3", undecided=True)
+    costly, cheap = regret.ends[0] > REGRET_LIMIT, regret.ends[1] <= REGRET_LIMIT
+    near = low >= -limit and high <= limit
+    far = low > limit or high < -limit
     if cheap or (near and not costly):
-        return CheckRow(module, axis, found.octaves, limit, True, parts)
-    beyond = max(abs(found.octaves) - limit, 0.0)
+        return row(passed=True)
+    beyond = max(abs(octaves.value) - limit, 0.0)
     if costly or far:
-        note = f"the best {swept.label} changes by a factor of {2**found.octaves:.2g}; "
-        note += f"the base's best value costs {found.regret:.2g} nats"
-        return CheckRow(module, axis, found.octaves, limit, False, parts, note, beyond)
+        note = f"the best {swept.label} changes by a factor of {2**octaves.value:.2g}; "
+        note += f"the base's best value costs {regret.value:.2g} nats"
+        return row(passed=False, note=note, beyond=beyond)
     note = f"undecided: the difference is within the noise between seeds; give --seeds {2 * seeds}"
-    return CheckRow(module, axis, found.octaves, limit, False, parts, note, beyond, undecided=True)
+    return row(passed=False, note=note, beyond=beyond, undecided=True)
 
 
 def _round_the_edge(grid_losses: LossGrid) -> str:

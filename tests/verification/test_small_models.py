@@ -1,13 +1,12 @@
 """Checks of a few steps on recipes of any size: their widths, and tied embeddings."""
 
 import pytest
-from tests.verification.families import PROXY, family
+from tests.verification.families import PROXY, failed, family
 
 from leaven.recipe.files import read_recipe
-from leaven.verification import gradients as gradients_module
-from leaven.verification.coordinates import coordinates
-from leaven.verification.gradients import gradients
-from leaven.verification.small_family import SEQ_LEN, VOCABULARY, small_family
+from leaven.verification.coordinates import CoordinateCheck
+from leaven.verification.gradients import GradientCheck
+from leaven.verification.small_models import SEQ_LEN, VOCABULARY, small_recipe
 
 SHAPES = {
     "leaven new 1B": {"d_model": 1792, "n_heads": 14, "n_kv_heads": 14, "d_head": 128, "d_ff": 4736},
@@ -25,7 +24,7 @@ SHAPES = {
 def test_every_recipe_has_four_small_widths(shape: dict[str, int]) -> None:
     recipe = read_recipe(PROXY).replace({f"model.{key}": value for key, value in shape.items()})
     recipe = recipe.replace({"model.vocab_size": 49_152, "model.seq_len": 2048, "batch": {"tokens": 1 << 20}})
-    small = small_family(recipe)
+    small = small_recipe(recipe)
     assert small.widths == (64, 128, 256, 512) or small.widths[0] in range(48, 81)
     shapes = [small.recipe.model.scaled(width, 2) for width in small.widths]
     assert all(shape.d_head == shapes[0].d_head for shape in shapes)
@@ -37,15 +36,15 @@ def test_every_recipe_has_four_small_widths(shape: dict[str, int]) -> None:
 
 def test_a_recipe_that_is_small_is_checked_as_it_is() -> None:
     recipe = read_recipe(PROXY, ["model.vocab_size=512", "model.seq_len=64"])
-    small = small_family(recipe)
+    small = small_recipe(recipe)
     assert not small.changed
     assert small.recipe.model == recipe.model.scaled(64, 2)
 
 
-@pytest.mark.parametrize("check", [coordinates, gradients])
+@pytest.mark.parametrize("check", [CoordinateCheck, GradientCheck])
 def test_a_right_rule_passes_with_tied_embeddings(check) -> None:  # type: ignore[no-untyped-def]
     # From a tied matrix of 1/width the stream is its branches alone, and every gradient of a block was off by L^0.75.
-    start = {} if check is coordinates else {"start": gradients_module.START}
-    steps = {} if check is coordinates else {"steps": 6}
-    verdict = check(family(tied_embeddings=True, **start), (64,), (2, 4, 8), seeds=1, **steps)
-    assert verdict.passed, verdict.failed
+    start = {} if check is CoordinateCheck else {"start": GradientCheck.start}
+    steps = {} if check is CoordinateCheck else {"steps": 6}
+    verdict = check(family(tied_embeddings=True, **start), (64,), (2, 4, 8), seeds=1, **steps).run()
+    assert verdict.passed, failed(verdict)

@@ -1,0 +1,83 @@
+"""One model of a family, and the settings of one training run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from leaven.verification.activation_recorder import tensor_of
+from leaven.verification.batches import TokenBatch
+
+Quantity = Literal["lr", "weight_decay", "init_std"]
+"""A hyperparameter that a check sweeps."""
+
+ScaleAxis = Literal["width", "depth", "batch", "tokens"]
+
+
+@dataclass(frozen=True)
+class RunScale:
+    """The scale of a training run."""
+
+    width: int
+    depth: int
+    batch: float = 1.0  # multiple of the family's own batch
+    tokens: float = 1.0  # multiple of the family's own tokens
+
+
+@dataclass(frozen=True)
+class RunSetting:
+    """The scale and hyperparameters of one training run."""
+
+    scale: RunScale
+    value: float  # of ``quantity``, in the family's unit
+    seed: int
+    quantity: Quantity = "lr"
+    ruled: bool = True  # whether the rule adapts hyperparameters to the batch and tokens
+
+
+@dataclass(frozen=True)
+class ModelInstance:
+    """A model with its optimiser and batches."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Callable[[int], TokenBatch]  # the batch of a step
+    label: Callable[[str], str | None]  # name of a module or parameter -> its label in tables; None leaves it out
+
+    def loss(self, step: int) -> Tensor:
+        """Return the mean cross-entropy of the batch of a step, in nats."""
+        return self.loss_of(self.batch(step))
+
+    def loss_of(self, batch: TokenBatch) -> Tensor:
+        """Return the mean cross-entropy of a batch, in nats."""
+        inputs, targets = batch
+        logits = self.logits(inputs)
+        return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().to(logits.device))
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Return the model's output for token ids."""
+        found = tensor_of(self.model(inputs.to(next(self.model.parameters()).device)))
+        assert found is not None, "the model returns no tensor"
+        return found
+
+    def scale_lr(self, factor: float) -> None:
+        """Multiply the lr of every parameter group."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
+
+def plain_label(name: str) -> str:
+    """Return a dotted name without layer numbers and ``.weight``, so that all layers share a label."""
+    first, *rest = name.split(".")
+    parts = [first, *(part for part in rest if not part.isdigit())]
+    return ".".join(parts[:-1] if parts[-1] == "weight" else parts) or "output"
+
+
+def own_label(name: str) -> str:
+    """Label leaven's own modules: the output of a block is "residual", the output of the model "unembedding"."""
+    plain = plain_label(name)
+    named = {"output": "unembedding", "layers": "residual"}
+    return named.get(plain, plain.removeprefix("layers."))

@@ -1,0 +1,172 @@
+"""A recipe at any width and depth, as the models and training runs of a check."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+
+from pydantic import ValidationError
+
+from leaven.model.initialise import build_model
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
+from leaven.recipe.recipe import NOT_NUMBERS, Recipe
+from leaven.scaling.cells import TensorRatios
+from leaven.scaling.rules import RULES
+from leaven.scaling.table import ParameterTable, exponents, resolve
+from leaven.scaling.transfer import transfer
+from leaven.training.early_stopping import divergence_limit
+from leaven.training.optimiser import Optimiser
+from leaven.training.outcome import Outcome
+from leaven.training.trial import train_trial
+from leaven.verification.batches import Batches
+from leaven.verification.model_instance import (
+    ModelInstance,
+    Quantity,
+    RunScale,
+    RunSetting,
+    ScaleAxis,
+    own_label,
+)
+
+
+@dataclass(frozen=True)
+class RecipeFamily:
+    """A recipe and its transfers to other widths and depths.
+
+    :class:`leaven.verification.foreign.ForeignFamily` has the same public attributes and methods.
+    """
+
+    recipe: Recipe
+    batches: Batches  # for checks of a few steps; training runs read the recipe's own data
+    table: Callable[[Recipe], ParameterTable] = resolve  # must be `resolve` for training runs
+    grow_heads: bool = False  # widen by larger heads instead of more heads
+    unit = "base value"  # of RunSetting.value
+    takes_ratios = True  # whether its models can have another batch or duration
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def rule(self) -> str:
+        return self.recipe.scaling.rule
+
+    @property
+    def alpha(self) -> float:
+        """The depth exponent of the rule; 1 if it has none."""
+        scaling = self.recipe.scaling
+        return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a training run."""
+        return self.recipe.data.tokens
+
+    @property
+    def batch_tokens(self) -> int:
+        return self.recipe.batch.tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return self.recipe.model.vocab_size
+
+    def value(self, quantity: Quantity) -> float:
+        """Return the recipe's value of a quantity.
+
+        Raises:
+            InputError: if the recipe has no value, or one that cannot be swept.
+        """
+        hyperparameters = self.recipe.hyperparameters
+        if quantity == "init_std" and hyperparameters.init != "rule":
+            raise InputError(
+                f'the recipe starts from init = "{hyperparameters.init}", which has no init_std; '
+                "type --set hyperparameters.init=rule --set hyperparameters.init_std=0.05 or another value"
+            )
+        value: float = getattr(hyperparameters, quantity)
+        if not value:
+            raise InputError(
+                f"{quantity} is 0, so it cannot be swept; set it, e.g. --set hyperparameters.{quantity}=0.1"
+            )
+        return value
+
+    def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
+        """Return the exponent by which the rule scales a base value with the batch or duration.
+
+        0 for width and depth, where each tensor has its own exponent.
+        """
+        scaling = self.recipe.scaling
+        cell = RULES[scaling.rule].columns.get(quantity)
+        if cell is None or axis not in ("batch", "tokens"):
+            return 0.0
+        at = TensorRatios(**{axis: 2.0})
+        return round(math.log2(cell.factor(at, exponents(scaling))), 12)
+
+    def build(self, scale: RunScale, seed: int) -> ModelInstance:
+        """Return a new model of a scale with its optimiser and batches. Batch and tokens only affect the optimiser.
+
+        Raises:
+            InputError: if the recipe cannot have this width and depth.
+        """
+        recipe = self._at(scale)
+        table = self.table(recipe)
+        model = build_model(recipe.model, table, seed)
+        optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
+        return ModelInstance(model, optimiser.adam, partial(self.batches, seed), own_label)
+
+    def trial(self, setting: RunSetting) -> "RecipeTrial":
+        """Return a training run that can be executed in any process.
+
+        Raises:
+            InputError: if the setting is not possible.
+        """
+        assert self.table is resolve, "training runs use the recipe's own table"
+        recipe, scale = self.recipe, setting.scale
+        changes: dict[str, object] = {
+            f"hyperparameters.{setting.quantity}": setting.value,
+            "data.seed": recipe.data.seed + setting.seed,
+            "start": {},  # from scratch at every scale: start weights have a fixed shape
+        }
+        if not setting.ruled:
+            # With its own batch and duration as base, the rule changes nothing else.
+            changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * scale.batch)
+            changes["scaling.base.tokens"] = round(recipe.base.tokens * scale.tokens)
+        try:
+            return RecipeTrial(self._at(scale).replace(changes))
+        except ValidationError as error:
+            raise InputError(f"{setting.quantity} {setting.value:g}: {explain(error)}") from None
+
+    def _at(self, scale: RunScale) -> Recipe:
+        shape = self.recipe.model
+        return transfer(
+            self.recipe,
+            width=scale.width,
+            depth=scale.depth,
+            batch_tokens=round(self.batch_tokens * scale.batch),
+            tokens=round(self.tokens * scale.tokens),
+            d_head=scale.width // shape.n_heads if self.grow_heads else None,
+            n_kv_heads=shape.n_kv_heads if self.grow_heads else None,
+        )
+
+
+@dataclass(frozen=True)
+class RecipeTrial:
+    """A recipe as a training run."""
+
+    recipe: Recipe
+
+    @property
+    def key(self) -> str:
+        """A hash of everything that affects the loss; names and reasons do not."""
+        document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
+        return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+    @property
+    def cost(self) -> float:
+        return self.recipe.model.params * self.recipe.data.tokens
+
+    def run(self) -> Outcome:
+        outcome = train_trial(self.recipe)
+        return replace(outcome, loss=min(outcome.loss, divergence_limit(self.recipe.model.vocab_size)))

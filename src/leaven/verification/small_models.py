@@ -1,0 +1,138 @@
+"""Derive small models from a recipe of any size, with initial values for checks of a few steps.
+
+The exponents of a rule do not depend on the sizes where they are measured, as long as proportions are kept. So a
+check without --widths measures at 64 to 512. If the recipe does not fit such widths, its head dimension is reduced
+and its d_ff rounded. The vocabulary and sequence length are reduced, since large ones only take more time.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.recipe.shape import ModelShape, Role
+from leaven.scaling.table import ParameterTable, resolve
+
+WIDTH, TIMES = 64, (1, 2, 4, 8)
+DEPTHS = (2, 4, 8, 16)
+VOCABULARY, SEQ_LEN = 4096, 256
+"""Upper limits. No rule depends on either size."""
+
+LARGEST_GROUP = 8
+"""Heads per kv head: with a head dimension of 8 this makes a width of 64."""
+
+
+@dataclass(frozen=True)
+class SmallRecipe:
+    """A recipe at the smallest of several widths that suit it."""
+
+    recipe: Recipe
+    widths: tuple[int, ...]
+    changed: tuple[str, ...]  # what differs from the original recipe, e.g. "d_head 128 -> 64"
+
+
+def small_recipe(recipe: Recipe) -> SmallRecipe:
+    """Return a recipe at the default widths, or near them."""
+    shape = _fitted(recipe.model)
+    sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
+    if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
+        sizes["vocab_size"] = min(shape.vocab_size, VOCABULARY)
+    shape = shape.model_copy(update=sizes)
+    before, after = _proportions(recipe.model), _proportions(shape)
+    changed = tuple(
+        f"{name} {before[name]:,.5g} -> {after[name]:,.5g}" for name in before if before[name] != after[name]
+    )
+    sequences = max(recipe.batch.tokens // recipe.model.seq_len, 16)
+    recipe = recipe.replace(
+        {
+            "model": shape.model_dump(),
+            "batch": {"tokens": sequences * shape.seq_len},
+            "scaling.base": None,
+            "start": {},
+            "hyperparameters.init": "rule",
+            "hyperparameters.init_std": 1.0,  # replaced by `calibrated`
+        }
+    )
+    return SmallRecipe(recipe, tuple(shape.d_model * times for times in TIMES), changed)
+
+
+def _fitted(shape: ModelShape) -> ModelShape:
+    """Return the shape at width 64, or at a nearby width with similar proportions if it does not fit 64."""
+    try:
+        return shape.scaled(WIDTH, DEPTHS[0])
+    except ValueError:
+        pass
+    group = min(shape.n_heads // shape.n_kv_heads, LARGEST_GROUP)
+    d_head = min(shape.d_head, 1 << (max(WIDTH // group, 8).bit_length() - 1))
+    d_head -= d_head % 2 if d_head > 1 else 0
+    width = max(round(WIDTH / (group * d_head)), 1) * group * d_head
+    ratio = (shape.d_attention or shape.d_model) / shape.d_model
+    heads = max(round(ratio * width / (group * d_head)), 1) * group
+    changes = {
+        "n_layers": DEPTHS[0],
+        "d_model": width,
+        "d_attention": heads * d_head if shape.d_attention else None,
+        "n_heads": heads,
+        "n_kv_heads": heads // group,
+        "d_head": d_head,
+        "d_ff": max(round(shape.d_ff * width / shape.d_model), 1),
+    }
+    return ModelShape.model_validate(shape.model_dump() | changes)
+
+
+def _proportions(shape: ModelShape) -> dict[str, float]:
+    return {
+        "d_head": shape.d_head,
+        "d_ff / d_model": shape.d_ff / shape.d_model,
+        "heads per kv head": shape.n_heads // shape.n_kv_heads,
+        "vocab_size": shape.vocab_size,
+        "seq_len": shape.seq_len,
+    }
+
+
+@dataclass(frozen=True)
+class CheckStart:
+    """Initial values for a short check."""
+
+    hidden: float  # std of hidden weights, times sqrt(width)
+    residual: float  # multiplier of the branches
+
+
+def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
+    """Return the recipe with its base at a width and depth, and with initial values close to the large-model limit.
+
+    The exponents depend on neither, but with them small models already show the exponents of large ones. The
+    embedding starts at RMS 1 and the readout at 1/width (a tied one by its multiplier: :func:`calibrated_table`).
+    With a small embedding, the stream at depth 2 consists mostly of branches, whose sum falls with depth as L^(1/2 -
+    alpha), and the gradients inside blocks have the same error. With a large readout, the gradient of the final
+    norm's gain is of order N^-2 at first, and the logits keep their initial values for longer.
+
+    Raises:
+        InputError: if the width does not fit the recipe.
+    """
+    try:
+        recipe.model.scaled(width, depth)
+    except ValueError as error:
+        raise InputError(f"--widths: {error}; or leave --widths out to use widths that fit this recipe") from None
+    std = start.hidden * width**-0.5
+    starts = {"embedding": 1.0, "positions": 1.0, "unembedding": 1 / width}
+    changes: dict[str, object] = {
+        f"hyperparameters.modules.{module}.init_std": starts.get(module, std) / std for module in recipe.model.modules
+    }
+    changes |= {"hyperparameters.init_std": std, "hyperparameters.residual": start.residual}
+    base = {"width": width, "depth": depth, "batch_tokens": recipe.batch.tokens, "tokens": recipe.data.tokens}
+    return recipe.replace(changes | {"hyperparameters.init": "rule", "scaling.base": base})
+
+
+def calibrated_table(recipe: Recipe) -> ParameterTable:
+    """Return the parameter table of a :func:`calibrated` recipe.
+
+    A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
+    multiplier is divided by the base's width at every scale, which changes no exponent.
+    """
+    table = resolve(recipe)
+    rows = tuple(
+        replace(row, multiplier=row.multiplier / recipe.base.width) if row.role is Role.TIED_EMBEDDING else row
+        for row in table.rows
+    )
+    return replace(table, rows=rows)

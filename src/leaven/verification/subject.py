@@ -1,0 +1,105 @@
+"""The models that a check trains: those of a recipe, or of a factory given as ``module:factory``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from leaven.data.tokens import TokenSet
+from leaven.recipe.data import Data
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.training.engine import check_trainable
+from leaven.verification.batches import corpus
+from leaven.verification.foreign import BATCH_TOKENS, MADE_UP, ForeignFamily, foreign, text_of
+from leaven.verification.model_instance import RunScale
+from leaven.verification.recipe_family import RecipeFamily
+from leaven.verification.small_models import (
+    DEPTHS,
+    TIMES,
+    WIDTH,
+    CheckStart,
+    calibrated,
+    calibrated_table,
+    small_recipe,
+)
+
+ModelFamily = RecipeFamily | ForeignFamily
+"""A model at any width and depth, with its optimiser and data."""
+
+Prepare = Callable[[Data, int], TokenSet]
+"""Tokenises data for a vocabulary, as :func:`leaven.data.tokens.prepare`."""
+
+
+@dataclass(frozen=True)
+class SmallModels:
+    """The models of a check of a few steps."""
+
+    family: ModelFamily
+    widths: Sequence[int]
+    depths: Sequence[int]
+    changed: Sequence[str]  # what differs from the user's recipe
+
+
+def small_models(
+    subject: Recipe | str,
+    start: CheckStart,
+    prepare: Prepare,
+    *,
+    widths: Sequence[int] = (),
+    depths: Sequence[int] = (),
+    batch_tokens: int | None = None,
+    source: str | None = None,
+    alpha: float | None = None,
+    grow_heads: bool = False,
+) -> SmallModels:
+    """Return the models of a recipe or factory for a check of a few steps; by default of widths that suit a recipe.
+
+    ``source`` and ``alpha`` are for factories only, ``grow_heads`` for recipes.
+
+    Raises:
+        InputError: if there are fewer than two sizes, or a size does not fit.
+    """
+    wide, deep = widths or [WIDTH * times for times in TIMES], depths or DEPTHS
+    if all(len(set(axis)) < 2 for axis in (wide, deep)):
+        raise InputError("a slope needs at least two sizes; give more --widths or --depths")
+    if isinstance(subject, str):
+        if grow_heads:
+            raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
+        scale = RunScale(min(wide), min(deep))
+        family = factory_models(subject, scale, prepare, source=source, batch_tokens=batch_tokens)
+        return SmallModels(replace(family, alpha=alpha or family.alpha), wide, deep, ())
+    recipe, changed = subject, tuple[str, ...]()
+    if not widths:
+        small = small_recipe(recipe)
+        recipe, wide, changed = small.recipe, small.widths, small.changed
+    recipe = calibrated(recipe, min(wide), min(deep), start)
+    seq_len = recipe.model.seq_len
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    batches = corpus(tokens, seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
+    return SmallModels(RecipeFamily(recipe, batches, calibrated_table, grow_heads), wide, deep, changed)
+
+
+def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
+    """Return the models of a recipe for whole training runs.
+
+    Raises:
+        InputError: if the recipe cannot be trained.
+    """
+    tokens, seq_len = prepare(recipe.data, recipe.model.vocab_size), recipe.model.seq_len
+    check_trainable(recipe, tokens)
+    return RecipeFamily(recipe, corpus(tokens, seq_len, recipe.batch.tokens // seq_len))
+
+
+def factory_models(
+    entry: str,
+    scale: RunScale,
+    prepare: Prepare,
+    *,
+    source: str | None = None,
+    batch_tokens: int | None = None,
+    tokens: int | None = None,
+) -> ForeignFamily:
+    """Return the models of a factory, with its text in the cache; see :func:`leaven.verification.foreign.foreign`."""
+    family = foreign(entry, scale, source=source, batch_tokens=batch_tokens, tokens=tokens)
+    if family.source is not None and family.source != MADE_UP:
+        prepare(text_of(family.source), family.vocab_size)
+    return family
