@@ -24,8 +24,7 @@ from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import sweep
 from leaven.views.check_page import write_check
-from leaven.views.check_tables import conclusion
-from leaven.views.terminal.checks import tables
+from leaven.views.terminal.checks import check_screen
 
 RECIPE = """\
 name = "lr-transfer"
@@ -110,12 +109,12 @@ def main() -> None:
             sizes = [RunScale(*scale) for scale in scales]
             with RunStore(options.run, options.workers, progress) as store:
                 check, _ = sweep("transfer", family, "lr", sizes, lrs, store=store, seeds=options.seeds)
-                document = store.keep(check).dump()
-            (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document, indent=2) + "\n")
+                document = store.keep(check)
+            (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document.dump(), indent=2) + "\n")
             write_check(document, options.run / f"{rule}-{axis}.html")
-            console.print(f"{rule}, {axis}: {conclusion(document)}")
-            for table in tables(document):
-                console.print(table)
+            console.print(f"{rule}, {axis}")
+            for part in check_screen(document):
+                console.print(part)
 
 
 if __name__ == "__main__":

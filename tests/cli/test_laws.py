@@ -62,7 +62,7 @@ def test_a_law_without_an_answer_is_still_listed(run: Callable[..., str]) -> Non
     lines = run("--params", "70B", "--tokens", "1.4T").splitlines()
     kaplan = next(line for line in lines if line.startswith("Kaplan 2020 learning rate"))
     assert kaplan.split()[-2:] == ["x47", "N"]
-    assert " - " in kaplan
+    assert " – " in kaplan
 
 
 def test_the_parameter_count_of_each_law_is_stated(run: Callable[..., str], flowing: Callable[..., str]) -> None:

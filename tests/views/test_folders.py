@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from written import write_losses_check
 
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.tuning.document import StudyDocument
-from leaven.views.folders import CheckFile, DemoView, RunView, StudyView, read_demo, read_folder, read_run, read_study
+from leaven.views.folders import DemoView, RunView, StudyView, read_demo, read_folder, read_run, read_study
 from leaven.views.page import write_page
 
 
@@ -19,7 +20,7 @@ def folder(demo_folder: Path, tmp_path: Path) -> Path:
 
 
 def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder, tmp_path):
-    assert isinstance(read_folder(write_losses_check(tmp_path / "check")), CheckFile)
+    assert isinstance(read_folder(write_losses_check(tmp_path / "check")), CheckDocument)
     assert isinstance(read_folder(demo_folder), DemoView)
     assert isinstance(read_folder(demo_folder / "proxy"), StudyView)
     assert isinstance(read_folder(demo_folder / "runs/copied"), RunView)
@@ -121,7 +122,7 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "empty; give the folder"),
         (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
         (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json), check (check"),
-        (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: check is missing"),
+        (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: passed is missing"),
         (lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"), "a check that has not ended"),
         (lambda folder: (folder / "demo.json").write_text("{"), "demo.json: not JSON"),
         (lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),

@@ -9,7 +9,7 @@ from leaven.views.parameters import at_base, groups, reason
 
 def test_layers_with_equal_values_are_one_group():
     recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    found = groups(resolve(recipe))
+    found = groups(resolve(recipe).rows)
     assert [(g.label, g.layers) for g in found if g.label in {"embedding", "mlp.in"}] == [
         ("embedding", ""),
         ("mlp.in", "0-7"),
@@ -19,13 +19,13 @@ def test_layers_with_equal_values_are_one_group():
 
 def test_groups_cover_every_row_once():
     table = resolve(target(proxy()))
-    covered = [(g.label, layer) for g in groups(table) for layer in range(g.first or 0, (g.last or 0) + 1)]
+    covered = [(g.label, layer) for g in groups(table.rows) for layer in range(g.first or 0, (g.last or 0) + 1)]
     assert len(covered) == len(set(covered)) == len(table.rows)
 
 
 def test_a_row_stands_beside_the_base_row_at_its_relative_depth():
     small = proxy()
-    found = {(g.label, g.first): g for g in groups(resolve(target(small)), resolve(small))}
+    found = {(g.label, g.first): g for g in groups(resolve(target(small)).rows, resolve(small))}
     assert found["mlp.in", 0].base.layer == 0
     assert found["mlp.in", 7].base.layer == 3
     assert found["embedding", None].base.shape == (4096, 64)
@@ -57,7 +57,7 @@ def test_reasons_are_what_the_table_did(quantity):
     """The factor that is told is the ratio between the resolved values of target and base."""
     small = proxy().replace({"hyperparameters.depth": {}})
     recipe = target(small)
-    for group in groups(resolve(recipe), resolve(small)):
+    for group in groups(resolve(recipe).rows, resolve(small)):
         mine, base = getattr(group.row, quantity), getattr(group.base, quantity)
         told = reason(recipe, resolve(recipe), group.row, quantity)
         if base and " = " in told:

@@ -24,12 +24,12 @@ from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
 from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
 from leaven.views.points import changes
+from leaven.views.tables import Column, Facts, RowByRow, Table, at_point
 from leaven.views.terminal import console
 from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.files import demo_summary
 from leaven.views.terminal.recipe import recipe_screen
 from leaven.views.terminal.study import TuneScreen, answer_lines
-from leaven.views.terminal.tables import Column, Columns, Facts, RowByRow, at_point
 from leaven.views.terminal.training import EVENTS, TrainScreen
 
 Read = Callable[..., list[str]]
@@ -57,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
 def test_columns_drop_then_narrow_their_gaps_then_say_once_what_all_rows_share() -> None:
     columns = [Column(name, align="point") for name in ("one", "two", "three")]
     rows = [("1", "0.25", "0.9", "a"), ("2", "0.25", "0.95", "b")]
-    table = Columns([*columns, Column("text", align="left", drop=1)], rows)
+    table = Table([*columns, Column("text", align="left", drop=1)], rows)
     assert printed(table, 30)[0] == "one   two  three  text"
     assert printed(table, 15) == ["one  two three", "  1 0.25  0.9", "  2 0.25  0.95"]
     assert printed(table, 10) == ["one three", "  1  0.9", "  2  0.95", "all rows: two 0.25"]

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from leaven.documents.checks import MeasuredRow, VerdictCurve, VerdictRow
+from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
@@ -242,7 +242,7 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
     return folder
 
 
-def slopes_check() -> dict[str, Any]:
+def slopes_check() -> CheckDocument:
     """A coordinate check with a fault, one line that is always 0, and a hostile name."""
     sizes = {"width": (64, 128, 256, 512), "depth": (2, 4, 8)}
     rows, curves = [], []
@@ -270,7 +270,7 @@ def slopes_check() -> dict[str, Any]:
         )
         curves.append(curve("rotary", axis, "change", x, [[0.0, 0.0] for _ in x]))
     settings = {"rule": None, "widths": sizes["width"], "depths": sizes["depth"], "steps": 3, "seeds": 2}
-    return verdict("coordinates", f"mine:{HOSTILE}", "slope", rows, curves=curves, settings=settings).dump()
+    return verdict("coordinates", f"mine:{HOSTILE}", "slope", rows, curves=curves, settings=settings)
 
 
 def write_losses_check(folder: Path) -> Path:

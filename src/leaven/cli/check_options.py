@@ -103,7 +103,7 @@ def finish(document: CheckDocument, output: Path | None, json_output: bool, foll
     from leaven.views.check_page import write_check
 
     if output is not None:
-        write_check(document.dump(), output)
+        write_check(document, output)
     more = [f"wrote {output}"] if output is not None else []
     more += [following] if following else []
     hand_over(document, chain(check_screen(document), more), json_output)

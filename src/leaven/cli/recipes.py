@@ -66,7 +66,8 @@ def list_runs(
     for path, ends in (("params_total", params), ("tokens", tokens)):
         conditions += parse_range(path, ends) if ends is not None else []
     runs = select((*own_runs(), *load_runs()), [*conditions, *map(parse_condition, where or ())])
-    _rows([run.summary() for run in runs], list_screen(runs), json_output, csv_output)
+    rows = [run.summary() for run in runs]
+    _rows(rows, list_screen(rows), json_output, csv_output)
 
 
 @app.command()
@@ -124,7 +125,7 @@ def nearest_runs(
     found = nearest(params, tokens, limit=limit, factor=factor, stack=asked, kind=kind)
     rows = [near_run(run, away, params, factor, asked) for run, away in found]
     l2 = recipe is not None and terms(recipe)["hyperparameters.optimizer"] == L2_DECAY
-    _rows(rows, nearest_screen(found, params, factor, asked, l2), json_output, csv_output)
+    _rows(rows, nearest_screen(rows, params, factor, asked.text, l2), json_output, csv_output)
 
 
 @app.command("diff")

@@ -13,9 +13,9 @@ Number = int | float
 
 
 class Entry(BaseModel):
-    """A part of a document."""
+    """A part of a document. Unknown keys, from files of newer versions, are ignored when it is read."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Document(Entry):

@@ -147,16 +147,21 @@ def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
     return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **ends}
 
 
-def bars(low: Sequence[float], middle: Sequence[float], high: Sequence[float], colour: str, **more: Any) -> Figure:
+def bars(
+    low: Sequence[float | None],
+    middle: Sequence[float | None],
+    high: Sequence[float | None],
+    colour: str,
+    **more: Any,
+) -> Figure:
     """Error bars from low to high."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [h - m for h, m in zip(high, middle, strict=True)],
-        "arrayminus": [m - each for each, m in zip(low, middle, strict=True)],
-        "color": colour,
-        **more,
-    }
+
+    def lengths(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
+        pairs = zip(above, below, strict=True)
+        return [None if a is None or b is None else a - b for a, b in pairs]
+
+    ends = {"array": lengths(high, middle), "arrayminus": lengths(middle, low)}
+    return {"type": "data", "symmetric": False, **ends, "color": colour, **more}
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:

@@ -1,21 +1,26 @@
-"""The page of a check: its charts, tables with the verdict last, what was measured, the settings."""
+"""The page of a check: its charts, its tables with the verdict last, the measured values, the settings."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from leaven.documents.checks import CheckDocument, VerdictCurve
 from leaven.recipe.files import write_text
 from leaven.views import charts, numbers
 from leaven.views.charts import BAD, MUTED, Figure
-from leaven.views.check_tables import SLOPES, Check, check_tables, conclusion
+from leaven.views.checks import SLOPES, check_tables, conclusion
 from leaven.views.render import render
 
 _COLOURS = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
 _VALUES = {"lr": "lr", "weight_decay": "weight decay", "init_std": "init std", "batch": "batch"}
+_SLOPES = {
+    "coordinates": {"change": "change of the output", "end": "output after the steps"},
+    "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
+}
 
 
-def write_check(check: Check, out: Path) -> Path:
+def write_check(check: CheckDocument, out: Path) -> Path:
     """Write the page of a check as one HTML file.
 
     Raises:
@@ -25,46 +30,39 @@ def write_check(check: Check, out: Path) -> Path:
     return out
 
 
-def check_page(check: Check) -> str:
-    """The HTML of a check's document, the plain data of ``leaven check --json``."""
-    drawn: dict[str, Figure | None]
-    if check["check"] in SLOPES:
-        drawn, shown = _slopes(check)
-    else:
-        drawn, shown = _losses(check)
+def check_page(check: CheckDocument) -> str:
+    """The page of a check as HTML."""
+    drawn, sections = _slopes(check) if check.check in SLOPES else _losses(check)
     return render(
         "check.html.j2",
         drawn,
         kind="check",
-        title=f"{check['check']} of {check['subject']}",
+        title=f"{check.check} of {check.subject}",
         conclusion=conclusion(check),
         tables=check_tables(check),
-        settings=[f"{key} = {_told(value)}" for key, value in check["settings"].items() if value is not None],
-        **{"slopes": [], "losses": None} | shown,
+        settings=[f"{key} = {_setting(value)}" for key, value in check.settings.items() if value is not None],
+        **{"slopes": [], "losses": None} | sections,
     )
 
 
-def _told(value: Any) -> str:
+def _setting(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _slopes(check: Check) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Each module's line over size, as a multiple of its first point; a gradient as a multiple of its eps as well."""
-    if check["check"] == "coordinates":
-        wanted = {"change": "how far the output moved", "end": "the output after the steps"}
-    else:
-        wanted = {"start": "gradient over eps, at the start", "end": "gradient over eps, later"}
+def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
+    """Each module's curve over size relative to its first point; a gradient is divided by its eps as well."""
+    wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
     sections = []
-    for axis in dict.fromkeys(row["axis"] for row in check["rows"]):
-        failed = {row["module"] for row in check["rows"] if row["axis"] == axis and row["passed"] is False}
-        curves = {(c["module"], c["quantity"]): c for c in check["curves"] if c["axis"] == axis}
+    for axis in dict.fromkeys(row.axis for row in check.rows):
+        failed = {row.module for row in check.rows if row.axis == axis and row.passed is False}
+        curves = {(curve.module, curve.quantity): curve for curve in check.curves if curve.axis == axis}
         if not curves:  # a table alone
             continue
         sections.append((axis, [(f"{axis}-{quantity}", title) for quantity, title in wanted.items()]))
         for quantity in wanted:
             lines = [
-                (module, curve["x"], y)
+                (module, curve.x, y)
                 for (module, of), curve in curves.items()
                 if of == quantity and (y := _relative(curve, curves.get((module, "eps"))))
             ]
@@ -75,57 +73,61 @@ def _slopes(check: Check) -> tuple[dict[str, Figure | None], dict[str, Any]]:
                 y = [value for _, _, values in lines for value in values]
                 x_axis = charts.log_axis(min(lines[0][1]), max(lines[0][1]), numbers.tick)
                 y_axis = charts.log_axis(min([*y, 0.5]), max([*y, 2.0]), numbers.value, pad=0.06)
-            figure = charts.figure(axis, "multiple of the smallest model's", traces, x=x_axis, y=y_axis)
+            figure = charts.figure(axis, "relative to the smallest model", traces, x=x_axis, y=y_axis)
             drawn[f"{axis}-{quantity}"] = figure
     return drawn, {"slopes": sections}
 
 
-def _relative(curve: Mapping[str, Any], eps: Mapping[str, Any] | None) -> list[float]:
-    """The points over the first one; nothing where one is 0, which a logarithmic axis cannot show."""
-    values = [
-        y / e if e else y for y, e in zip(curve["y"], eps["y"] if eps else [None] * len(curve["y"]), strict=True)
-    ]
-    return [value / values[0] for value in values] if all(values) else []
+def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
+    """The points over the first one; empty where one is 0 or not finite, which a logarithmic axis cannot show."""
+    divisors = eps.y if eps else [None] * len(curve.y)
+    values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
+    known = [value for value in values if value]
+    return [value / known[0] for value in known] if len(known) == len(values) else []
 
 
-def _losses(check: Check) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Loss over lr, decay, init std or batch, a line a scale or arm, a star at each optimum; beside it the optimum
-    over what was moved."""
-    curves = [curve for curve in check["curves"] if curve["quantity"] == "loss"]
-    stars = {curve["module"]: curve for curve in check["curves"] if curve["quantity"] == "optimum"}
-    name = _VALUES[curves[0]["axis"]]
-    unit = "multiple of its own" if name == "batch" else check["settings"].get("unit", "base value")
+def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
+    """Loss over lr, decay, init std or batch: a line for each scale, a star at each optimum; and the optimum over
+    the axis along which the scales differ."""
+    curves = [curve for curve in check.curves if curve.quantity == "loss"]
+    stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
+    name = _VALUES[curves[0].axis]
+    unit = "multiple of its own" if name == "batch" else check.settings.get("unit", "base value")
     traces, legend = [], []
     for curve, colour in zip(curves, cycle(_COLOURS)):
-        traces.append(_line(curve["module"], curve["x"], curve["y"], colour, error_y=_bars(curve, colour)))
-        legend.append((curve["module"], colour))
-        if star := stars.get(curve["module"]):
+        traces.append(_line(curve.module, curve.x, curve.y, colour, error_y=_bars(curve, colour)))
+        legend.append((curve.module, colour))
+        if star := stars.get(curve.module):
             marker = {"color": colour, "size": 12, "symbol": "star"}
-            traces.append(_line(f"best for {curve['module']}", star["x"], star["y"], colour, marker=marker))
-    x = [value for curve in curves for value in curve["x"]]
+            traces.append(_line(f"best for {curve.module}", star.x, star.y, colour, marker=marker))
+    x = [value for curve in curves for value in curve.x]
     axis = charts.log_axis(min(x), max(x), numbers.value)
     drawn: dict[str, Figure | None] = {"losses": charts.figure(f"{name}, {unit}", "final loss, nats", traces, x=axis)}
-    best = [curve for curve in check["curves"] if curve["quantity"] == "best"]
-    drawn |= {f"best-{curve['axis']}": _best(curve, f"best {name}, {unit}") for curve in best}
-    axes = [curve["axis"] for curve in best]
+    best = [curve for curve in check.curves if curve.quantity == "best"]
+    drawn |= {f"best-{curve.axis}": _best(curve, f"best {name}, {unit}") for curve in best}
+    axes = [curve.axis for curve in best]
     return drawn, {"losses": {"name": name, "stars": bool(stars), "legend": legend, "best": axes}}
 
 
-def _best(curve: Mapping[str, Any], title: str) -> Figure:
+def _best(curve: VerdictCurve, title: str) -> Figure:
     """The best value over an axis, with the 95% interval of each."""
-    level = _line("as at the base", [min(curve["x"]), max(curve["x"])], [curve["y"][0]] * 2, MUTED)
-    line = _line(title, curve["x"], curve["y"], _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
-    x = charts.log_axis(min(curve["x"]), max(curve["x"]), numbers.value)
-    y = charts.log_axis(min(curve["low"]) / 1.5, max(curve["high"]) * 1.5, numbers.value)
-    return charts.figure(curve["axis"], title, [line, level], x=x, y=y)
+    level = _line("as at the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
+    line = _line(title, curve.x, curve.y, _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
+    x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)
+    y = charts.log_axis(min(_known(curve.low)) / 1.5, max(_known(curve.high)) * 1.5, numbers.value)
+    return charts.figure(curve.axis, title, [line, level], x=x, y=y)
 
 
-def _bars(curve: Mapping[str, Any], colour: str) -> Figure:
-    return charts.bars(curve["low"], curve["y"], curve["high"], colour, thickness=1)
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
-def _line(name: str, x: Iterable[float], y: Iterable[float], colour: str, **style: Any) -> Figure:
-    told = "<b>%{fullData.name}</b><br>%{y:.4~g} at %{x:.4~g}<extra></extra>"
+def _bars(curve: VerdictCurve, colour: str) -> Figure:
+    return charts.bars(curve.low, curve.y, curve.high, colour, thickness=1)
+
+
+def _line(name: str, x: Iterable[float], y: Iterable[float | None], colour: str, **style: Any) -> Figure:
+    hover = "<b>%{fullData.name}</b><br>%{y:.4~g} at %{x:.4~g}<extra></extra>"
     marker = style.pop("marker", {"color": colour, "size": 5})
-    line = charts.line(x, y, colour, 1.5, name=charts.text(name), hovertemplate=told, marker=marker, **style)
+    line = charts.line(x, y, colour, 1.5, name=charts.text(name), hovertemplate=hover, marker=marker, **style)
     return line | {"mode": "lines+markers"}

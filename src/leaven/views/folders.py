@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -220,49 +221,7 @@ class DemoView:
         return rival.loss - mine.loss
 
 
-class _CheckRow(StoredEntry):
-    module: str
-    axis: str
-    limit: Number = None
-    passed: bool | None
-    parts: dict[str, Number]
-    note: str = ""
-    undecided: bool = False
-
-
-class _CheckCurve(StoredEntry):
-    module: str
-    axis: Literal["lr", "weight_decay", "init_std", "width", "depth", "batch", "tokens"]
-    quantity: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-
-
-class _MeasuredValue(StoredEntry):
-    name: str
-    value: Number = None
-    low: Number = None
-    high: Number = None
-    expected: Number = None
-    note: str = ""
-
-
-class CheckFile(StoredEntry):
-    """The part of a check's document that is drawn; ``leaven check --json`` prints the document."""
-
-    check: Literal["transfer", "duration", "batch", "decay", "init", "equivalence"]
-    subject: str
-    quantity: str
-    fault: str | None = None
-    rows: tuple[_CheckRow, ...]
-    curves: tuple[_CheckCurve, ...]
-    measured: tuple[_MeasuredValue, ...] = ()
-    settings: dict[str, Any]
-
-
-FolderView = DemoView | StudyView | RunView | CheckFile
+FolderView = DemoView | StudyView | RunView | CheckDocument
 
 
 def read_folder(folder: Path) -> FolderView:
@@ -288,7 +247,7 @@ def read_folder(folder: Path) -> FolderView:
     if (folder / "metrics.jsonl").exists():
         return read_run(folder)
     if (folder / "check.json").exists():
-        return _document(folder / "check.json", CheckFile.model_validate)
+        return _document(folder / "check.json", CheckDocument.model_validate)
     if (folder / "runs.jsonl").exists():
         raise InputError(f"{folder}: runs of a check that has not ended; the same leaven check goes on with them")
     if not any(folder.iterdir()):

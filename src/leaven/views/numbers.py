@@ -25,6 +25,14 @@ def value(number: float | None, digits: int = 3) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
+def scientific(number: float | None, digits: int = 2) -> str:
+    """A number in scientific notation with all its digits: ``3.50e-4``."""
+    if number is None:
+        return NONE
+    mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
+    return f"{mantissa}e{int(exponent)}"
+
+
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
     """A range, or the one value if both ends read the same."""
     first, last = spell(low), spell(high)

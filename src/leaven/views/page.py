@@ -3,9 +3,10 @@
 import shlex
 from pathlib import Path
 
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.files import write_text
 from leaven.views.check_page import check_page
-from leaven.views.folders import CheckFile, DemoView, FolderView, RunView, StudyView, read_folder
+from leaven.views.folders import DemoView, FolderView, RunView, StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view
 from leaven.views.render import render
@@ -25,8 +26,8 @@ def write_page(folder: Path, out: Path) -> Path:
 
 def page(document: FolderView) -> str:
     """The HTML of what a folder holds."""
-    if isinstance(document, CheckFile):
-        return check_page(document.model_dump())
+    if isinstance(document, CheckDocument):
+        return check_page(document)
     if isinstance(document, StudyView):
         return study_page(document)
     return demo_page(document) if isinstance(document, DemoView) else run_page(document)

@@ -2,22 +2,25 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from leaven.documents.runs import ParameterValues
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Parameter
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import Rule
-from leaven.scaling.table import ParameterRow, ParameterTable, exponents, resolve
+from leaven.scaling.table import ParameterRow, ParameterTable, exponents
 from leaven.scaling.transfer import transfer
 from leaven.views.numbers import value
 
 QUANTITIES = ("init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier")
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
 LAYER = re.compile(r"layers\.\d+\.")
+Row = ParameterRow | ParameterValues  # of the parameter table, or of the document of ``leaven show``
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class LayerGroup:
     label: str
     first: int | None
     last: int | None
-    row: ParameterRow
+    row: Any  # of the first of these layers
     base: ParameterRow | None
 
     @property
@@ -37,39 +40,39 @@ class LayerGroup:
         return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
 
 
-def label(row: ParameterRow) -> str:
-    """``layers.3.attention.query.weight`` is attention.query: what a person tunes by."""
-    return LAYER.sub("", row.name).removesuffix(".weight")
+def label(name: str) -> str:
+    """Return the name without its layer: ``layers.3.attention.query.weight`` gives attention.query."""
+    return LAYER.sub("", name).removesuffix(".weight")
 
 
-def groups(table: ParameterTable, base: ParameterTable | None = None) -> list[LayerGroup]:
-    """The table's rows in the order of the forward pass, neighbouring layers with equal values as one."""
-    twins = dict(_twins(table, base)) if base else {}
+def groups(rows: Sequence[Row], base: ParameterTable | None = None) -> list[LayerGroup]:
+    """Return the rows in the order of the forward pass, neighbouring layers with equal values as one."""
+    twins = dict(_twins(rows, base)) if base else {}
     found: dict[str, list[LayerGroup]] = {}
-    for row in table.rows:
+    for row in rows:
         twin = twins.get(row.name)
-        runs = found.setdefault(label(row), [])
+        runs = found.setdefault(label(row.name), [])
         if runs and _alike(runs[-1].row, row) and _alike(runs[-1].base, twin):
             runs[-1] = replace(runs[-1], last=row.layer)
         else:
-            runs.append(LayerGroup(label(row), row.layer, row.layer, row, twin))
+            runs.append(LayerGroup(label(row.name), row.layer, row.layer, row, twin))
     return [group for runs in found.values() for group in runs]
 
 
-def _alike(a: ParameterRow | None, b: ParameterRow | None) -> bool:
+def _alike(a: Row | None, b: Row | None) -> bool:
     if a is None or b is None:
         return a is b
-    return a.shape == b.shape and all(getattr(a, quantity) == getattr(b, quantity) for quantity in QUANTITIES)
+    return all(getattr(a, quantity) == getattr(b, quantity) for quantity in ("shape", *QUANTITIES))
 
 
-def _twins(table: ParameterTable, base: ParameterTable) -> Iterator[tuple[str, ParameterRow]]:
-    """Each row's name with the base row of the same name at the nearest relative depth."""
+def _twins(rows: Sequence[Row], base: ParameterTable) -> Iterator[tuple[str, ParameterRow]]:
+    """Yield each row's name with the base row of the same name at the nearest relative depth."""
     by_label: dict[str, list[ParameterRow]] = {}
-    for row in base.rows:
-        by_label.setdefault(label(row), []).append(row)
-    depth = 1 + max((row.layer or 0 for row in table.rows), default=0)
-    for row in table.rows:
-        candidates = by_label.get(label(row))
+    for twin in base.rows:
+        by_label.setdefault(label(twin.name), []).append(twin)
+    depth = 1 + max((row.layer or 0 for row in rows), default=0)
+    for row in rows:
+        candidates = by_label.get(label(row.name))
         if candidates:
             last = len(candidates) - 1
             position = (row.layer or 0) / (depth - 1) if depth > 1 else 0.0
@@ -133,8 +136,3 @@ def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
             # A branch's factor is kept in the matrix that ends the branch.
             forward = rule.of("forward", row.role)
             return (*forward, rule.residual) if row.module in BRANCH_ENDS else forward
-
-
-def tables(recipe: Recipe, base: Recipe | None) -> tuple[ParameterTable, ParameterTable | None]:
-    """Resolved tables of a recipe and of the one it is shown beside."""
-    return resolve(recipe), resolve(base) if base else None

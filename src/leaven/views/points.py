@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from leaven.recipe.recipe import short_path
 from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
 from leaven.views import numbers
-from leaven.views.terminal.tables import cut
+from leaven.views.tables import cut
 
 BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves: what is read as x1.00

@@ -27,7 +27,7 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # of multipliers
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """The context of the macros in ``recipe.html.j2``; ``names`` are those of ``beside`` and of the recipe."""
     table, base = resolve(recipe), resolve(beside) if beside else None
-    found = groups(table, base)
+    found = groups(table.rows, base)
     by_label: dict[str, list[LayerGroup]] = {}
     for group in found:
         by_label.setdefault(group.label, []).append(group)
@@ -65,7 +65,7 @@ def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
     base, n_layers = recipe.hyperparameters.lr, recipe.model.n_layers
     by_label: dict[str, list[ParameterRow]] = {}
     for row in rows:
-        by_label.setdefault(label(row), []).append(row)
+        by_label.setdefault(label(row.name), []).append(row)
     reach = octaves_shown([row.lr / base for row in rows])
     # The same few pixels between two layers as between twenty; between a hundred there is no room.
     gap = 0.008 * n_layers if 1 < n_layers <= 40 else 0.0

@@ -4,45 +4,38 @@ from collections.abc import Iterator
 
 from rich.console import RenderableType
 
-from leaven.documents.planning import BenchDocument, RampDocument
+from leaven.documents.planning import BenchDocument, BenchSpeed, RampDocument
 from leaven.recipe.units import format_quantity
-from leaven.views.terminal.tables import Column, Columns, Fact, Facts
-
-_COLUMNS = (
-    Column("global batch", "sequences"),
-    Column("", "tokens"),
-    Column("micro-batch", "sequences"),
-    Column("tok/s"),
-    Column("of peak", "(best)"),
-    Column("TFLOP/s", drop=1),
-    Column("MFU"),
-    Column("memory", "GiB"),
-)
+from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[RenderableType]:
-    """A row each size, the fastest micro-batch of a batch with its share of the peak; and what to choose."""
-    fastest: dict[int, float] = {}
+    """A row for each measurement, the fastest micro-batch of a batch with its share of the peak; what to choose."""
+    first: dict[int, int] = {}  # micro-batch of the first row of each batch
+    fastest: dict[int, float] = {}  # tokens per second, by batch
     for row in bench.rows:
+        first.setdefault(row.global_batch, row.micro_batch)
         fastest[row.global_batch] = max(fastest.get(row.global_batch, 0.0), row.tokens_per_second)
-    peak, before, rows = max(fastest.values()), 0, []
-    for row in bench.rows:
-        first = row.global_batch != before
+    peak = max(fastest.values())
+
+    def once(row: BenchSpeed, text: str) -> str:
+        return text if first[row.global_batch] == row.micro_batch else ""
+
+    def of_peak(row: BenchSpeed) -> str:
         best = row.tokens_per_second == fastest[row.global_batch]
-        rows.append(
-            (
-                str(row.global_batch) if first else "",
-                format_quantity(row.global_batch * seq_len) if first else "",
-                str(row.micro_batch),
-                format_quantity(row.tokens_per_second),
-                f"{row.tokens_per_second / peak:.0%}" if best else "",
-                f"{row.tflops:.3g}",
-                f"{row.mfu:.1%}",
-                f"{row.peak_gib:.3g}",
-            )
-        )
-        before = row.global_batch
-    yield Columns(_COLUMNS, rows)
+        return f"{row.tokens_per_second / peak:.0%}" if best else ""
+
+    columns = (
+        Column("global batch", lambda row: once(row, str(row.global_batch)), unit="sequences"),
+        Column("", lambda row: once(row, format_quantity(row.global_batch * seq_len)), unit="tokens"),
+        Column("micro-batch", lambda row: str(row.micro_batch), unit="sequences"),
+        Column("tok/s", lambda row: format_quantity(row.tokens_per_second)),
+        Column("of peak", of_peak, unit="(best)"),
+        Column("TFLOP/s", lambda row: f"{row.tflops:.3g}", drop=1),
+        Column("MFU", lambda row: f"{row.mfu:.1%}"),
+        Column("memory", lambda row: f"{row.peak_gib:.3g}", unit="GiB"),
+    )
+    yield Table.of(columns, bench.rows)
     facts: list[Fact] = [("MFU", (bench.mfu_convention,))]
     if bench.choose is not None:
         start, largest = bench.choose.ramp_start, max(size for size in fastest if size != bench.unfinished)
@@ -60,8 +53,8 @@ def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[R
     if bench.too_large:
         facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, bench.too_large))}",)))
     if bench.unfinished is not None:
-        said = f"not all micro-batches of {bench.unfinished} sequences were measured, so nothing is chosen from it"
-        facts.append(("unfinished", (said,)))
+        text = f"not all micro-batches of {bench.unfinished} sequences were measured; nothing is chosen from them"
+        facts.append(("unfinished", (text,)))
     if not bench.whole:
         facts.append(("left out", ("the larger batches were not measured (stopped, or --seconds passed)",)))
     yield Facts(facts)

@@ -7,102 +7,104 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from leaven.catalogue.groups import PublishedGroup
-from leaven.catalogue.neighbours import size_ratio
-from leaven.catalogue.run import PublishedRun, Stack
-from leaven.documents.catalogue import DifferenceRow, RecipeDifference
+from leaven.catalogue.run import PublishedRun
+from leaven.documents.catalogue import DifferenceRow, NearRun, RecipeDifference, RunSummary
 from leaven.recipe.units import format_number, format_quantity
-from leaven.views.terminal.tables import Column, Columns, count, folded, learning_rate
+from leaven.views import numbers
+from leaven.views.tables import Column, Table, folded
 
-RUN = (
-    Column("tokens"),
-    Column("peak lr", align="point"),
-    Column("batch", "tokens"),
-    Column("decay", align="left", drop=2),
+_MARK = "*"  # behind a learning rate that means something else
+_RUN = Column("run", lambda run: run.id, align="left")
+_SIZE = (
+    Column("params", lambda run: format_quantity(run.params)),
+    Column("active", lambda run: format_quantity(run.params_active) if _sparse(run) else ""),
 )
-SOURCE = Column("source of the lr", align="left", drop=3, free=True)
-MARK = "*"  # behind a learning rate that means something else
-MARKED = f"{MARK} no lr to compare with the others: muP, or another optimizer than Adam(W)"
+_VALUES = (
+    Column("tokens", lambda run: numbers.quantity(run.tokens)),
+    Column("peak lr", lambda run: numbers.scientific(run.peak_lr, 3) + _MARK * _marked(run), align="point"),
+    Column("batch", lambda run: numbers.quantity(run.batch_tokens), unit="tokens"),
+    Column("decay", lambda run: run.decay or numbers.NONE, align="left", drop=2),
+)
 
 
-def list_screen(runs: Sequence[PublishedRun]) -> Iterator[RenderableType]:
+def _source(drop: int) -> Column:
+    return Column("source of the lr", lambda run: run.source, align="left", drop=drop, free=True)
+
+
+def _sparse(run: RunSummary) -> bool:
+    return run.params_active != run.params
+
+
+def _marked(run: RunSummary) -> bool:
+    return run.peak_lr is not None and not run.lr_comparable
+
+
+def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
+    """Return the columns of the sizes; that of the active parameters only if it has a number."""
+    return _SIZE if any(map(_sparse, runs)) else _SIZE[:1]
+
+
+def list_screen(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
     if not runs:
         yield "no published run matches"
         return
-    yield run_table(runs)
-    if any(run.peak_lr is not None and not run.lr_comparable for run in runs):
-        yield Text(MARKED, style="dim")
+    yield Table.of((_RUN, *_sizes(runs), *_VALUES, _source(3)), runs)
+    if any(map(_marked, runs)):
+        note = f"{_MARK} not comparable with the others: muP, or an optimizer other than Adam(W)"
+        yield Text(note, style="dim")
 
 
 def nearest_screen(
-    found: Sequence[tuple[PublishedRun, float]], params: int, factor: float, asked: Stack, l2: bool
+    runs: Sequence[NearRun], params: int, factor: float, stack: str, l2: bool
 ) -> Iterator[RenderableType]:
-    """The nearest runs, and how they differ from the request. ``l2``: the recipe's adam has L2 decay."""
-    yield nearest_table(found)
-    runs = [run for run, _ in found]
-    ratio = size_ratio(runs[0], params)
-    if ratio > factor:
-        side = "larger" if runs[0].params_total > params else "smaller"
+    """The nearest runs, and how they differ from the request.
+
+    ``params``, ``factor`` and ``stack`` are those of the request. ``l2``: the recipe's adam has L2 decay.
+    """
+    columns = (
+        _RUN,
+        Column("distance", lambda run: f"{run.distance:.2f}", unit="octaves"),
+        *_sizes(runs),
+        *_VALUES,
+        Column("stack", lambda run: run.stack, align="left", drop=3),
+        Column("lineage", lambda run: run.lineage, align="left", drop=1),
+        _source(4),
+    )
+    yield Table.of(columns, runs)
+    nearest = runs[0]
+    if not nearest.within_factor:
+        side = "larger" if nearest.params > params else "smaller"
         yield (
             f"no published run is within a factor of {factor:g} of {format_quantity(params)} parameters: "
-            f"{runs[0].id} is {format_number(ratio)}x {side}"
+            f"{nearest.id} is {format_number(nearest.size_ratio)}x {side}"
         )
-    same = sum(asked.fits(run.stack) for run in runs)
+    same = sum(run.same_stack for run in runs)
     if same < len(runs):
-        yield f"{same or 'none'} of these {len(runs)} of the stack asked for: {asked.text}"
+        yield f"{same or 'none'} of these {len(runs)} have the requested stack: {stack}"
     if l2:
-        yield "adam in the recipe adds its decay to the gradient (L2); in papers it can be AdamW's name"
+        yield "the recipe's adam adds its decay to the gradient (L2); papers sometimes call AdamW adam"
     yield Text("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
     """The values in which two runs or recipes differ; values that only one side can have are below."""
+    columns = (
+        Column("value", lambda row: row.path, align="left"),
+        Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),
+        Column(b, lambda row: " | ".join(value_lines(row.b)), align="left", free=True),
+    )
     alone = [row for row in rows if isinstance(row, RecipeDifference) and not row.counterpart]
     both = [row for row in rows if row not in alone]
     if not rows:
         yield "no difference"
     if both:
-        yield diff_table(a, b, both)
+        yield Table.of(columns, both)
     if alone:
         yield "\nwithout a counterpart on the other side"
-        yield diff_table(a, b, alone)
+        yield Table.of(columns, alone)
     if any(isinstance(row, RecipeDifference) for row in rows):
         note = "lr, init std, decay, betas and eps of a recipe: median of its hidden matrices, after the rule"
         yield Text(note, style="dim")
-
-
-def run_table(runs: Sequence[PublishedRun]) -> Columns:
-    rows = [(run.id, *_sizes(run, runs), *_cells(run), _source(run)) for run in runs]
-    return Columns((Column("run", align="left"), *_size_columns(runs), *RUN, SOURCE), rows)
-
-
-def nearest_table(found: Sequence[tuple[PublishedRun, float]]) -> Columns:
-    """The nearest runs with their distance in octaves of parameters."""
-    runs = [run for run, _ in found]
-    columns = (
-        Column("run", align="left"),
-        Column("distance", "octaves"),
-        *_size_columns(runs),
-        *RUN,
-        Column("stack", align="left", drop=3),
-        Column("lineage", align="left", drop=1),
-        Column("source of the lr", align="left", drop=4, free=True),
-    )
-    rows = [
-        (run.id, f"{away:.2f}", *_sizes(run, runs), *_cells(run), run.stack.text, run.lineage.name, _source(run))
-        for run, away in found
-    ]
-    return Columns(columns, rows)
-
-
-def diff_table(a: str, b: str, rows: Sequence[DifferenceRow]) -> Columns:
-    columns = (
-        Column("value", align="left"),
-        Column(a, align="left", free=True),
-        Column(b, align="left", free=True),
-    )
-    return Columns(
-        columns, [(row.path, " | ".join(value_lines(row.a)), " | ".join(value_lines(row.b))) for row in rows]
-    )
 
 
 def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
@@ -110,7 +112,7 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
-    yield Text(f"{run.kind}, {size}{active}, {count(run.tokens)} tokens")
+    yield Text(f"{run.kind}, {size}{active}, {numbers.quantity(run.tokens)} tokens")
     flat = run.flat()
     left = 2 + max(map(len, flat)) + 2
     for name in dict.fromkeys(path.partition(".")[0] for path in flat if "." in path):
@@ -127,11 +129,11 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
             own = group.provenance(path.split(".")[1])
             if own is not group:
                 yield from _sources((f"known from: {own.confidence}", *own.sources), width, 6)
-    for trouble in run.instabilities:
+    for event in run.instabilities:
         yield Text()
-        yield Text(f"instability (known from: {trouble.confidence})", style="dim")
-        yield from _sources(trouble.sources, width, 4)
-        for label, text in (("what", trouble.what), ("action", trouble.action), ("outcome", trouble.outcome)):
+        yield Text(f"instability (known from: {event.confidence})", style="dim")
+        yield from _sources(event.sources, width, 4)
+        for label, text in (("what", event.what), ("action", event.action), ("outcome", event.outcome)):
             for n, line in enumerate(folded(text, width, 11) if text else ()):
                 yield Text(f"  {label if n == 0 else '':<9}{line}")
     if run.notes:
@@ -145,7 +147,7 @@ def value_lines(value: Any) -> list[str]:
     """The text of a value of a run; a list gives one line for each item."""
     match value:
         case None:
-            return ["-"]
+            return [numbers.NONE]
         case bool():
             return ["true" if value else "false"]
         case int():
@@ -156,34 +158,6 @@ def value_lines(value: Any) -> list[str]:
             return [line for inner in value for line in value_lines(inner)]
         case _:
             return [str(value)]
-
-
-def _size_columns(runs: Sequence[PublishedRun]) -> tuple[Column, ...]:
-    return (Column("params"), Column("active")) if _sparse(runs) else (Column("params"),)
-
-
-def _sizes(run: PublishedRun, among: Sequence[PublishedRun]) -> tuple[str, ...]:
-    """All parameters, and the active ones if these are fewer."""
-    total, active = format_quantity(run.params_total), format_quantity(run.params_active)
-    return (total, active if _sparse([run]) else "") if _sparse(among) else (total,)
-
-
-def _sparse(runs: Sequence[PublishedRun]) -> bool:
-    return any(run.params_active != run.params_total for run in runs)
-
-
-def _cells(run: PublishedRun) -> tuple[str, ...]:
-    mark = MARK if run.peak_lr is not None and not run.lr_comparable else ""
-    return (
-        count(run.tokens),
-        learning_rate(run.peak_lr, 3) + mark,
-        count(run.batch_tokens),
-        run.decay or "-",
-    )
-
-
-def _source(run: PublishedRun) -> str:
-    return "; ".join(run.lr_sources)
 
 
 def _sources(sources: Sequence[str], width: int, indent: int) -> Iterator[Text]:

@@ -9,7 +9,7 @@ from leaven.documents.planning import NewRecipe
 from leaven.documents.runs import ConfigDocument, DemoDocument, WeightsDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.views.terminal.tables import LABEL, Facts
+from leaven.views.tables import LABEL, Facts
 
 
 def wrote(path: Path, recipe: Recipe) -> str:

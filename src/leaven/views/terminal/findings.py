@@ -9,7 +9,7 @@ from rich.text import Text
 from leaven.catalogue.runs import find_run, listed
 from leaven.documents.catalogue import FindingRow, RecipeCheck
 from leaven.recipe.units import format_number, format_quantity
-from leaven.views.terminal.tables import folded
+from leaven.views.tables import folded
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2

@@ -1,82 +1,65 @@
 """The accelerators that the planner knows, in the terminal."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 
 from leaven.documents.catalogue import AcceleratorRow
 from leaven.planning.accelerators import CONFIDENCE, EXAMPLE, user_file
-from leaven.views.terminal.tables import Column, Columns, Fact, Facts, at_point
+from leaven.views.numbers import NONE
+from leaven.views.tables import Column, Fact, Facts, Table
 
-_COLUMNS = (
-    Column("accelerator", align="left"),
-    Column("16 bit", "TFLOP/s"),
-    Column("fp8", "TFLOP/s", drop=2),
-    Column("matmul", "TFLOP/s"),
-    Column("memory", "GiB"),
-    Column("", "TB/s"),
-    Column("power", "W", drop=4),
-    Column("link", "GB/s"),
-    Column("a node", drop=3),
-    Column("network", "GB/s"),
-)
-_GROUP_OF = ("peak", "peak", "matmul", "memory", "memory", "board", "link", "link", "network")
-_REMEMBERED = "*"
+_UNVERIFIED = "*"
 
 
 def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableType]:
     """Yield the table of all accelerators and its legend."""
-    yield Columns(_COLUMNS, _rows(known))
+
+    def column(
+        header: str, group: str, number: Callable[[AcceleratorRow], float | None], unit: str = "", drop: int = 0
+    ) -> Column:
+        """Return a column of numbers, which are marked if the source of their group is unverified."""
+
+        def cell(row: AcceleratorRow) -> str:
+            value = number(row)
+            unverified = any(source.group == group and source.confidence == "memory" for source in row.sources)
+            return NONE if value is None else f"{value:g}{_UNVERIFIED * unverified}"
+
+        return Column(header, cell, unit=unit, align="point", drop=drop)
+
+    columns = (
+        Column("accelerator", lambda row: row.name, align="left"),
+        column("16 bit", "peak", lambda row: row.peak_tflops[_half(row)], "TFLOP/s"),
+        column("fp8", "peak", lambda row: row.peak_tflops["fp8"], "TFLOP/s", drop=2),
+        column("matmul", "matmul", lambda row: row.matmul_tflops[_half(row)], "TFLOP/s"),
+        column("memory", "memory", lambda row: row.memory_gib, "GiB"),
+        column("", "memory", lambda row: row.memory_tb_s, "TB/s"),
+        column("power", "board", lambda row: row.power_w, "W", drop=4),
+        column("link", "link", lambda row: row.link_gb_s, "GB/s"),
+        column("a node", "link", lambda row: row.node_size, drop=3),
+        column("network", "network", lambda row: row.network_gb_s, "GB/s"),
+    )
+    yield Table.of(columns, known)
     yield Facts(
         [
-            ("16 bit", ("the dense peak in bf16; of a V100 in fp16",)),
-            ("matmul", ("the best measured in 16 bit; if unknown, 80% of the peak is assumed",)),
+            ("16 bit", ("dense peak in bf16; for a V100 in fp16",)),
+            ("matmul", ("best measured in 16 bit; if unknown, 80% of the peak is assumed",)),
             ("link, network", ("one direction, per accelerator", "a node: accelerators joined by the link")),
-            (_REMEMBERED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
+            (_UNVERIFIED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
             ("yours", (f"a line in {user_file()}, such as", f"Z1-64GB = {EXAMPLE}")),
         ]
     )
-
-
-def _rows(known: Sequence[AcceleratorRow]) -> list[tuple[str, ...]]:
-    """Return the rows of the table: numbers aligned at the decimal point, marked if they are unverified."""
-    numbers = [
-        (
-            one.peak_tflops[_half(one)],
-            one.peak_tflops["fp8"],
-            one.matmul_tflops[_half(one)],
-            one.memory_gib,
-            one.memory_tb_s,
-            one.power_w,
-            one.link_gb_s,
-            one.node_size,
-            one.network_gb_s,
-        )
-        for one in known
-    ]
-    columns = [at_point([_number(row[i]) for row in numbers]) for i in range(len(_GROUP_OF))]
-    remembered = [{source.group for source in one.sources if source.confidence == "memory"} for one in known]
-    return [
-        (
-            one.name,
-            *(
-                column[r] + (_REMEMBERED if group in remembered[r] and number is not None else " ")
-                for column, group, number in zip(columns, _GROUP_OF, numbers[r], strict=True)
-            ),
-        )
-        for r, one in enumerate(known)
-    ]
 
 
 def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
     """Yield one accelerator, each number with its source."""
     at = {source.group: source for source in one.sources}
 
-    def fact(label: str, group: str, *said: str) -> Fact:
+    def fact(label: str, group: str, *values: str) -> Fact:
         source = at.get(group)
         where = () if source is None else (f"{source.text} ({CONFIDENCE[source.confidence]})",)
-        return label, (*said, *where)
+        return label, (*values, *where)
 
     share = one.planned_tflops / (one.peak_tflops[_half(one)] or math.inf)
     peaks, measured = _by_dtype(one.peak_tflops), _by_dtype(one.matmul_tflops)
@@ -86,7 +69,12 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
             fact("peak", "peak", *peaks, "dense TFLOP/s"),
             fact("best matmul", "matmul", *(measured or ("none known",)), f"{share:.0%} of the peak is assumed"),
             fact("memory", "memory", f"{one.memory_gib:.3g} GiB", f"{one.memory_tb_s:.3g} TB/s"),
-            fact("board", "board", f"{_number(one.power_w)} W", f"{one.multiprocessors or '-'} multiprocessors"),
+            fact(
+                "board",
+                "board",
+                f"{NONE if one.power_w is None else format(one.power_w, 'g')} W",
+                f"{one.multiprocessors or NONE} multiprocessors",
+            ),
             fact("link", "link", f"{one.link_gb_s:g} GB/s one way", f"joins {one.node_size}"),
             fact("network", "network", f"{one.network_gb_s:g} GB/s one way"),
         ]
@@ -101,7 +89,3 @@ def _half(one: AcceleratorRow) -> str:
 def _by_dtype(tflops: Mapping[str, float | None]) -> list[str]:
     """Return the known rates as ``dtype rate``."""
     return [f"{dtype} {rate:g}" for dtype, rate in tflops.items() if rate is not None]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"

@@ -9,7 +9,9 @@ from leaven.catalogue.laws import TRUST, best_tokens_per_param
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
 from leaven.documents.catalogue import LawRow, OptimumRow
 from leaven.recipe.units import format_quantity
-from leaven.views.terminal.tables import Column, Columns, Facts, learning_rate
+from leaven.views import numbers
+from leaven.views.numbers import quantity, scientific
+from leaven.views.tables import Column, Facts, Table
 
 Parts = tuple[str, ...]
 _COUNTED = {
@@ -17,6 +19,64 @@ _COUNTED = {
     "non-embedding": "N without embeddings",
     "without input embedding": "N without the input embedding",
 }
+
+
+def _notes(law: LawRow | OptimumRow) -> list[str]:
+    counted = [_COUNTED[law.params_definition]] if isinstance(law, LawRow) else []
+    return [law.conditions, *counted, law.source, f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")]
+
+
+def _says(law: LawRow) -> str:
+    if law.loss is not None:
+        return f"loss {law.loss:.3f} nats per token"
+    return f"tau {law.tau:.3g} of the run" if law.tau is not None else law.says
+
+
+def _range(law: LawRow | OptimumRow, most: int) -> str:
+    if law.in_range is None:
+        return "not known"
+    signs = {"above": "x", "below": "/"}
+    parts = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in law.beyond[:most]]
+    return ", ".join(parts) or "inside"
+
+
+def _factor(number: float) -> str:
+    """A factor rounded to two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
+    return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
+
+
+def _loss(number: float | None) -> str:
+    return numbers.NONE if number is None else f"{number:.3f}"
+
+
+_LAW = Column("law", lambda law: law.law, align="left")
+_RANGE = Column("fitted range", lambda law: _range(law, most=2), align="left")
+_LAWS = (
+    _LAW,
+    Column("peak lr", lambda law: scientific(law.lr), align="point"),
+    Column("batch", lambda law: quantity(law.batch_tokens), unit="tokens"),
+    Column("kind", lambda law: law.batch_kind or numbers.NONE, unit="of batch", align="left"),
+    _RANGE,
+)
+_OTHERS = (_LAW, Column("says", _says, align="left"), _RANGE)
+_AT_BATCH = (
+    Column("lr at this batch", lambda law: law.law, align="left"),
+    Column("its batch", lambda law: quantity(law.lr_batch_tokens), unit="tokens"),
+    Column("lr there", lambda law: scientific(law.lr), align="point"),
+    Column("sqrt", lambda law: scientific(law.at_batch.square_root), align="point"),
+    Column("linear", lambda law: scientific(law.at_batch.linear), align="point"),
+    Column("surge", lambda law: scientific(law.at_batch.surge), align="point"),
+    Column("own data", lambda law: scientific(law.at_batch.own), align="point"),
+)
+_OPTIMA = (
+    _LAW,
+    Column("params", lambda optimum: format_quantity(optimum.params)),
+    Column("tokens", lambda optimum: format_quantity(optimum.tokens)),
+    Column("tokens", lambda optimum: f"{optimum.tokens_per_param:.1f}", unit="a param", align="point"),
+    Column("loss", lambda optimum: _loss(optimum.loss), unit="approach 3", align="point", drop=1),
+    Column("loss", lambda optimum: _loss(optimum.loss_replication), unit="replication", align="point"),
+    Column("fitted range", lambda optimum: _range(optimum, most=1), align="left"),
+)
 
 
 def laws_screen(
@@ -27,12 +87,13 @@ def laws_screen(
     params_non_embedding: float | None = None,
 ) -> Iterator[RenderableType]:
     """The laws for one run, a batch compared with theirs if one is given, and their median and range."""
-    yield law_table(rows)
+    with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
+    yield Table.of(_LAWS, with_number, _notes)
     yield ""
-    yield other_laws(rows)
+    yield Table.of(_OTHERS, [law for law in rows if law not in with_number], _notes)
     yield ""
     if batch_tokens is not None:
-        yield batch_table(rows)
+        yield Table.of(_AT_BATCH, [law for law in rows if law.at_batch is not None])
         yield batch_facts(rows, batch_tokens)
         yield ""
     yield range_legend()
@@ -41,54 +102,23 @@ def laws_screen(
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
     """The compute-optimal sizes for a FLOP budget by every law, and their median and range."""
-    yield optimum_table(rows)
+    yield Table.of(_OPTIMA, rows, _notes)
     yield ""
     yield range_legend()
-    yield optimum_spread(rows)
-
-
-def law_table(laws: Sequence[LawRow]) -> Columns:
-    """The laws that give a learning rate or a batch size."""
-    columns = (
-        Column("law", align="left"),
-        Column("peak lr", align="point"),
-        Column("batch", "tokens"),
-        Column("kind", "of batch", align="left"),
-        Column("fitted range", align="left"),
+    losses = [loss for each in rows for loss in (each.loss, each.loss_replication) if loss is not None]
+    yield Facts(
+        [
+            ("params", _spread([(each.params, each.in_range) for each in rows], format_quantity)),
+            ("tokens", _spread([(each.tokens, each.in_range) for each in rows], format_quantity)),
+            (
+                "loss",
+                (
+                    f"{min(losses):.3f} .. {max(losses):.3f} nats per token of Chinchilla's text",
+                    "nearly flat between these sizes: a smaller model trained longer is cheaper to use",
+                ),
+            ),
+        ]
     )
-    shown = [law for law in laws if _has_number(law)]
-    rows = [
-        (law.law, learning_rate(law.lr), _tokens(law.batch_tokens), law.batch_kind or "-", _range(law, most=2))
-        for law in shown
-    ]
-    return Columns(columns, rows, notes=[_notes(law) for law in shown])
-
-
-def other_laws(laws: Sequence[LawRow]) -> Columns:
-    """The laws that give something else: a loss, a weight decay timescale, an exponent."""
-    columns = (Column("law", align="left"), Column("says", align="left"), Column("fitted range", align="left"))
-    shown = [law for law in laws if not _has_number(law)]
-    rows = [(law.law, _says(law), _range(law, most=2)) for law in shown]
-    return Columns(columns, rows, notes=[_notes(law) for law in shown])
-
-
-def batch_table(laws: Sequence[LawRow]) -> Columns:
-    """The learning rate of every law moved to the batch of ``--batch-tokens``, one column for each rule."""
-    columns = (
-        Column("lr at this batch", align="left"),
-        Column("its batch", "tokens"),
-        Column("lr there", align="point"),
-        Column("sqrt", align="point"),
-        Column("linear", align="point"),
-        Column("surge", align="point"),
-        Column("own data", align="point"),
-    )
-    rows = []
-    for law in laws:
-        if (moved := law.at_batch) is not None:
-            numbers = (law.lr, moved.square_root, moved.linear, moved.surge, moved.own)
-            rows.append((law.law, _tokens(law.lr_batch_tokens), *map(learning_rate, numbers)))
-    return Columns(columns, rows)
 
 
 def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
@@ -142,17 +172,17 @@ def law_spread(
     return Facts(
         [
             ("N less embeddings", _smaller_counts(laws, params, params_non_embedding)),
-            ("loss", (*_spread(losses, lambda loss: f"{loss:.3f}"), "nats a token, of Chinchilla's text")),
+            ("loss", (*_spread(losses, lambda loss: f"{loss:.3f}"), "nats per token, of Chinchilla's text")),
             (
                 "tokens a parameter",
                 (f"{tokens / params:.3g}", f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"),
             ),
-            *((f"{kind} batch", (*_spread(found, _tokens), "tokens")) for kind, found in batches.items()),
+            *((f"{kind} batch", (*_spread(found, quantity), "tokens")) for kind, found in batches.items()),
             (
                 "weight decay",
-                (f"{decay:.2g} by tau {taus[0]:.2g}, at lr {learning_rate(lr)} and batch {_tokens(batch)}",),
+                (f"{decay:.2g} by tau {taus[0]:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}",),
             ),
-            ("peak lr", (*_spread(lrs, learning_rate), "tune at small scale")),
+            ("peak lr", (*_spread(lrs, scientific), "tune at small scale")),
         ]
     )
 
@@ -182,95 +212,17 @@ def range_legend() -> Facts:
     )
 
 
-def optimum_table(found: Sequence[OptimumRow]) -> Columns:
-    columns = (
-        Column("law", align="left"),
-        Column("params"),
-        Column("tokens"),
-        Column("tokens", "a param", align="point"),
-        Column("loss", "approach 3", align="point", drop=1),
-        Column("loss", "replication", align="point"),
-        Column("fitted range", align="left"),
-    )
-    rows = [
-        (
-            each.law,
-            format_quantity(each.params),
-            format_quantity(each.tokens),
-            f"{each.tokens_per_param:.1f}",
-            _loss(each.loss),
-            _loss(each.loss_replication),
-            _range(each, most=1),
-        )
-        for each in found
-    ]
-    return Columns(columns, rows, notes=[_notes(each) for each in found])
-
-
-def optimum_spread(found: Sequence[OptimumRow]) -> Facts:
-    losses = [loss for each in found for loss in (each.loss, each.loss_replication) if loss is not None]
-    return Facts(
-        [
-            ("params", _spread([(each.params, each.in_range) for each in found], format_quantity)),
-            ("tokens", _spread([(each.tokens, each.in_range) for each in found], format_quantity)),
-            (
-                "loss",
-                (
-                    f"{min(losses):.3f} .. {max(losses):.3f} nats a token of Chinchilla's text",
-                    "between the sizes it hardly moves: a smaller model trained longer is cheaper to use",
-                ),
-            ),
-        ]
-    )
-
-
 def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> Parts:
     """The median and range over all laws, and the range over those that are inside their fitted range."""
-    numbers = [value for value, _ in values]
+    found = [value for value, _ in values]
     inside = [value for value, within in values if within]
     parts = [
-        f"median {show(median(numbers))} of {len(numbers)} laws",
-        f"{show(min(numbers))} .. {show(max(numbers))}, a spread of {max(numbers) / min(numbers):.3g}x",
+        f"median {show(median(found))} of {len(found)} laws",
+        f"{show(min(found))} .. {show(max(found))}, a spread of {max(found) / min(found):.3g}x",
     ]
     if not inside:
         parts.append("all of them extrapolate")
-    elif len(inside) < len(numbers):
+    elif len(inside) < len(found):
         ends = dict.fromkeys(map(show, (min(inside), max(inside))))
         parts.append(f"{len(inside)} inside their range: {' .. '.join(ends)}")
     return tuple(parts)
-
-
-def _notes(law: LawRow | OptimumRow) -> list[str]:
-    counted = [_COUNTED[law.params_definition]] if isinstance(law, LawRow) else []
-    return [law.conditions, *counted, law.source, f"trust: {law.trust}" + (f" ({law.doubt})" if law.doubt else "")]
-
-
-def _says(law: LawRow) -> str:
-    if law.loss is not None:
-        return f"loss {law.loss:.3f} nats a token"
-    return f"tau {law.tau:.3g} of the run" if law.tau is not None else law.says
-
-
-def _has_number(law: LawRow) -> bool:
-    return not law.says and law.loss is None and law.tau is None
-
-
-def _range(law: LawRow | OptimumRow, most: int) -> str:
-    if law.in_range is None:
-        return "not known"
-    signs = {"above": "x", "below": "/"}
-    parts = [f"{signs[each.side]}{_factor(each.factor)} {each.axis}" for each in law.beyond[:most]]
-    return ", ".join(parts) or "inside"
-
-
-def _factor(number: float) -> str:
-    """A factor rounded to two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
-    return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
-
-
-def _loss(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3f}"
-
-
-def _tokens(number: float | None) -> str:
-    return "-" if number is None else format_quantity(number)

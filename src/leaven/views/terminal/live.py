@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from leaven.recipe.units import format_seconds
+from leaven.views.tables import Cell, Column, RowByRow
 from leaven.views.terminal import console
-from leaven.views.terminal.tables import Cell, Column, RowByRow
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet

@@ -9,7 +9,6 @@ from leaven.documents.planning import (
     BudgetDocument,
     CandidateRow,
     Explanation,
-    FittingSize,
     Layout,
     PlanDocument,
     RampChoice,
@@ -20,7 +19,7 @@ from leaven.planning.layouts import EQUAL
 from leaven.planning.plan import ACCURACY
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views.numbers import costs, duration
-from leaven.views.terminal.tables import Cell, Column, Columns, Fact, Facts, under
+from leaven.views.tables import Cell, Column, Fact, Facts, Table, under
 
 ALTERNATIVES = 3
 
@@ -137,15 +136,32 @@ def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
     ]
 
 
-BUDGET_COLUMNS = (
-    Column("by", align="left"),
-    Column("params"),
-    Column("tokens"),
-    Column("tokens", "a param", align="point"),
-    Column("MFU"),
-    Column("shape", align="left", drop=1),
-    Column("layout", align="left", drop=2, free=True),
+_BUDGET = (
+    Column("by", lambda row: row.law, align="left"),
+    Column("params", lambda row: format_quantity(row.params)),
+    Column("tokens", lambda row: format_quantity(row.tokens)),
+    Column("tokens", lambda row: _per_param(row.tokens_per_param), unit="a param", align="point"),
+    Column("MFU", lambda row: f"{row.mfu:.0%}"),
+    Column("shape", lambda row: f"L {row.shape['n_layers']} d {row.shape['d_model']}", align="left", drop=1),
+    Column(
+        "layout", lambda row: _short(row.layout) if row.layout else "not planned", align="left", drop=2, free=True
+    ),
 )
+
+
+def _per_param(number: float) -> str:
+    return f"{number:.3g}" if number < 1_000 else f"{number:,.0f}"
+
+
+def _short(layout: Layout) -> str:
+    """``dp 64 zero 3 mbs 2 recompute full``, without degrees of one and what follows from the rest."""
+    more = {
+        "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
+        "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
+    }
+    parts = [f"{key} {layout[key]}{more.get(key, '')}" for key in ("dp", "tp", "pp") if layout[key] > 1]
+    recompute = "" if layout["recompute"] == "none" else f" recompute {layout['recompute']}"
+    return " ".join([*parts, f"zero {layout['zero']} mbs {layout['micro_batch']}{recompute}"])
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
@@ -159,28 +175,5 @@ def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
         *(("" if n else "does not fit", (f"{each.law}: {each.why}",)) for n, each in enumerate(budget.refused)),
         *([("accuracy", (ACCURACY,))] if any(row.layout for row in budget.rows) else []),
     ]
-    yield Columns(BUDGET_COLUMNS, [_cells(row) for row in budget.rows])
+    yield Table.of(_BUDGET, budget.rows)
     yield Facts(facts)
-
-
-def _cells(row: FittingSize) -> tuple[str, ...]:
-    return (
-        row.law,
-        format_quantity(row.params),
-        format_quantity(row.tokens),
-        f"{row.tokens_per_param:.3g}" if row.tokens_per_param < 1_000 else f"{row.tokens_per_param:,.0f}",
-        f"{row.mfu:.0%}",
-        f"L {row.shape['n_layers']} d {row.shape['d_model']}",
-        _short(row.layout) if row.layout else "not planned",
-    )
-
-
-def _short(layout: Layout) -> str:
-    """``dp 64 zero 3 mbs 2 recompute full``, without degrees of one and what follows from the rest."""
-    more = {
-        "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
-        "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
-    }
-    parts = [f"{key} {layout[key]}{more.get(key, '')}" for key in ("dp", "tp", "pp") if layout[key] > 1]
-    recompute = "" if layout["recompute"] == "none" else f" recompute {layout['recompute']}"
-    return " ".join([*parts, f"zero {layout['zero']} mbs {layout['micro_batch']}{recompute}"])

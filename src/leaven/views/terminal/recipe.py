@@ -1,34 +1,34 @@
 """``leaven show`` and ``leaven transfer`` in the terminal: parameter table, initialisations and scaling rules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
 
-from leaven.documents.runs import ParameterValues, RuleDocument, ShowDocument
+from leaven.documents.runs import RuleDocument, ShowDocument
 from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.units import format_quantity
 from leaven.views import numbers
-from leaven.views.parameters import LAYER, QUANTITIES
-from leaven.views.terminal.tables import Column, Columns, Fact, Facts
+from leaven.views.parameters import groups
+from leaven.views.tables import Column, Fact, Facts, Table
 
-PARAMETER_COLUMNS = (
-    Column("module", align="left"),
-    Column("layers", align="left"),
-    Column("shape", "(out, in)", drop=1),
-    Column("role", align="left", drop=2),
-    Column("init", "std", align="point"),
-    Column("lr", "(a step)", align="point"),
-    Column("decay", "(x lr)", align="point"),
-    Column("beta1", align="point"),
-    Column("beta2", align="point"),
-    Column("eps", align="point"),
-    Column("multiplier", "(forward)", align="point"),
+_PARAMETERS = (
+    Column("module", lambda group: group.label, align="left"),
+    Column("layers", lambda group: group.layers, align="left"),
+    Column("shape", lambda group: " x ".join(f"{size:,}" for size in group.row.shape), unit="(out, in)", drop=1),
+    Column("role", lambda group: group.row.role.replace("_", " "), align="left", drop=2),
+    Column("init", lambda group: numbers.value(group.row.init_std), unit="std", align="point"),
+    Column("lr", lambda group: numbers.value(group.row.lr), unit="(a step)", align="point"),
+    Column("decay", lambda group: numbers.value(group.row.weight_decay), unit="(x lr)", align="point"),
+    Column("beta1", lambda group: numbers.value(group.row.beta1), align="point"),
+    Column("beta2", lambda group: numbers.value(group.row.beta2), align="point"),
+    Column("eps", lambda group: numbers.value(group.row.eps), align="point"),
+    Column("multiplier", lambda group: numbers.value(group.row.multiplier), unit="(forward)", align="point"),
 )
 
 
 def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """The resolved parameter table, neighbouring layers with equal values as one line.
+    """The resolved parameter table; neighbouring layers with equal values are one line.
 
     ``lr`` is the parameter's own peak and ``decay`` is multiplied by it, both as the optimizer receives them.
     """
@@ -39,37 +39,7 @@ def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
             ("", (f"{scale} of the base",)),
         ]
     )
-    rows = [
-        (
-            label,
-            _layers(group),
-            " x ".join(f"{size:,}" for size in group[0].shape),
-            group[0].role.replace("_", " "),
-            *(numbers.value(getattr(group[0], quantity)) for quantity in QUANTITIES),
-        )
-        for label, groups in _layer_groups(shown.parameters).items()
-        for group in groups
-    ]
-    yield Columns(PARAMETER_COLUMNS, rows)
-
-
-def _layer_groups(rows: Sequence[ParameterValues]) -> dict[str, list[list[ParameterValues]]]:
-    """Parameters by name without the layer; those of neighbouring layers with equal values are one group."""
-    by_label: dict[str, list[list[ParameterValues]]] = {}
-    for row in rows:
-        groups = by_label.setdefault(LAYER.sub("", row.name).removesuffix(".weight"), [])
-        if groups and all(getattr(groups[-1][0], key) == getattr(row, key) for key in ("shape", *QUANTITIES)):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return by_label
-
-
-def _layers(group: Sequence[ParameterValues]) -> str:
-    first, last = group[0].layer, group[-1].layer
-    if first is None:
-        return ""
-    return f"{first}" if first == last else f"{first}-{last}"
+    yield Table.of(_PARAMETERS, groups(shown.parameters))
 
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
@@ -89,14 +59,6 @@ def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     yield from init_table(shown)
 
 
-RULE_COLUMNS = (
-    Column("role", align="left"),
-    Column("init", "variance", align="left"),
-    Column("lr", align="left"),
-    Column("eps", align="left"),
-    Column("weight", "decay", align="left"),
-    Column("forward", align="left"),
-)
 _SHARED = {
     "residual": "each branch",
     "attention": "attention logits x sqrt(d_head)",
@@ -117,20 +79,31 @@ _LETTERS = (
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
     """A scaling rule: role x quantity, then what all roles share and what the letters stand for."""
-    rows, notes = [], []
-    for role, cells in shown.roles.items():
-        rows.append((role.replace("_", " "), *(cell.text for cell in cells.values())))
-        # A source that several cells of a row share is printed once.
+
+    def cell(quantity: str) -> Callable[[str], str]:
+        return lambda role: shown.roles[role][quantity].text
+
+    def sources(role: str) -> list[str]:
+        """A source that several cells of a row share is printed once."""
         by_source: dict[str, list[str]] = {}
-        for quantity, cell in cells.items():
+        for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
-        notes.append([f"{', '.join(quantities)}: {source}" for source, quantities in by_source.items()])
+        return [f"{', '.join(quantities)}: {source}" for source, quantities in by_source.items()]
+
+    columns = (
+        Column("role", lambda role: role.replace("_", " "), align="left"),
+        Column("init", cell("init_variance"), unit="variance", align="left"),
+        Column("lr", cell("lr"), align="left"),
+        Column("eps", cell("eps"), align="left"),
+        Column("weight", cell("weight_decay"), unit="decay", align="left"),
+        Column("forward", cell("forward"), align="left"),
+    )
     shared = [
         (_SHARED.get(name, name.replace("_", " ")), (f"{cell.text}  ({cell.source})",))
         for name, cell in shown.shared.items()
     ]
     yield Facts([(shown.rule, (shown.source,))])
-    yield Columns(RULE_COLUMNS, rows, notes)
+    yield Table.of(columns, shown.roles, sources)
     yield Facts([*shared, ("letters", _LETTERS)])
 
 
@@ -153,9 +126,12 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     init, found = shown.init, shown.init["starts"]
     there = [(module, drop) for module, drop in SHOWN if any(start["module"] == module for start in found)]
     columns = (
-        Column("std", "of", align="left"),
+        Column("std", unit="of", align="left"),
         Column("block", align="left"),
-        *(Column(*module.partition(".")[::2], align="point", drop=drop) for module, drop in there),
+        *(
+            Column(module.partition(".")[0], unit=module.partition(".")[2], align="point", drop=drop)
+            for module, drop in there
+        ),
     )
     rows = [
         (name if n == 0 else "", block, *(_cell(found, module, name, n) for module, _ in there))
@@ -167,7 +143,7 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     formulas = [f"{name} {published['std']}" for name, published in init["published"].items()]
     not_in_recipes = f"only to compare with: {', '.join(name for name in COMPARED if name not in INITS)}"
     yield Facts([("init", (init["why"], usual))])
-    yield Columns(columns, rows)
+    yield Table(columns, rows)
     yield Facts(
         [
             ("nearest", (*nearest, "the mean over all matrices")),

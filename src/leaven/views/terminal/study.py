@@ -26,8 +26,8 @@ from leaven.tuning.document import (
     signed,
 )
 from leaven.views import points
+from leaven.views.tables import LABEL, Cell, Column, joined
 from leaven.views.terminal.live import LiveScreen
-from leaven.views.terminal.tables import LABEL, Cell, Column, joined
 
 EVERY = 10  # trials between printed status lines when there is no terminal
 ROWS, NAMES = 8, 6  # rows in the table of values, names in a sentence

@@ -13,8 +13,8 @@ from leaven.documents.runs import TrainDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views import numbers
+from leaven.views.tables import Column
 from leaven.views.terminal.live import LiveScreen
-from leaven.views.terminal.tables import Column, learning_rate
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
@@ -141,7 +141,7 @@ class TrainScreen(LiveScreen):
         return {
             "tokens": format_quantity(step.tokens),
             "loss": _fixed(step.loss, 3),
-            "lr": learning_rate(step.lr, 3),
+            "lr": numbers.scientific(step.lr, 3),
             "|grad|": _fixed(step.grad_norm, 3),
             "|update|": _fixed(step.update_norm, 4),
             "batch": format_quantity(step.batch_tokens),
@@ -182,7 +182,7 @@ class RunsScreen(LiveScreen):
                             "tokens": format_quantity(step["tokens"]),
                             "loss": "nan" if step["loss"] is None else _fixed(step["loss"], 3),
                             "validation": "nan" if event["loss"] is None else f"{event['loss']:.4f}",
-                            "lr": learning_rate(step["lr"], 3),
+                            "lr": numbers.scientific(step["lr"], 3),
                             "batch": format_quantity(step["batch_tokens"]),
                             "tok/s": format_quantity(step["tokens_per_second"]),
                         }

@@ -1,18 +1,17 @@
-"""Tables and labelled facts that fit the width of the terminal.
+"""Tables, which the terminal and the pages both draw, and labelled facts, which fit the width of the terminal.
 
-A row is one line. Names and numbers are never cut; free text is cut with an ellipsis, and the least important columns
-are dropped first.
+In the terminal a row is one line. Names and numbers are never cut; free text is cut with an ellipsis, and the least
+important columns are dropped first.
 """
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
-
-from leaven.recipe.units import format_quantity
 
 LEAST = 30  # a column of free text is dropped rather than cut to fewer characters
 LABEL = 11  # width of the labels, in characters
@@ -26,6 +25,7 @@ class Column:
     """A column of a table."""
 
     header: str
+    cell: Callable[[Any], Cell] = str  # the text of an item, for `Table.of`
     unit: str = ""  # printed below the header
     align: Literal["left", "right", "point"] = "right"  # point: decimal points one below the other
     drop: int = 0  # if there is no room, columns with the highest number are dropped first; 0 is never dropped
@@ -33,52 +33,71 @@ class Column:
     width: int = 0  # in characters, for `RowByRow`
 
 
-class Columns:
+@dataclass(frozen=True)
+class Table:
     """A table with one line per row; ``notes`` are printed in full below their rows.
 
-    A table that is too wide drops columns, then narrows its gaps, then moves columns with one value in all rows to a
-    line below the table.
+    In the terminal, a table that is too wide drops columns, then narrows its gaps, then moves columns with one value
+    in all rows to a line below the table.
     """
 
-    def __init__(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], notes: Sequence[Sequence[str]] = ()
-    ) -> None:
-        self._columns = columns
-        by_column = [[row[i] for row in rows] for i in range(len(columns))]
-        self._cells = [
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[Sequence[str]] = ()  # by row
+
+    @classmethod
+    def of(
+        cls,
+        columns: Sequence[Column],
+        items: Iterable[Any],
+        notes: Callable[[Any], Sequence[str]] | None = None,
+    ) -> "Table":
+        """Return a table with a row for each item."""
+        items = list(items)
+        rows = [[column.cell(item) for column in columns] for item in items]
+        return cls(columns, rows, [notes(item) for item in items] if notes else ())
+
+    @cached_property
+    def _cells(self) -> list[Sequence[Cell]]:
+        """The cells by column, numbers aligned at their decimal points."""
+        by_column = [[row[i] for row in self.rows] for i in range(len(self.columns))]
+        return [
             at_point([str(cell) for cell in cells]) if column.align == "point" else cells
-            for column, cells in zip(columns, by_column, strict=True)
+            for column, cells in zip(self.columns, by_column, strict=True)
         ]
-        self._notes = notes
-        self._natural = [
+
+    @cached_property
+    def _natural(self) -> list[int]:
+        """The width of each column's longest cell."""
+        return [
             max(map(len, (column.header, column.unit, *cells)))
-            for column, cells in zip(columns, self._cells, strict=True)
+            for column, cells in zip(self.columns, self._cells, strict=True)
         ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         kept, gap, same = self._fit(options.max_width)
         widths = self._widths(kept, gap, options.max_width)
         for part in ("header", "unit"):
-            titles = [getattr(column, part) for column in self._columns]
+            titles = [getattr(column, part) for column in self.columns]
             if any(titles[i] for i in kept):
                 yield self._line(titles, widths, gap, "dim")
-        for r in range(len(self._cells[0])):
+        for r in range(len(self.rows)):
             yield self._line([cells[r] for cells in self._cells], widths, gap)
-            if self._notes:
-                for line in joined(self._notes[r], options.max_width - 4):
+            if self.notes:
+                for line in joined(self.notes[r], options.max_width - 4):
                     yield Text(" " * 4 + line.plain, style="dim")
         if same:
-            values = ", ".join(f"{self._columns[i].header} {str(self._cells[i][0]).strip()}" for i in same)
+            values = ", ".join(f"{self.columns[i].header} {str(self._cells[i][0]).strip()}" for i in same)
             yield Text(f"all rows: {values}")
 
     def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
         """The columns of the table, the gap between them, and the columns printed below the table."""
-        kept = list(range(len(self._columns)))
-        while self._least(kept, 2) > width and any(self._columns[i].drop for i in kept):
-            kept.remove(max(kept, key=lambda i: self._columns[i].drop))
+        kept = list(range(len(self.columns)))
+        while self._least(kept, 2) > width and any(self.columns[i].drop for i in kept):
+            kept.remove(max(kept, key=lambda i: self.columns[i].drop))
         gap = 2 if self._least(kept, 2) <= width else 1
         same: list[int] = []
-        alike = [i for i in kept if self._columns[i].align == "point" and len(set(self._cells[i])) == 1]
+        alike = [i for i in kept if self.columns[i].align == "point" and len(set(self._cells[i])) == 1]
         while self._least(kept, gap) > width and alike:
             same.append(alike.pop(0))
             kept.remove(same[-1])
@@ -88,22 +107,22 @@ class Columns:
         return sum(map(self._narrowest, kept)) + gap * (len(kept) - 1)
 
     def _narrowest(self, i: int) -> int:
-        column, natural = self._columns[i], self._natural[i]
+        column, natural = self.columns[i], self._natural[i]
         if not column.free:
             return natural
         return max(len(column.header), min(natural, LEAST) if column.drop else 0)
 
     def _widths(self, kept: list[int], gap: int, width: int) -> dict[int, int]:
         widths = {i: self._natural[i] for i in kept}
-        free = sorted((i for i in kept if self._columns[i].free), key=lambda i: widths[i])
+        free = sorted((i for i in kept if self.columns[i].free), key=lambda i: widths[i])
         left = width - gap * (len(kept) - 1) - sum(widths[i] for i in kept if i not in free)
         for n, i in enumerate(free):
-            widths[i] = max(len(self._columns[i].header), min(widths[i], left // (len(free) - n)))
+            widths[i] = max(len(self.columns[i].header), min(widths[i], left // (len(free) - n)))
             left -= widths[i]
         return widths
 
     def _line(self, cells: Sequence[Cell], widths: dict[int, int], gap: int, style: str = "") -> Text:
-        aligned = [_aligned(cells[i], width, self._columns[i].align == "left") for i, width in widths.items()]
+        aligned = [_aligned(cells[i], width, self.columns[i].align == "left") for i, width in widths.items()]
         line = Text(" " * gap).join(aligned)
         line.rstrip()
         line.style = style
@@ -189,23 +208,11 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[str]) -> list[str]:
-    """Align numbers at their decimal points: ``0.004``, ``2.83e-4`` and ``1e-8``."""
-    split = [next((n for n, sign in enumerate(cell) if sign in ".e"), len(cell)) for cell in cells]
+    """Align numbers at their decimal points: ``0.004``, ``2.83e-4`` and ``1e-8``; ``16*`` has a mark behind it."""
+    split = [next((n for n, sign in enumerate(cell) if sign in ".e*"), len(cell)) for cell in cells]
     before = max(split, default=0)
     after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)
     return [" " * (before - n) + cell + " " * (after - len(cell) + n) for cell, n in zip(cells, split, strict=True)]
-
-
-def learning_rate(lr: float | None, digits: int = 2) -> str:
-    """A learning rate in scientific notation: ``3.5e-4``."""
-    if lr is None:
-        return "-"
-    mantissa, _, exponent = f"{lr:.{digits - 1}e}".partition("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def count(value: float | None) -> str:
-    return "-" if value is None else format_quantity(value)
 
 
 def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:

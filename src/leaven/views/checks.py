@@ -1,0 +1,124 @@
+"""The tables and the conclusion of a check, which the terminal and the page both draw."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from leaven.documents.checks import CheckDocument, VerdictRow
+from leaven.views import numbers
+from leaven.views.tables import Cell, Column, Table
+
+SLOPES = ("coordinates", "gradients")
+SWEEPS = ("transfer", "duration", "batch", "decay", "init")
+STYLES = {True: "green", False: "red", None: "dim"}  # by ``passed``
+_INTERVALS = {"shift": ("low", "high"), "regret": ("regret, low", "regret, high")}
+"""The ends of a part's interval, which are printed in its own column."""
+_MEASURED = (
+    Column("", lambda row: row.name, align="left"),
+    Column("measured", lambda row: numbers.NONE if row.value is None else f"{row.value:.3f}"),
+    Column("95% interval", lambda row: numbers.NONE if row.low is None else f"{row.low:.3f} to {row.high:.3f}"),
+    Column("by the rule", lambda row: "" if row.expected is None else f"{row.expected:.3f}"),
+)
+
+
+@dataclass(frozen=True)
+class CheckTable:
+    """The rows of one axis, of a whole sweep, or of what was measured without being judged."""
+
+    name: str
+    title: str
+    table: Table  # the verdict is the last column
+    notes: Sequence[str]  # by row: why it failed, or what may be wrong
+
+
+def check_tables(check: CheckDocument) -> list[CheckTable]:
+    """Return the tables of a check, the judged ones first."""
+    sweep = check.check in SWEEPS
+    by_axis: dict[str, list[VerdictRow]] = {}
+    for row in check.rows:
+        by_axis.setdefault("best value" if sweep else row.axis, []).append(row)
+    tables = []
+    for axis, rows in by_axis.items():
+        columns = [
+            Column("scales", lambda row: row.axis, align="left")
+            if sweep
+            else Column("module", lambda row: row.module, align="left"),
+            *(Column(header, _part(check, part)) for part, header in _headers(check, rows).items()),
+            Column("verdict", _verdict, align="left"),
+        ]
+        notes = [row.note for row in rows]
+        tables.append(CheckTable(axis, _title(check, axis, rows), Table.of(columns, rows), notes))
+    if check.measured:
+        notes = [row.note for row in check.measured]
+        tables.append(CheckTable("measured", "measured, not judged", Table.of(_MEASURED, check.measured), notes))
+    return tables
+
+
+def conclusion(check: CheckDocument) -> str:
+    """Return the verdict in one line."""
+    failed = [row for row in check.rows if row.passed is False]
+    judged = [row for row in check.rows if row.passed is not None]
+    if not judged:
+        return "FAILED: nothing could be judged"
+    if not failed:
+        return f"passed: {len(judged)} of {len(judged)} lines"
+    if all(row.undecided for row in failed):
+        undecided = f"UNDECIDED: {len(failed)} of {len(judged)} lines, {failed[0].axis} first; this is not a pass"
+        return f"{undecided}. {check.advice}" if check.advice else undecided
+    rule = check.settings.get("rule")
+    advice = f'. The rule in the recipe is "{rule}"' if rule else ""
+    if rule not in {None, "complete-d-p"}:
+        advice += "; try --set scaling.rule=complete-d-p"
+    worst = check.fault
+    if check.check in SWEEPS:
+        worst = max(failed, key=lambda row: row.beyond or 0.0).axis
+    return f"FAILED: {len(failed)} of {len(judged)} lines, {worst} most{advice}"
+
+
+def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
+    """Return the headers of the number columns by part, in order."""
+    known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
+    ends = set()
+    if check.check in SWEEPS:
+        known = {"regret": "regret, nats", "noise": "noise of seeds"}
+        ends = {end for pair in _INTERVALS.values() for end in pair}
+    return {part: known.get(part, part) for row in rows for part in row.parts if part not in ends}
+
+
+def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
+    settings = check.settings
+    if axis == "bookkeeping":
+        return (
+            "exponents that must be 0, computed from the optimizer's settings without training: the worst over "
+            "width, depth, both, batch and tokens (lr: its exponent in batch or tokens)"
+        )
+    steps = f"{settings['steps']} steps, " if "steps" in settings else ""
+    against = f" against {axis}" if check.check in SLOPES else ""
+    limits = sorted({row.limit for row in rows if row.limit is not None})
+    limit = " or ".join(f"{value:.2g}" for value in limits)
+    return f"{check.quantity}{against} (limit {limit}; {steps}{settings['seeds']} seeds)"
+
+
+def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
+    """Return the text of one number of a row, with its interval if it has one."""
+    slopes = check.check in SLOPES
+
+    def cell(row: VerdictRow) -> str:
+        value = row.parts.get(part)
+        if value is None:
+            return numbers.NONE
+        shown = f"{value:.2f}" if slopes else numbers.value(value)
+        low, high = (row.parts.get(end) for end in _INTERVALS.get(part, ("", "")))
+        if slopes or low is None or high is None:
+            return shown
+        ends = (numbers.value(round(end, 4)) for end in (low, high))
+        return f"{shown} ({' to '.join(ends)})"
+
+    return cell
+
+
+def _verdict(row: VerdictRow) -> Cell:
+    if row.passed is None:
+        return Text("not judged", STYLES[None])
+    return Text("passed" if row.passed else "undecided" if row.undecided else "FAILED", STYLES[row.passed])
