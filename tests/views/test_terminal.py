@@ -305,7 +305,7 @@ def after(count: int) -> StudyDocument:
 def test_a_trial_is_a_line_however_much_it_changes(seen: StringIO) -> None:
     with TuneScreen(after(0), 6, 2) as screen:
         for number in range(6):
-            screen.asked(number, f"thread {number % 2}")
+            screen.started(number, f"thread {number % 2}")
             screen.ended(after(number + 1))
     title, head, *rows = seen.getvalue().splitlines()
     assert title == "study wheat · trust-region, 9 dimensions · noise not measured yet"
@@ -327,7 +327,7 @@ def test_a_trial_is_a_line_however_much_it_changes(seen: StringIO) -> None:
 
 def test_trials_of_other_commands_are_seen_too_and_none_twice(seen: StringIO) -> None:
     with TuneScreen(after(1), 6, 1) as screen:
-        screen.asked(2, "mine")
+        screen.started(2, "mine")
         screen.ended(after(4))  # 1 and 3 are of another command
         screen.ended(after(5))
     rows = seen.getvalue().splitlines()
@@ -339,7 +339,7 @@ def test_trials_of_other_commands_are_seen_too_and_none_twice(seen: StringIO) ->
 def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(seen: StringIO) -> None:
     at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
     screen = TuneScreen(after(0), 8, 2)
-    screen.asked(6, "a")
+    screen.started(6, "a")
     screen.ended(after(6).model_copy(update={"trials": (*TRIALS, at_work), "radius": 0.42}))
     lines = printed(screen._status(), 80)
     assert all(len(line) <= 80 for line in lines)
