@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import studied
 from rich.console import Console, RenderableType
 from rich.text import Text
 from written import proxy, target
@@ -376,9 +377,10 @@ def test_changes_are_whole_as_long_as_one_fits() -> None:
     assert changes(searched, moved, moved, 20) == changes(searched, {}, {}, 20) == ""
 
 
-def test_an_answer_is_folded_below_its_labels_and_a_pipe_gets_a_line_each() -> None:
-    said = ["best       3.8601 nats per token, 95% interval 3.7096 to 4.0107, -0.3673 against the start"]
-    lines = [line for part in answer_lines(said, Path("runs/study"), True, 60) for line in part.splitlines()]
+def test_an_answer_is_wrapped_below_its_labels_and_a_pipe_gets_a_line_each() -> None:
+    state = studied.study()
+    lines = [line for part in answer_lines(state, Path("runs/study"), 60) for line in part.splitlines()]
     assert all(len(line) <= 60 for line in lines)
-    assert {line[:11].strip() for line in lines} == {"best", "", "recipe"}
-    assert next(iter(answer_lines(said, Path("runs/study"), False, None))) == said[0]
+    assert {"best", "noise", "mattered", "fewest", "stopped", "recipe"} <= {line[:11].strip() for line in lines}
+    whole = list(answer_lines(state, Path("runs/study"), None))
+    assert whole[0].startswith(f"best       {state.best.loss:.4f} nats per token, ")
