@@ -61,8 +61,8 @@ def test_a_batch_is_its_samples_however_it_is_split(weights: list[int], first: i
     assert np.array_equal(whole, np.concatenate(parts))
     for n, row in enumerate(whole, start=first):
         source, number = (int(found[0]) for found in place(np.array([n]), mixture.proportions))
-        assert np.array_equal(row, streams[source].sample(number))
-        assert np.array_equal(row, mixture.sample(n))
+        assert np.array_equal(row, streams[source].batch(number, 1)[0])
+        assert np.array_equal(row, mixture.batch(n, 1)[0])
 
 
 def test_the_longest_period_is_exact() -> None:

@@ -85,7 +85,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
     assert permutation(10).tolist() == [9, 6, 4, 8, 0, 1, 5, 3, 2, 7]
     stream = Stream(np.arange(7_001, dtype=np.uint16), 7, seed=1234)
     numbers = (0, 1, 999, 1_000, 10**12, 10**18)
-    assert [int(stream.sample(n)[0]) // 7 for n in numbers] == [252, 233, 970, 255, 522, 413]
+    assert [int(stream.batch(n, 1)[0][0]) // 7 for n in numbers] == [252, 233, 970, 255, 522, 413]
 
 
 @given(st.integers(1, 9), st.integers(10, 200), st.integers(0, 5))
@@ -110,7 +110,7 @@ def test_a_batch_is_its_samples_however_it_is_split(first: int, counts: list[int
     assert whole.dtype == np.int64
     assert whole.shape == (sum(counts), 5)
     assert np.array_equal(whole, np.concatenate(parts))
-    assert np.array_equal(whole, np.stack([stream.sample(first + n) for n in range(sum(counts))]))
+    assert np.array_equal(whole, np.stack([stream.batch(first + n, 1)[0] for n in range(sum(counts))]))
 
 
 def test_validation_windows_are_spread_evenly_and_in_order() -> None:
@@ -137,4 +137,4 @@ def test_too_few_tokens_are_refused(length: int, advice: str) -> None:
 def test_one_window_is_enough() -> None:
     stream = Stream(np.arange(9), 8, seed=0)
     assert stream.samples_per_epoch == 1
-    assert stream.sample(10**12).tolist() == list(range(9))
+    assert stream.batch(10**12, 1)[0].tolist() == list(range(9))

@@ -21,7 +21,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.allocation_tracker import AllocationTracker
 from leaven.verification.dry_run import NoText, StepMemory, dry_run, two_steps
-from leaven.verification.memory import LIMITS, compare, ranks_to_check, rehearsal, tensors, with_layout
+from leaven.verification.memory import LIMITS, arrangement, compare, ranks_to_check, rehearsal, tensors, with_layout
 
 SMALL: dict[str, Any] = {
     "model.vocab_size": 1024,
@@ -61,7 +61,7 @@ def rehearsed(recipe: Recipe) -> StepMemory:
     ],
 )
 def test_a_dry_run_finds_what_real_processes_take(layout: str, ranks: Pool, tiny: Recipe) -> None:
-    recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 2}), layout)).recipe
+    recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 2}), layout))
     count = recipe.layout.ranks
     for real, dry in zip(ranks(count, taken, recipe), fresh(count, rehearsed, recipe), strict=True):
         assert dry.stays.total() == pytest.approx(real.stays.total(), rel=LIMITS["between steps"])
@@ -80,13 +80,13 @@ def fresh(count: int, function: Callable[..., StepMemory], *arguments: Any) -> l
 
 def judged(recipe: Recipe) -> list[MemoryCheckRow]:
     """The rows of the first, second and last stage, each in a process that is that rank."""
-    subject = rehearsal(recipe)
-    layout = subject.how.layout
+    short = rehearsal(recipe)
+    layout = short.layout
     rows = []
     for stage in sorted({0, min(1, layout.pp - 1), layout.pp - 1}):
         rank = stage * layout.ranks // layout.pp
-        (found,) = fresh(1, dry_run, subject.recipe, rank)
-        rows += compare(rank, stage, stage_memory(recipe.model, subject.how, stage, tensors(recipe)), found)
+        (found,) = fresh(1, dry_run, short, rank)
+        rows += compare(rank, stage, stage_memory(recipe.model, arrangement(short), stage, tensors(recipe)), found)
     return [row for row in rows if row.passed is not None]
 
 

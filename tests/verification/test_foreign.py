@@ -158,6 +158,10 @@ def theirs(name: str, tokens: int = 4096) -> ForeignFamily:
     return foreign(f"their_model:{name}", SCALE, source=MADE_UP, batch_tokens=128, tokens=tokens)
 
 
+def trained(family: ForeignFamily, setting: RunSetting) -> Outcome:
+    return family.trial(setting).run()
+
+
 def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
     """The validation loss of ``plain`` at width 16, with what a check promises written out."""
     text = synthetic(64, 64, 2)
@@ -184,21 +188,21 @@ def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
 
 def test_a_run_equals_a_hand_written_loop(here: Path) -> None:
     plain = theirs("plain")
-    first = plain.train(RunSetting(SCALE, 1.0, 3))
+    first = trained(plain, RunSetting(SCALE, 1.0, 3))
     assert (first.loss, first.diverged, first.tokens) == (pytest.approx(expected_loss(3, 0.01, 2, 4096)), False, 4096)
     # Values of lr are multiples of the factory's; the rule gets the ratio of the batch only if `ruled`.
-    assert plain.train(RunSetting(SCALE, 2.0, 3)).loss == theirs("eager").train(RunSetting(SCALE, 1.0, 3)).loss
+    assert trained(plain, RunSetting(SCALE, 2.0, 3)).loss == trained(theirs("eager"), RunSetting(SCALE, 1.0, 3)).loss
     ruled, blind = (
-        plain.train(RunSetting(replace(SCALE, batch=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
+        trained(plain, RunSetting(replace(SCALE, batch=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
     )
     assert ruled == pytest.approx(expected_loss(3, 0.02, 8, 4096))
     assert blind == pytest.approx(expected_loss(3, 0.01, 8, 4096))
     longer, as_long = (
-        plain.train(RunSetting(replace(SCALE, tokens=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
+        trained(plain, RunSetting(replace(SCALE, tokens=4.0), 1.0, 3, ruled=ruled)).loss for ruled in (True, False)
     )
     assert longer == pytest.approx(expected_loss(3, 0.005, 2, 16384))
     assert as_long == pytest.approx(expected_loss(3, 0.01, 2, 16384))
-    gone = theirs("wild").train(RunSetting(SCALE, 1.0, 0))
+    gone = trained(theirs("wild"), RunSetting(SCALE, 1.0, 0))
     assert gone.loss == pytest.approx(math.log(64) + 1)
     assert gone.tokens < 4096
 
@@ -206,12 +210,12 @@ def test_a_run_equals_a_hand_written_loop(here: Path) -> None:
 def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
     family = foreign("their_model:feeding", RunScale(16, 1), tokens=512)
     assert (family.vocab_size, family.source, family.sequences, family.seq_len) == (64, None, 4, 8)
-    batches = family._instance(SCALE, 0)[1]
+    batches = family.instance(SCALE, 0)[1]
     whole = [torch.cat(side) for side in zip(*(batches(2, step) for step in range(3)), strict=True)]
     for first, count in ((0, 4), (4, 4), (0, 12), (1, 2), (3, 6)):
         for cut, side in zip(sequences(batches, 4, 2, first, count), whole, strict=True):
             assert torch.equal(cut, side[first : first + count])
-    half, double = (family.train(RunSetting(replace(SCALE, batch=batch), 1.0, 0)) for batch in (0.5, 2.0))
+    half, double = (trained(family, RunSetting(replace(SCALE, batch=batch), 1.0, 0)) for batch in (0.5, 2.0))
     assert half.loss != double.loss
     assert (half.tokens, double.tokens) == (512, 512)
     with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is not a whole number"):

@@ -6,7 +6,7 @@ from tests.verification.families import PROXY, failed, family
 from leaven.recipe.files import read_recipe
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.gradients import GradientCheck
-from leaven.verification.small_models import SEQ_LEN, VOCABULARY, small_recipe
+from leaven.verification.small_models import SEQ_LEN, TIMES, VOCABULARY, small_recipe
 
 SHAPES = {
     "leaven new 1B": {"d_model": 1792, "n_heads": 14, "n_kv_heads": 14, "d_head": 128, "d_ff": 4736},
@@ -24,21 +24,21 @@ SHAPES = {
 def test_every_recipe_has_four_small_widths(shape: dict[str, int]) -> None:
     recipe = read_recipe(PROXY).replace({f"model.{key}": value for key, value in shape.items()})
     recipe = recipe.replace({"model.vocab_size": 49_152, "model.seq_len": 2048, "batch": {"tokens": 1 << 20}})
-    small = small_recipe(recipe)
-    assert small.widths == (64, 128, 256, 512) or small.widths[0] in range(48, 81)
-    shapes = [small.recipe.model.scaled(width, 2) for width in small.widths]
+    small, changed = small_recipe(recipe)
+    assert small.model.d_model in range(48, 81)
+    shapes = [small.model.scaled(times * small.model.d_model, 2) for times in TIMES]
     assert all(shape.d_head == shapes[0].d_head for shape in shapes)
     assert (shapes[0].vocab_size, shapes[0].seq_len) == (VOCABULARY, SEQ_LEN)
     kept = recipe.model.d_ff / recipe.model.d_model
     assert shapes[0].d_ff / shapes[0].d_model == pytest.approx(kept, rel=0.01)
-    assert "vocab_size 49,152 -> 4,096" in small.changed
+    assert "vocab_size 49,152 -> 4,096" in changed
 
 
 def test_a_recipe_that_is_small_is_checked_as_it_is() -> None:
     recipe = read_recipe(PROXY, ["model.vocab_size=512", "model.seq_len=64"])
-    small = small_recipe(recipe)
-    assert not small.changed
-    assert small.recipe.model == recipe.model.scaled(64, 2)
+    small, changed = small_recipe(recipe)
+    assert not changed
+    assert small.model == recipe.model.scaled(64, 2)
 
 
 @pytest.mark.parametrize("check", [CoordinateCheck, GradientCheck])

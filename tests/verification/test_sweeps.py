@@ -11,7 +11,7 @@ from tests.verification.test_long_checks import SMALL, WIDE, family, pretend
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.recipe.recipe import Recipe
-from leaven.verification.duration import duration, fitted
+from leaven.verification.duration import duration, measured_exponent
 from leaven.verification.sweep import sweep
 
 LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
@@ -43,9 +43,10 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     assert found.expected == -0.5
     assert found.note == "the rule's is OUTSIDE"
     assert not verdict.passed  # 0.6 octaves too low at x4 cost 0.018 nats
-    exponent = fitted(verdict)
-    assert exponent is not None
-    assert exponent.low < 0.2 < exponent.high
+    changes = measured_exponent(verdict, tmp_path)
+    assert changes is not None
+    low, high = changes["scaling.token_exponent_interval"]  # type: ignore[misc]
+    assert low < 0.2 < high
     # Not tuned again, at the base's best lr: 0.3 octaves a doubling too low under the rule, 0.2 too high left alone.
     assert value(verdict, "tokens x4, nothing moved").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
     assert value(verdict, "tokens x4, lr left alone").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
@@ -84,7 +85,7 @@ def test_one_seed_is_undecided(tiny: Recipe, tmp_path: Path) -> None:
     verdict = duration(family(tiny), SMALL, [2], LRS, pretend(tmp_path, losses(tiny, -0.5, 0)), seeds=1)
     assert verdict.rows[0].undecided
     assert verdict.rows[0].note.endswith("--seeds 3")
-    assert fitted(verdict) is None
+    assert measured_exponent(verdict, tmp_path) is None
 
 
 def test_batch_measures_its_exponent(tiny: Recipe, tmp_path: Path) -> None:

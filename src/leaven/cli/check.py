@@ -143,16 +143,16 @@ def memory(
     The steps run the real model, layout and optimizer of any number of ranks on one processor, with tensors that have
     shapes but no data. Memory kept between steps may differ by 2%, the peak by 5%.
     """
-    from leaven.verification.memory import check_memory, ranks_to_check, rehearsal, with_layout
+    from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
     laid_out = load(recipe, overrides)
     if layout is not None:
         laid_out = with_layout(laid_out, layout)
-    rehearsed = rehearsal(laid_out)
-    wanted = ranks_to_check(rehearsed.how.layout, ranks, all_stages)
+    short = rehearsal(laid_out)
+    wanted = ranks_to_check(short.layout, ranks, all_stages)
     with LiveScreen() as screen:
-        screen.line(f"{rehearsed.how} · rank {', '.join(map(str, wanted))} of {rehearsed.how.layout.ranks}")
-        check = check_memory(rehearsed, wanted, screen.counts("ranks"))
+        screen.line(f"{arrangement(short)} · rank {', '.join(map(str, wanted))} of {short.layout.ranks}")
+        check = check_memory(short, wanted, screen.counts("ranks"))
     hand_over(check, memory_screen(check), json_output)
     if not check.passed:
         raise typer.Exit(1)

@@ -108,7 +108,7 @@ def duration(
     json_output: JsonOption = False,
 ) -> None:
     """Check that the best lr changes with the length of a run as the rule says; measure the exponent."""
-    from leaven.verification.duration import duration, fitted
+    from leaven.verification.duration import duration, measured_exponent
 
     if write is not None:
         _require_token_exponent(subject, overrides)
@@ -116,15 +116,15 @@ def duration(
     family, size = _models(subject, overrides, _scale(scale), tokens, batch_tokens, source)
     grid = _grid(family, "lr", lrs)
     document = _train(lambda store: duration(family, size, ratios, grid, store, seeds=seeds), workers, run)
-    measured, following = fitted(document), None
+    measured, following = measured_exponent(document, run), None
     if write is not None and measured is not None:
-        recipe = measured.applied_to(load(Path(subject), overrides), run)
+        recipe = load(Path(subject), overrides).replace(measured)
         write_recipe(recipe, write, template=read_text(Path(subject)))
         following = f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"
     elif write is not None:
         following = f"{write} is not written: no exponent with an interval was measured; see the advice above"
     elif measured is not None and family.rule is not None:
-        option = f"--set scaling.token_exponent={measured.value:.3g}"
+        option = f"--set scaling.token_exponent={measured['scaling.token_exponent']:g}"
         following = f"to use the measured exponent: leaven transfer {subject} {option} --tokens TOKENS -o big.toml"
     finish(document, output, json_output, following)
 
@@ -263,8 +263,9 @@ def _models(
     default_tokens: int | None = None,
 ) -> "tuple[ModelFamily, RunScale]":
     """Return the models of a recipe or factory, and their scale: by default the recipe's own."""
+    from leaven.verification.foreign import foreign
     from leaven.verification.model_instance import RunScale
-    from leaven.verification.subject import factory_models, recipe_models
+    from leaven.verification.subject import recipe_models
 
     read = read_subject(subject, overrides, {"--tokens": tokens, "--batch-tokens": batch_tokens, "--source": source})
     if isinstance(read, Recipe):
@@ -272,7 +273,7 @@ def _models(
     if scale is None:
         raise InputError(f"{subject}: give the size of the model, e.g. --scale 64x4")
     tokens = tokens or default_tokens
-    return factory_models(read, scale, prepare_text, source=source, batch_tokens=batch_tokens, tokens=tokens), scale
+    return foreign(read, scale, prepare_text, source=source, batch_tokens=batch_tokens, tokens=tokens), scale
 
 
 def _recipe_models(

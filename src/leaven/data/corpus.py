@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from leaven.data.hub import SCHEME, open_split
-from leaven.data.readers import SUFFIXES, Fault, File, SourcePart, suffix
+from leaven.data.hub import SCHEME, SourcePart, open_split
+from leaven.data.readers import SUFFIXES, Fault, File, suffix
 from leaven.data.survey import NAMED_FAULTS, Survey, SurveyCache, Tally, encode_key, key_place
 from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
@@ -89,18 +89,6 @@ class Corpus:
         Raises:
             InputError: if the content of a part has changed since the corpus was opened.
         """
-        for key, text in self._texts():
-            if self.n_documents == 1:
-                cut = _cut(text)
-                yield TextDocument(key, text[:cut], validation=False)
-                yield TextDocument(key, text[cut:], validation=True)
-            else:
-                place = key_place(key)
-                under = place < VALIDATION_SHARE * 2**64
-                yield TextDocument(key, text, place == self.lowest or (under and place != self.highest))
-
-    def _texts(self) -> Iterator[tuple[str, str]]:
-        """Yield (key, text) of every document that is not blank."""
         for part, survey in zip(self.parts, self.surveys, strict=True):
             if survey.broken:
                 continue
@@ -111,9 +99,20 @@ class Corpus:
                     why = f"{row.where} {row.why}"
                 elif row[1] and not row[1].isspace():
                     tally.add(*row)
-                    yield part.key + row[0], row[1]
+                    yield from self._split(part.key + row[0], row[1])
             if tally.digest != survey.digest:
                 raise InputError(f"{part.key} has changed while it was read ({why}); run the same command again")
+
+    def _split(self, key: str, text: str) -> Iterator[TextDocument]:
+        if self.n_documents == 1:
+            cut = max(int(len(text) * (1 - VALIDATION_SHARE)), 1)
+            cut = text.rfind("\n", 0, cut) + 1 or cut
+            yield TextDocument(key, text[:cut], validation=False)
+            yield TextDocument(key, text[cut:], validation=True)
+        else:
+            place = key_place(key)
+            under = place < VALIDATION_SHARE * 2**64
+            yield TextDocument(key, text, place == self.lowest or (under and place != self.highest))
 
 
 def open_corpora(
@@ -267,11 +266,6 @@ def _standard_library() -> list[tuple[str, Path]]:
     if not found:
         raise InputError(f"this Python has no library sources below {root}; give a path to text as data.source")
     return sorted(found)
-
-
-def _cut(text: str) -> int:
-    cut = max(int(len(text) * (1 - VALIDATION_SHARE)), 1)
-    return text.rfind("\n", 0, cut) + 1 or cut
 
 
 def _hash(text: str) -> str:

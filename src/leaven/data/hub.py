@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from leaven.data.readers import TextRow, column_rows, missing_column
+from leaven.data.readers import File, TextRow, column_rows, missing_column
 from leaven.recipe.errors import InputError
 
 SCHEME = "hf://"
@@ -19,7 +19,7 @@ SCHEME = "hf://"
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set."""
+    """One split of a data set, with the same interface as a File."""
 
     key: str  # name of the split
     name: str  # for messages
@@ -45,6 +45,10 @@ class HubSplit:
             for column in table.column(0).chunks:
                 yield from column_rows(self.name, column, number)
                 number += len(column)
+
+
+SourcePart = File | HubSplit
+"""A file, or a split of a data set."""
 
 
 def open_split(source: str, text: str) -> HubSplit:

@@ -19,13 +19,8 @@ class Mixture:
     proportions: tuple[Fraction, ...]  # of each stream; they add up to 1
     skip: tuple[tuple[int, int], ...] = ()  # ranges of samples to leave out, as in Stream
 
-    def sample(self, n: int) -> NDArray[np.int64]:
-        """Return sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
-        row: NDArray[np.int64] = self.batch(n, 1)[0]
-        return row
-
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
+        """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids, as in Stream."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ from leaven.recipe.errors import InputError
 
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]
-Done = tuple[int, int, tuple[Encoded, Encoded]]
-"""Work is (shard, batch); Done is (shard, bytes of text, (training, validation))."""
+Done = tuple[int, tuple[Encoded, Encoded]]
+"""Work is (shard, batch), Done is (shard, (training, validation))."""
 
 BYTES_A_PROCESS = 2**24
 """Text for each process. Starting one takes half a second, and encoding this much takes several times as long."""
@@ -39,7 +39,7 @@ def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Wo
     """
     if processes == 1:
         with parallel_tokenizers():
-            yield lambda work: ((shard, _size(batch), encoder.encode(batch)) for shard, batch in work)
+            yield lambda work: ((shard, encoder.encode(batch)) for shard, batch in work)
         return
     others = active_children()
     executor = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
@@ -59,19 +59,16 @@ def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Wo
 
 
 def _in_order(executor: ProcessPoolExecutor, work: Iterator[Work], ahead: int) -> Iterator[Done]:
-    waiting: deque[tuple[int, int, Future[tuple[Encoded, Encoded]]]] = deque()
+    """Encode at most ``ahead`` batches at once, and yield their results in order."""
+    waiting: deque[tuple[int, Future[tuple[Encoded, Encoded]]]] = deque()
     for shard, batch in work:
-        waiting.append((shard, _size(batch), _submit(executor, batch)))
+        with ctrl_c_blocked():  # the executor may start a process
+            waiting.append((shard, executor.submit(_encode, batch)))
         if len(waiting) >= ahead:
-            number, size, future = waiting.popleft()
-            yield number, size, future.result()
-    for number, size, future in waiting:
-        yield number, size, future.result()
-
-
-def _submit(executor: ProcessPoolExecutor, batch: PieceBatch) -> "Future[tuple[Encoded, Encoded]]":
-    with ctrl_c_blocked():  # the executor may start a process
-        return executor.submit(_encode, batch)
+            number, future = waiting.popleft()
+            yield number, future.result()
+    for number, future in waiting:
+        yield number, future.result()
 
 
 @contextmanager
@@ -85,10 +82,6 @@ def ctrl_c_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _size(batch: Sequence[TextPiece]) -> int:
-    return sum(len(piece.text.encode()) for piece in batch)
 
 
 def _start(encoder: Encoder) -> None:

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from leaven.recipe.errors import InputError
 
@@ -25,44 +25,24 @@ TextRow = tuple[str, str] | Fault
 """A document's place in its part ("" or ":LINE") and its text, or a fault."""
 
 
-class SourcePart(Protocol):
-    """A file, or a split of a data set."""
-
-    @property
-    def key(self) -> str:
-        """Its name within the source. The keys of its documents begin with it."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """About how many bytes there are to read."""
-        ...
-
-    def stamp(self) -> list[int | str] | None:
-        """A value that changes when the content changes, or None if there is no such value."""
-        ...
-
-    def rows(self) -> Iterator[TextRow]:
-        """Yield its documents and faults in order; stops after a fault of the whole part."""
-        ...
-
-
 @dataclass(frozen=True)
 class File:
-    """A file of text. ``text`` is the key or column that holds it, where the format has such."""
+    """A file of text."""
 
-    key: str
+    key: str  # its path below the source; the keys of its documents begin with it
     path: Path
-    text: str = "text"
+    text: str = "text"  # the key or column that holds the text, where the format has such
 
     @property
     def size(self) -> int:
+        """The number of bytes to read."""
         try:
             return self.path.stat().st_size
         except OSError:
             return 0
 
     def stamp(self) -> list[int | str] | None:
+        """Return a value that changes when the content changes, or None if the file is missing."""
         try:
             found = self.path.stat()
         except OSError:
@@ -71,6 +51,7 @@ class File:
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
     def rows(self) -> Iterator[TextRow]:
+        """Yield documents and faults in order; ends after a fault of the whole file."""
         try:
             yield from READERS[suffix(self.path)](self.path, self.text)
         except (OSError, EOFError, zlib.error) as error:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter
 from leaven.data.pool import PieceBatch, encoding, processes_for
-from leaven.data.tokenizer import Encoded, Encoder, TextPiece, pieces
+from leaven.data.tokenizer import Encoded, Encoder, pieces
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
@@ -162,10 +162,10 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
                     split: _ShardWriter(files.enter_context(storage.replacing(_file(folder, split, shard))))
                     for split in SPLITS
                 }
-                for _, size, sides in done:
+                for _, sides in done:
                     for split, encoded in zip(SPLITS, sides, strict=True):
                         written[split].write(encoded)
-                    meter.advance(size)
+                    meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = {split: written[split].record() for split in SPLITS}
             line = {"shard": shard} | {split: asdict(records[shard][split]) for split in SPLITS}
             storage.append_json(folder / "shards.jsonl", line, sync=True)
@@ -227,9 +227,9 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
-        for text, last in pieces(document.text):
-            batch.append(TextPiece(document.validation, text, last))
-            characters += len(text)
+        for piece in pieces(document):
+            batch.append(piece)
+            characters += len(piece.text)
             if characters >= BATCH_CHARACTERS:
                 yield batch
                 batch, characters = [], 0

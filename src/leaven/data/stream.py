@@ -55,13 +55,11 @@ class Stream:
     def samples_per_epoch(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
 
-    def sample(self, n: int) -> NDArray[np.int64]:
-        """Return sample n, ``seq_len + 1`` token ids: inputs are all but the last, targets all but the first."""
-        row: NDArray[np.int64] = self.batch(n, 1)[0]
-        return row
-
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Samples ``first`` to ``first + count - 1``, [count, seq_len + 1]."""
+        """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids.
+
+        Inputs are all but the last token of a row, targets all but the first.
+        """
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -118,7 +116,7 @@ def _feistel(places: NDArray[np.uint64], keys: NDArray[np.uint64], a: np.uint64,
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output function of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """Return SplitMix64's output for each state (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -8,7 +8,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from leaven.data.readers import Fault, SourcePart
+from leaven.data.hub import SourcePart
+from leaven.data.readers import Fault
 from leaven.storage import write
 
 FORMAT = 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.data.corpus import Corpus, Meter, OnProgress
+from leaven.data.corpus import Corpus, Meter, OnProgress, TextDocument
 from leaven.data.hub import SCHEME, fetch_tokenizer
 from leaven.recipe.errors import InputError
 
@@ -153,26 +153,26 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
         for document in corpus.documents():
             if document.validation:
                 continue
-            for piece, _ in pieces(document.text):
+            for piece in pieces(document):
                 if number % stride == 0:
-                    yield piece
+                    yield piece.text
                 number += 1
-                done += len(piece.encode())
+                done += len(piece.text.encode())
                 meter.at(done)
         meter.advance(corpus.n_bytes)
 
 
-def pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield a text in pieces, split at line ends if possible, each with whether it is the last.
+def pieces(document: TextDocument) -> Iterator[TextPiece]:
+    """Yield a document in pieces, split at line ends if possible.
 
     A long text in one piece would keep one core busy, and encoding needs a hundred bytes of memory for each token.
     """
-    start = 0
+    text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
         stop = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
-        yield text[start:stop], False
+        yield TextPiece(document.validation, text[start:stop], last=False)
         start = stop
-    yield text[start:], True
+    yield TextPiece(document.validation, text[start:], last=True)
 
 
 @contextmanager

@@ -101,28 +101,24 @@ def _within(tracker: AllocationTracker, part: str, loss: LossFunction) -> LossFu
 
 @dataclass(frozen=True)
 class NoText:
-    """A stand-in for a corpus: all tokens are 0, since their values have no effect on memory."""
+    """A stand-in for a corpus and its stream: all tokens are 0, since their values have no effect on memory."""
 
     vocab_size: int
+    seq_len: int = 0  # of the stream
     fingerprint: str = ""
     end_of_text: int = 0
 
     def epochs(self, tokens: int) -> dict[str, float]:
         return {}
 
-    def stream(self, seq_len: int, seed: int) -> "_Blanks":
-        return _Blanks(seq_len)
-
-    def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        return _Blanks(seq_len).batch(0, 1)
-
-
-@dataclass(frozen=True)
-class _Blanks:
-    seq_len: int
+    def stream(self, seq_len: int, seed: int) -> "NoText":
+        return replace(self, seq_len=seq_len)
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         return np.zeros((count, self.seq_len + 1), dtype=np.int64)
+
+    def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
+        return self.stream(seq_len, 0).batch(0, 1)
 
 
 @contextmanager

@@ -14,14 +14,13 @@ only the number of steps counts, 0.585 at the critical batch. The sweep measures
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.optimum import Array, Estimate, LossGrid, estimate
 from leaven.verification.runs import RunStore
@@ -32,26 +31,6 @@ CRITICAL = math.log2(1.5)
 """What twice the critical batch costs, in octaves of tokens."""
 
 EXPONENT = "exponent of the best lr over tokens"
-
-
-@dataclass(frozen=True)
-class TokenExponent:
-    """A measured ``scaling.token_exponent`` with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def applied_to(self, recipe: Recipe, run: Path) -> Recipe:
-        """The recipe with this exponent; ``run`` is the folder of the check, as the reason."""
-        interval = f"{self.low:.2g} to {self.high:.2g}"
-        return recipe.replace(
-            {
-                "scaling.token_exponent": float(f"{self.value:.3g}"),
-                "scaling.token_exponent_interval": (float(f"{self.low:.3g}"), float(f"{self.high:.3g}")),
-                "why.scaling.token_exponent": f"measured by leaven check duration in {run}, 95% interval {interval}",
-            }
-        )
 
 
 def duration(
@@ -77,13 +56,23 @@ def duration(
     return document.model_copy(update={"measured": measured})
 
 
-def fitted(document: CheckDocument) -> TokenExponent | None:
-    """Return the exponent that a check measured; None without an interval or with an optimum at a grid edge."""
+def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
+    """Return the changes of a recipe that use the exponent which a check in the folder ``run`` measured.
+
+    None without an interval, or with an optimum at the edge of a grid.
+    """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
     if found is None or edge or found.value is None or found.low is None or found.high is None:
         return None
-    return TokenExponent(min(max(-found.value, 0.0), 1.0), -found.high, -found.low)
+    low, high = -found.high, -found.low
+    return {
+        "scaling.token_exponent": float(f"{min(max(-found.value, 0.0), 1.0):.3g}"),
+        "scaling.token_exponent_interval": (float(f"{low:.3g}"), float(f"{high:.3g}")),
+        "why.scaling.token_exponent": (
+            f"measured by leaven check duration in {run}, 95% interval {low:.2g} to {high:.2g}"
+        ),
+    }
 
 
 def _regime(

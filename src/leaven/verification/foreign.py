@@ -5,18 +5,9 @@
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimiser
 
-The parameters ``seed`` and ``ratios`` are optional. torch's random state is seeded before each call; ``seed`` is for
-code with a random state of its own (``parametrize(..., initialise=True, seed=seed)``). ``ratios`` has the batch and
-tokens relative to the factory's own; the checks of batch and duration need it.
-
-The factory may return a third value, a pure function ``batch(seed, step) -> (inputs, targets)``. The sequences of a
-seed form one stream, which is cut into batches of another size where a check needs that; the seed
-:data:`leaven.verification.batches.HELD_OUT` is for the validation loss. Without this function the model is trained on
-text, with a tokenizer of the size of the model's first embedding.
-
-A training run has a warm-up over an eighth of the tokens, then a cosine to a tenth, of each group's lr. Its result is
-the mean loss on held-out text; it has diverged if that is worse than a uniform guess. Gradients are not clipped,
-since no rule scales the clip.
+``seed``, ``ratios`` and a third returned value, ``batch(seed, step) -> (inputs, targets)``, are optional.
+docs/checks.md describes them, and how a model is trained. The result of a training run is the mean loss on held-out
+text; it has diverged if that is worse than a uniform guess.
 """
 
 import importlib
@@ -34,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from leaven.data.tokens import prepare
+from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
@@ -61,6 +52,10 @@ SEQ_LEN = 64
 BATCH_TOKENS = 512
 TOKENS = 131_072
 VALIDATION_TOKENS = 32_768
+
+
+Prepare = Callable[[Data, int], TokenSet]
+"""Tokenises data for a vocabulary of a size, as :func:`leaven.data.tokens.prepare`."""
 
 
 def text_of(source: str) -> Data:
@@ -104,7 +99,7 @@ class ForeignFamily:
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        return self._instance(scale, seed)[0]
+        return self.instance(scale, seed)[0]
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return a training run. Its key has a hash of the initial model, so a changed factory has new runs."""
@@ -114,7 +109,7 @@ class ForeignFamily:
                 f"{self.name}: a batch x {scale.batch:g} of {self.sequences} sequences is not a whole number; "
                 "choose other batch ratios or a larger batch"
             )
-        at = scale if setting.ruled else RunScale(scale.width, scale.depth)
+        at = setting.ruled_scale
         if at not in self._states:
             self._states[at] = self._state(at)
         # Keys must not change between versions, so this text stays as it was when RunSetting had other fields.
@@ -126,45 +121,14 @@ class ForeignFamily:
         # A copy without the cached text, since it is sent to another process.
         return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
 
-    def train(self, setting: RunSetting) -> Outcome:
-        """Train an instance from the start and return its validation loss."""
-        began = time.perf_counter()
-        scale = setting.scale
-        at = scale if setting.ruled else RunScale(scale.width, scale.depth)
-        instance, batches = self._instance(at, setting.seed)
-        count = round(scale.batch * self.sequences)
-        tokens = round(self.tokens * scale.tokens)
-        schedule, limit = Schedule(warmup_tokens=tokens // 8), divergence_limit(self.vocab_size)
-        instance.scale_lr(setting.value)
-        monitor = DivergenceMonitor(self.vocab_size, tokens)
-        training = PlainTraining(
-            instance.optimizer,
-            lambda done: instance.loss_of(
-                sequences(batches, self.sequences, setting.seed, done // self.seq_len, count)
-            ),
-            count * self.seq_len,
-            tokens,
-            lambda done: schedule.multiplier(done, tokens),
-        )
-        try:
-            Loop(training, [monitor]).run()
-            final = self._validation_loss(instance, batches)
-        except Diverged:
-            final = limit
-        return Outcome(
-            loss=min(final, limit) if math.isfinite(final) else limit,
-            tokens=training.tokens,
-            seconds=time.perf_counter() - began,
-            curve=monitor.curve,
-        )
-
     @torch.no_grad()
-    def _validation_loss(self, instance: ModelInstance, batches: Batches) -> float:
+    def validation_loss(self, instance: ModelInstance, batches: Batches) -> float:
+        """Return the mean loss on held-out text."""
         instance.model.eval()
         count = max(VALIDATION_TOKENS // (self.sequences * self.seq_len), 1)
         return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
 
-    def _instance(self, scale: RunScale, seed: int) -> tuple[ModelInstance, Batches]:
+    def instance(self, scale: RunScale, seed: int) -> tuple[ModelInstance, Batches]:
         """Return an instance, and the batches of all seeds."""
         model, optimizer, own = _made(self.name, scale, seed)
         batches = own or self._text
@@ -209,12 +173,41 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        return self.family.train(self.setting)
+        """Train an instance from the start and return its validation loss."""
+        family, setting, scale = self.family, self.setting, self.setting.scale
+        began = time.perf_counter()
+        instance, batches = family.instance(setting.ruled_scale, setting.seed)
+        count = round(scale.batch * family.sequences)
+        tokens = round(family.tokens * scale.tokens)
+        schedule, limit = Schedule(warmup_tokens=tokens // 8), divergence_limit(family.vocab_size)
+        instance.scale_lr(setting.value)
+        monitor = DivergenceMonitor(family.vocab_size, tokens)
+        training = PlainTraining(
+            instance.optimizer,
+            lambda done: instance.loss_of(
+                sequences(batches, family.sequences, setting.seed, done // family.seq_len, count)
+            ),
+            count * family.seq_len,
+            tokens,
+            lambda done: schedule.multiplier(done, tokens),
+        )
+        try:
+            Loop(training, [monitor]).run()
+            final = family.validation_loss(instance, batches)
+        except Diverged:
+            final = limit
+        return Outcome(
+            loss=min(final, limit) if math.isfinite(final) else limit,
+            tokens=training.tokens,
+            seconds=time.perf_counter() - began,
+            curve=monitor.curve,
+        )
 
 
 def foreign(
     entry: str,
     scale: RunScale,
+    prepare: Prepare = prepare,
     *,
     source: str | None = None,
     batch_tokens: int | None = None,
@@ -223,7 +216,7 @@ def foreign(
     """Return the family of ``module:factory``, imported from the working directory as ``python -m`` does.
 
     Builds one model of a scale to find its vocabulary. It is trained on the text of ``source``
-    (``data.source`` of a recipe, or :data:`MADE_UP`) unless the factory returns batches.
+    (``data.source`` of a recipe, or :data:`MADE_UP`) unless the factory returns batches; ``prepare`` tokenises it.
 
     Raises:
         InputError: if there is no such module or function, its result has another form, or the text does not fit it.
@@ -248,6 +241,8 @@ def foreign(
             f"{entry}: a vocabulary of {sizes[0]} is too small for text, which needs {LEAST_VOCABULARY}; "
             f"enlarge it, return batches as well, or pass --source {MADE_UP}"
         )
+    if source != MADE_UP:
+        prepare(text_of(source), sizes[0])
     return ForeignFamily(entry, sizes[0], source, size // SEQ_LEN, SEQ_LEN, tokens)
 
 

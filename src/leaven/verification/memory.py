@@ -7,7 +7,7 @@ out memory that is not in tensors: the context, kernels and fragmentation.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
@@ -30,15 +30,6 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 _OF_PLANNER = {"accumulation": "grads"}
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """A recipe with short steps that need as much memory as the subject's."""
-
-    subject: str  # name of the recipe to check
-    recipe: Recipe
-    how: Arrangement  # its layout and micro-batches
-
-
 def with_layout(recipe: Recipe, text: str) -> Recipe:
     """Return the recipe with a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``; other keys get their defaults.
 
@@ -52,7 +43,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
 
 
-def rehearsal(recipe: Recipe) -> Rehearsal:
+def rehearsal(recipe: Recipe) -> Recipe:
     """Return a recipe with the same memory and shorter steps.
 
     It has no more micro-batches than fill the pipeline twice, unless all are in flight at once, and no start weights
@@ -68,7 +59,7 @@ def rehearsal(recipe: Recipe) -> Rehearsal:
     count = -(-each // size)
     if layout.schedule != "gpipe":
         count = min(count, 2 * layout.pp)
-    short = recipe.replace(
+    return recipe.replace(
         {
             "batch": {"tokens": layout.dp * size * count * seq_len, "micro_batch": size},
             "layout.compile": False,
@@ -76,7 +67,14 @@ def rehearsal(recipe: Recipe) -> Rehearsal:
             "stability.noise_scale_every_tokens": None,
         }
     )
-    return Rehearsal(recipe.name, short, Arrangement(layout, size, count))
+
+
+def arrangement(recipe: Recipe) -> Arrangement:
+    """Return the layout and micro-batches of a :func:`rehearsal`."""
+    size = recipe.batch.micro_batch
+    assert isinstance(size, int)
+    count = recipe.batch.tokens // recipe.model.seq_len // recipe.layout.dp // size
+    return Arrangement(recipe.layout, size, count)
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
@@ -95,10 +93,10 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 
 
 def check_memory(
-    rehearsed: Rehearsal, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
+    recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the planner with dry runs of some ranks, each in its own process."""
-    recipe, how = rehearsed.recipe, rehearsed.how
+    """Compare the planner with dry runs of some ranks of a :func:`rehearsal`, each in its own process."""
+    how = arrangement(recipe)
     began, rows = time.perf_counter(), dict[int, list[MemoryCheckRow]]()
     on_rank(0, len(ranks))
     # torch keeps meshes and the rank for the life of a process, so each process runs one rank only.
@@ -115,7 +113,7 @@ def check_memory(
     return MemoryCheckDocument(
         passed=all(row.passed is not False for row in found),
         check="memory",
-        subject=rehearsed.subject,
+        subject=recipe.name,
         layout=how.to_json(),
         seconds=time.perf_counter() - began,
         rows=found,

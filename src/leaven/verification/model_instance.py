@@ -37,6 +37,11 @@ class RunSetting:
     quantity: Quantity = "lr"
     ruled: bool = True  # whether the rule adapts hyperparameters to the batch and tokens
 
+    @property
+    def ruled_scale(self) -> RunScale:
+        """The scale that the rule is applied at."""
+        return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
+
 
 @dataclass(frozen=True)
 class ModelInstance:

@@ -22,17 +22,8 @@ LARGEST_GROUP = 8
 """Heads per kv head: with a head dimension of 8 this makes a width of 64."""
 
 
-@dataclass(frozen=True)
-class SmallRecipe:
-    """A recipe at the smallest of several widths that suit it."""
-
-    recipe: Recipe
-    widths: tuple[int, ...]
-    changed: tuple[str, ...]  # what differs from the original recipe, e.g. "d_head 128 -> 64"
-
-
-def small_recipe(recipe: Recipe) -> SmallRecipe:
-    """Return a recipe at the default widths, or near them."""
+def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
+    """Return a recipe at width 64, or near it, and what was changed apart from the width, e.g. "d_head 128 -> 64"."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
@@ -53,7 +44,7 @@ def small_recipe(recipe: Recipe) -> SmallRecipe:
             "hyperparameters.init_std": 1.0,  # replaced by `calibrated`
         }
     )
-    return SmallRecipe(recipe, tuple(shape.d_model * times for times in TIMES), changed)
+    return recipe, changed
 
 
 def _fitted(shape: ModelShape) -> ModelShape:

@@ -1,15 +1,13 @@
 """The models that a check trains: those of a recipe, or of a factory given as ``module:factory``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from leaven.data.tokens import TokenSet
-from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import check_trainable
 from leaven.verification.batches import corpus
-from leaven.verification.foreign import BATCH_TOKENS, MADE_UP, ForeignFamily, foreign, text_of
+from leaven.verification.foreign import BATCH_TOKENS, ForeignFamily, Prepare, foreign
 from leaven.verification.model_instance import RunScale
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.small_models import (
@@ -24,9 +22,6 @@ from leaven.verification.small_models import (
 
 ModelFamily = RecipeFamily | ForeignFamily
 """A model at any width and depth, with its optimiser and data."""
-
-Prepare = Callable[[Data, int], TokenSet]
-"""Tokenises data for a vocabulary, as :func:`leaven.data.tokens.prepare`."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +60,12 @@ def small_models(
         if grow_heads:
             raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
         scale = RunScale(min(wide), min(deep))
-        family = factory_models(subject, scale, prepare, source=source, batch_tokens=batch_tokens)
+        family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens)
         return SmallModels(replace(family, alpha=alpha or family.alpha), wide, deep, ())
     recipe, changed = subject, tuple[str, ...]()
     if not widths:
-        small = small_recipe(recipe)
-        recipe, wide, changed = small.recipe, small.widths, small.changed
+        recipe, changed = small_recipe(recipe)
+        wide = [recipe.model.d_model * times for times in TIMES]
     recipe = calibrated(recipe, min(wide), min(deep), start)
     seq_len = recipe.model.seq_len
     tokens = prepare(recipe.data, recipe.model.vocab_size)
@@ -87,19 +82,3 @@ def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
     tokens, seq_len = prepare(recipe.data, recipe.model.vocab_size), recipe.model.seq_len
     check_trainable(recipe, tokens)
     return RecipeFamily(recipe, corpus(tokens, seq_len, recipe.batch.tokens // seq_len))
-
-
-def factory_models(
-    entry: str,
-    scale: RunScale,
-    prepare: Prepare,
-    *,
-    source: str | None = None,
-    batch_tokens: int | None = None,
-    tokens: int | None = None,
-) -> ForeignFamily:
-    """Return the models of a factory, with its text in the cache; see :func:`leaven.verification.foreign.foreign`."""
-    family = foreign(entry, scale, source=source, batch_tokens=batch_tokens, tokens=tokens)
-    if family.source is not None and family.source != MADE_UP:
-        prepare(text_of(family.source), family.vocab_size)
-    return family
