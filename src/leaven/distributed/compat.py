@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import _backward
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -33,6 +34,13 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
     mine = everything.new_empty((len(everything) // dist.get_world_size(group), *everything.shape[1:]))
     _scatter(mine, everything, group=group)
     return mine
+
+
+def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
+    """Set whether each backward pass of a pipeline stage reduces its gradients, or a call at the end of the step."""
+    if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
+        stage.set_manual_backward_finalization(not each)
+    stage.set_is_last_backward(each)
 
 
 def quiet_about_views() -> None:

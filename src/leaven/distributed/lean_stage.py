@@ -10,15 +10,15 @@ from torch.distributed import P2POp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from leaven.distributed.compat import stage_backward
+from leaven.distributed.compat import reduce_with_backward, stage_backward
 
 
 class LeanStage(PipelineStage):
     """A :class:`PipelineStage` whose memory follows the ZeRO stage.
 
-    torch's own allocates receive buffers for all micro-batches at the start of a step, and keeps parameters gathered
-    and gradients unsharded until its end, so that ZeRO 2 and 3 need as much memory as ZeRO 1. Here a buffer lives
-    from its receive to the end of its backward pass; with ``zero`` 2 gradients are reduce-scattered after each
+    torch's own keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2 and 3 need as
+    much memory as ZeRO 1; before torch 2.15 it also allocates receive buffers for all micro-batches at the start. Here
+    a buffer lives from its receive to the end of its backward pass; with ``zero`` 2 gradients are reduce-scattered after each
     micro-batch, and with 3 parameters are also resharded. That costs one more reduce-scatter, and with 3 one more
     all-gather, for each micro-batch.
 
@@ -64,12 +64,18 @@ class LeanStage(PipelineStage):
         if self.zero < 2 or not isinstance(stage, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert backward_type == "full"
-        stage.set_is_last_backward(True)
+        reduce_with_backward(stage, True)
         stage.set_reshard_after_backward(self.zero == 3)
         stage.set_requires_gradient_sync(True)
         stage.set_requires_all_reduce(last_backward)  # between replicas, once a step
         of = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         return stage_backward(*of), None
+
+    def start_gradient_reduction(self) -> None:
+        """Complete the gradients at the end of a step; torch before 2.15 does that elsewhere."""
+        assert isinstance(self.submod, FSDPModule)
+        reduce_with_backward(self.submod, False)
+        super().start_gradient_reduction()  # type: ignore[misc]
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
