@@ -16,11 +16,11 @@ from leaven.distributed.compat import reduce_with_backward, stage_backward
 class LeanStage(PipelineStage):
     """A :class:`PipelineStage` whose memory follows the ZeRO stage.
 
-    torch's own keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2 and 3 need as
-    much memory as ZeRO 1; before torch 2.15 it also allocates receive buffers for all micro-batches at the start. Here
-    a buffer lives from its receive to the end of its backward pass; with ``zero`` 2 gradients are reduce-scattered after each
-    micro-batch, and with 3 parameters are also resharded. That costs one more reduce-scatter, and with 3 one more
-    all-gather, for each micro-batch.
+    torch's own keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2 and 3 need
+    as much memory as ZeRO 1; before torch 2.15 it also allocates receive buffers for all micro-batches at the start.
+    Here a buffer lives from its receive to the end of its backward pass; with ``zero`` 2 gradients are
+    reduce-scattered after each micro-batch, and with 3 parameters are also resharded. That costs one more
+    reduce-scatter, and with 3 one more all-gather, for each micro-batch.
 
     The zero-bubble schedule does not work with this: the second half of its backward pass needs what the first one
     would free. Layouts with both are refused.
