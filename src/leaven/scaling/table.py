@@ -75,7 +75,7 @@ def resolve(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a recipe, in the order of ``recipe.model.parameters()``."""
     rule, at, model = RULES[recipe.scaling.rule], ratios(recipe), recipe.model
     free = exponents(recipe.scaling)
-    base_shapes = _shapes_by_label(recipe.base_shape)
+    base_shapes = {_label(parameter.name): parameter.shape for parameter in recipe.base_shape.parameters()}
     head = model.d_head / recipe.base_shape.d_head
     rows = []
     for parameter in model.parameters():
@@ -147,6 +147,12 @@ def resolve_row(
     if parameter.module in BRANCH_ENDS:
         forward *= base.residual * multiplier("residual") * moved.residual
     decay = base.weight_decay if role.is_matrix or base.decay_norm_and_bias else 0.0
+    std = 0.0  # of gains and biases
+    if role.is_matrix:
+        # A named init is allowed only where the rule does not change it: `leaven.recipe.init_std.require_one_rule`.
+        named = INITS.get(base.init)
+        start = named.std(parameter, n_layers, gated) if named else base.init_std or 0.0
+        std = start * multiplier("init_std") * moved.init_std
     return ParameterRow(
         name=parameter.name,
         shape=parameter.shape,
@@ -154,9 +160,7 @@ def resolve_row(
         module=parameter.module,
         layer=parameter.layer,
         init_mean=1.0 if role in _GAINS else 0.0,
-        init_std=_start(base, parameter, n_layers, gated) * multiplier("init_std") * moved.init_std
-        if role.is_matrix
-        else 0.0,
+        init_std=std,
         lr=base.lr * multiplier("lr") * moved.lr,
         weight_decay=decay * multiplier("weight_decay") * moved.weight_decay,
         beta1=moved.beta(base.beta1, multiplier("beta1")),
@@ -165,17 +169,6 @@ def resolve_row(
         multiplier=forward,
         ratios=at,
     )
-
-
-def _start(base: Hyperparameters, parameter: Parameter, n_layers: int, gated: bool) -> float:
-    """Return the standard deviation before multipliers and rule.
-
-    A named init is only allowed where the rule does not change it (:func:`leaven.recipe.init_std.require_one_rule`).
-    """
-    if base.init != "rule":
-        return INITS[base.init].std(parameter, n_layers, gated)
-    assert base.init_std is not None  # Hyperparameters sees to it
-    return base.init_std
 
 
 def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
@@ -224,7 +217,3 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
 def _label(name: str) -> str:
     """Return a parameter's name without its block."""
     return _LAYER.sub("", name)
-
-
-def _shapes_by_label(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
-    return {_label(parameter.name): parameter.shape for parameter in shape.parameters()}
