@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from leaven.catalogue.findings import quantities
 from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, ratio
@@ -42,19 +42,26 @@ class Check:
     far: Bounds | None = None
     source: str = "the published runs"  # in addition to the runs that a finding names
     hidden: str | None = None  # the quantity of the hidden matrices that is compared
+    value: str | None = None  # or the path of the value in the recipe
     run: str | None = None  # path of the value in a published run
     wanted: Sequence[float] = ()  # suggestions: what the hidden matrices should get
     set: Sequence[Suggestion] = ()  # suggestions: what to write
+    far_from_runs: Literal["note", "skip"] | None = None  # where no published run is near the recipe's size
 
     def read(self, case: Case) -> Reading | None:
         """Return what the function of this name in `quantities` reads, if there is one, completed by this entry."""
+        far = not case.neighbours
+        if far and self.far_from_runs == "skip":
+            return None
         function = getattr(quantities, re.sub(r"\W", "_", self.name), None)
         reading: Reading | None = function(case) if function else Reading()
         if reading is None:
             return None
-        completed: dict[str, Any] = {}
+        completed: dict[str, Any] = {"sure": reading.sure and not (far and self.far_from_runs == "note")}
         if reading.value is None and self.hidden:
             completed["value"] = case.hidden(self.hidden)
+        elif reading.value is None and self.value:
+            completed["value"] = reader(self.value)(case.recipe)
         if reading.of_run is None:
             completed["of_run"] = reader(self.run) if self.run else lambda run: None
         if not reading.suggestions:

@@ -203,7 +203,7 @@ def timescale(case: Case) -> Reading | None:
             case.at_base("lr", case.hidden("lr") * by, inside),
             case.with_batch(case.batch / by),
         ],
-        sure=bool(case.neighbours) and not fitted.beyond(case.params, case.tokens, 6 * case.params * case.tokens),
+        sure=not fitted.beyond(case.params, case.tokens, 6 * case.params * case.tokens),
         facts={"tau": tau, "best": best},
     )
 
@@ -244,7 +244,6 @@ def tokens_per_parameter(case: Case) -> Reading:
         value=value,
         limits=CheckLimits((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
-        sure=bool(case.neighbours),
         facts={"few": value < _CHINCHILLA, "most": most},
     )
 
@@ -260,7 +259,6 @@ def steps(case: Case) -> Reading:
         value=float(case.recipe.steps),
         of_run=of_run,
         suggestions=[*batches, case.with_tokens(10_000 * case.batch)],
-        sure=bool(case.neighbours),
         facts={"fewest": case.published(of_run)[0]},
     )
 
@@ -290,7 +288,6 @@ def batch(case: Case) -> Reading | None:
     if not known:
         return None
     return Reading(
-        value=case.batch,
         limits=upward(known[-1], 3 * known[-1], 10 * known[-1]),
         suggestions=[case.with_batch(median(known)), case.with_batch(known[-1])],
         runs=case.neighbours,
@@ -313,7 +310,6 @@ def critical_batch(case: Case) -> Reading:
         of_run=of_run,
         limits=upward(1.0, most, 4 * most),
         suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
-        sure=bool(case.neighbours),
         facts={"laws": laws, "batch": case.batch},
     )
 
@@ -330,7 +326,6 @@ def no_ramp(case: Case) -> Reading | None:
     over = round(0.03 * case.tokens)
     ramp = {"start_tokens": start, "increment_tokens": case.batch - start, "over_tokens": over}
     return Reading(
-        value=case.batch,
         of_run=of_run,
         limits=upward(4.2e6, most, 4 * most),
         suggestions=[{"batch.ramp": ramp}],
@@ -455,7 +450,6 @@ def dropout(case: Case) -> Reading | None:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
     return Reading(
-        value=case.recipe.model.dropout,
         facts={"none": rates.count(0), "known": len(rates), "guessed": not case.corpus_tokens},
     )
 
@@ -472,9 +466,7 @@ def precision(case: Case) -> Reading | None:
     )
 
 
-def aspect_ratio(case: Case) -> Reading | None:
-    if not case.neighbours:
-        return None
+def aspect_ratio(case: Case) -> Reading:
     model = case.recipe.model
     near = [run.aspect for run in case.runs if size_ratio(run, case.params) <= FACTOR and run.aspect]
     low, high = case.published(attrgetter("aspect"))
@@ -486,14 +478,12 @@ def aspect_ratio(case: Case) -> Reading | None:
     )
 
 
-def head_size(case: Case) -> Reading | None:
-    if not case.neighbours:
-        return None
+def head_size(case: Case) -> Reading:
     model = case.recipe.model
     width = model.n_heads * model.d_head
     size = next((size for size in (128, 64) if width % size == 0), model.d_head)
     heads = {"model.d_head": size, "model.n_heads": width // size, "model.n_kv_heads": width // size}
-    return Reading(value=model.d_head, suggestions=[heads])
+    return Reading(suggestions=[heads])
 
 
 def mlp_ratio(case: Case) -> Reading:
@@ -521,8 +511,5 @@ def vocabulary(case: Case) -> Reading | None:
     )
 
 
-def sequence_length(case: Case) -> Reading | None:
-    if not case.neighbours:
-        return None
-    value = case.recipe.model.seq_len
-    return Reading(value=value, suggestions=[{"model.seq_len": 1024 if value < 1024 else 8192}])
+def sequence_length(case: Case) -> Reading:
+    return Reading(suggestions=[{"model.seq_len": 1024 if case.recipe.model.seq_len < 1024 else 8192}])
