@@ -1,4 +1,4 @@
-"""Batch ramps: the batches add up to the tokens, steps and tokens invert each other, published ramps come out."""
+"""Batch ramps: batches add up to the tokens, steps and tokens invert each other, a published ramp is reproduced."""
 
 import pytest
 from hypothesis import given
@@ -61,7 +61,7 @@ def bloom(over_samples: int) -> BatchSchedule:
     return BatchSchedule(Batch(tokens=2048 * 2048, ramp=ramp).sizes)
 
 
-def test_blooms_ramp_is_over_after_9_765_625_samples() -> None:
+def test_the_ramp_of_bloom_ends_after_9_765_625_samples() -> None:
     """--rampup-batch-size 192 16 9_765_625: the third number is the length of the whole ramp.
 
     The log of the run agrees: 2048 at 9,841,584 samples (bigscience, train/tr11-176B-ml/chronicles.md).

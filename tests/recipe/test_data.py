@@ -15,7 +15,7 @@ def several(tiny_text: str) -> str:
     return "\n".join(SEVERAL if line.startswith("source") else line for line in tiny_text.splitlines()) + "\n"
 
 
-def test_one_source_is_a_list_of_one(tiny: Recipe) -> None:
+def test_a_single_source(tiny: Recipe) -> None:
     (source,) = tiny.data.sources
     assert (source.source, source.text) == (tiny.data.source, "text")
     assert tiny.data.proportions == (1,)
@@ -60,7 +60,7 @@ def test_wrong_sources_are_refused_in_one_line(tiny_text: str, given: str, messa
     assert message in str(caught.value)
 
 
-def test_documents_and_the_corrupt_share_have_their_ranges(tiny_text: str) -> None:
+def test_documents_and_the_corrupt_share_are_validated(tiny_text: str) -> None:
     for override, message in (
         ("data.documents=apart", "[data] documents: input should be 'packed' or 'isolated', not 'apart'"),
         ("data.corrupt_share=2.0", "[data] corrupt_share: input should be less than or equal to 1, not 2.0"),

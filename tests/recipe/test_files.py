@@ -1,8 +1,9 @@
-"""The recipe file: round trips, comments, overrides, and what bad input is told."""
+"""The recipe file: round trips, comments, overrides, and errors for bad input."""
 
 import os
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,16 +70,18 @@ def test_global_clipping_is_a_number_and_the_others_a_table(tiny: Recipe, tiny_f
         ("schedule.decay=wsd", ("schedule", "decay"), "wsd"),
         ('schedule.decay="wsd"', ("schedule", "decay"), "wsd"),
         ("model.qk_norm=false", ("model", "qk_norm"), False),
+        (
+            "hyperparameters.modules.attention.query.lr=0.5",
+            ("hyperparameters", "modules", "attention.query", "lr"),
+            0.5,
+        ),
     ],
 )
-def test_overrides(tiny_file: Path, override: str, path: tuple[str, str], value: object) -> None:
-    recipe = read_recipe(tiny_file, [override])
-    assert getattr(getattr(recipe, path[0]), path[1]) == value
-
-
-def test_override_of_a_module_whose_name_has_a_dot(tiny_file: Path) -> None:
-    recipe = read_recipe(tiny_file, ["hyperparameters.modules.attention.query.lr=0.5"])
-    assert recipe.hyperparameters.modules["attention.query"].lr == 0.5
+def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value: object) -> None:
+    part: Any = read_recipe(tiny_file, [override]).model_dump()
+    for key in path:
+        part = part[key]
+    assert part == value
 
 
 @pytest.mark.parametrize(
@@ -142,17 +145,12 @@ def test_bad_files(tmp_path: Path) -> None:
         read_recipe(tmp_path / "empty.toml")
 
 
-def test_a_recipe_is_frozen(tiny: Recipe) -> None:
-    with pytest.raises(Exception, match="frozen"):
-        tiny.hyperparameters.lr = 1.0  # type: ignore[misc]
-
-
 def test_writing_into_a_missing_folder_fails_and_leaves_nothing(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be written: No such file or directory"):
         write_recipe(tiny, tmp_path / "absent" / "x.toml")
     assert os.listdir(tmp_path) == []
 
 
-def test_differences_name_the_path_and_leave_out_what_changes_no_loss(tiny: Recipe) -> None:
+def test_differences_leave_out_what_does_not_change_the_loss(tiny: Recipe) -> None:
     other = tiny.replace({"hyperparameters.lr": 0.02, "name": "other", "layout.dp": 2, "why": {"a": "b"}})
     assert differences(tiny, other) == [("hyperparameters.lr", 0.01, 0.02)]

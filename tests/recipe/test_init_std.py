@@ -1,4 +1,4 @@
-"""Published initialisations: published numbers, a table by hand, and the company that a named init may not keep."""
+"""Published initialisations: published numbers, a table by hand, and combinations with scaling rules."""
 
 import math
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def wide(d: int, n_layers: int = 4) -> dict[str, object]:
         ("depth-scaled", 1_024, "0.02000"),
     ],
 )
-def test_published_numbers_of_a_width(init: str, d: int, expected: str) -> None:
+def test_published_stds(init: str, d: int, expected: str) -> None:
     found = std(init, "layers.1.attention.query", **wide(d))
     assert f"{found:.{len(expected) - 2}f}" == expected
 
@@ -114,7 +114,7 @@ def test_the_table_row_by_row(init: str) -> None:
     assert std(init, "positions", positions="learned") == pytest.approx(inside)
 
 
-def test_inits_that_are_only_compared_with() -> None:
+def test_inits_that_a_recipe_cannot_name() -> None:
     """nanochat: zero projections, q k v 1 / sqrt(d), the MLP's first matrix x0.4. DeepNet: Xavier normal, with
     (8 L)^-1/4 for MLP, value and output. muP: variance over width."""
     assert [std("nanochat", f"layers.0.{name}") for name in ("attention.out", "mlp.out")] == [0, 0]
@@ -139,7 +139,7 @@ def named(recipe: Recipe, init: str, **more: object) -> Recipe:
     return recipe.replace({"hyperparameters.init": init, "hyperparameters.init_std": None, **more})
 
 
-def test_the_names_are_the_functions_and_the_facts_are_the_rules() -> None:
+def test_names_of_inits_and_rules_agree_with_the_tables() -> None:
     assert InitName.__args__ == ("rule", *INITS)
     assert {name for name, rule in RULES.items() if rule.residual.text != "1"} == SCALES_BRANCHES
     still = {name for name, rule in RULES.items() if {c.text for c in rule.cells["init_variance"].values()} == {"1"}}
@@ -164,8 +164,8 @@ WIDER, DEEPER, LONGER = {"width": 32}, {"depth": 4}, {"tokens": 40_960, "batch_t
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("init", INITS)
-def test_the_init_is_moved_once_or_refused(tiny: Recipe, init: str, rule: str) -> None:
-    """Where a named init is let in, the rule has nothing to move and no branch is made smaller twice."""
+def test_init_and_rule_never_both_scale_the_std(tiny: Recipe, init: str, rule: str) -> None:
+    """Where a named init is allowed, the rule does not change it and no branch is scaled twice."""
     start = named(tiny, init, **{"scaling.rule": rule})
     for grown, says in ((WIDER, "both move the init"), (DEEPER, "the depth would count twice"), (LONGER, "")):
         scales = rule in {"completep", "complete-d-p"}

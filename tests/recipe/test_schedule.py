@@ -1,4 +1,4 @@
-"""Schedules: exact at the ends, monotone where they should be, functions of tokens alone."""
+"""Learning-rate schedules against closed forms: exact at the ends, never rising after the warm-up."""
 
 import math
 

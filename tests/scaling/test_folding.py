@@ -20,7 +20,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("rule", ["standard", "completep", "complete-d-p"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_the_function_stays(tiny: Recipe, shape: dict[str, object], rule: str) -> None:
+def test_folded_weights_compute_the_same_function(tiny: Recipe, shape: dict[str, object], rule: str) -> None:
     changes = {f"model.{key}": value for key, value in shape.items()} | {
         "scaling.rule": rule,
         "hyperparameters.residual": 0.6,
@@ -41,5 +41,5 @@ def test_the_function_stays(tiny: Recipe, shape: dict[str, object], rule: str) -
     assert not torch.allclose(plain(tokens), made(tokens), rtol=1e-2)
 
 
-def test_at_the_base_nothing_is_touched(tiny: Recipe) -> None:
+def test_at_the_base_nothing_is_folded(tiny: Recipe) -> None:
     assert not folding(tiny.model, resolve(tiny))

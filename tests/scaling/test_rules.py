@@ -114,7 +114,7 @@ def test_tables_row_by_row(name: str, role: Role, alpha: float) -> None:
     assert found.attention == 1  # the head dimension is kept
 
 
-def test_complete_d_p_departs_from_the_printed_table_in_the_eps_of_the_final_norm_alone() -> None:
+def test_complete_d_p_differs_from_the_printed_table_only_in_the_eps_of_the_final_norm() -> None:
     for role in Role:
         printed = [cell(0.75) for cell in PRINTED_COMPLETE_D_P[role][:3]]
         found = moved("complete-d-p", role, 0.75)
@@ -142,7 +142,7 @@ def test_lr_times_decay_times_steps_is_constant(role: Role, alpha: float, scale_
     assert found.lr * found.weight_decay * D / B == pytest.approx(1.0)
 
 
-def test_without_the_option_deeper_models_of_a_small_alpha_forget_more_slowly() -> None:
+def test_without_scale_decay_with_depth_deeper_models_decay_less_at_a_small_alpha() -> None:
     found = moved("complete-d-p", Role.HIDDEN_WEIGHT, 0.5)
     assert found.lr * found.weight_decay * D / B == pytest.approx(L**-0.5)
 
@@ -160,7 +160,7 @@ def test_tied_embedding_is_the_unembedding_row_moved_by_the_abc_symmetry(name: s
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("role", Role)
-def test_base_to_middle_to_target_is_base_to_target(rule: Rule, role: Role) -> None:
+def test_two_transfers_equal_one(rule: Rule, role: Role) -> None:
     first = TensorRatios(fan_in=2, fan_out=3, head=1.5, depth=5, batch=0.5, tokens=7)
     second = TensorRatios(fan_in=4, fan_out=0.5, head=2, depth=0.2, batch=6, tokens=11)
     whole = TensorRatios(**{name: value * vars(second)[name] for name, value in vars(first).items()})
@@ -171,7 +171,7 @@ def test_base_to_middle_to_target_is_base_to_target(rule: Rule, role: Role) -> N
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("role", Role)
-def test_as_much_more_batch_as_tokens_changes_nothing(rule: Rule, role: Role) -> None:
+def test_batch_and_tokens_that_grow_alike_change_nothing(rule: Rule, role: Role) -> None:
     at_base, grown = (
         factors(rule, role, at, Exponents()) for at in (TensorRatios(), TensorRatios(batch=3, tokens=3))
     )
@@ -191,13 +191,13 @@ def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -
 
 
 @pytest.mark.parametrize("shape", [(64,), (64, 64, 3)])
-def test_a_matrix_has_two_sides(shape: tuple[int, ...]) -> None:
+def test_a_matrix_must_have_two_dimensions(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=f"and this has {len(shape)} dimensions"):
         tensor_ratios(Role.HIDDEN_WEIGHT, shape, shape, Ratios())
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_logits_of_growing_heads(name: str) -> None:
+def test_the_attention_scale_of_larger_heads(name: str) -> None:
     """sqrt(d_base) / d of muP is 1 / sqrt(d) times sqrt(d_base / d); standard keeps 1 / sqrt(d)."""
     found = factors(RULES[name], Role.HIDDEN_WEIGHT, TensorRatios(head=4), Exponents())
     assert found.attention == (1 if name == "standard" else 1 / 2)
@@ -229,7 +229,7 @@ def test_cells(text: str, expected: float) -> None:
     assert Cell(text, "").factor(at, Exponents(0.7, 0.4, True)) == pytest.approx(expected)
 
 
-def test_a_cell_that_is_no_product_of_powers_is_refused() -> None:
+def test_a_cell_that_is_not_a_product_of_powers_is_refused() -> None:
     with pytest.raises(AssertionError, match="not an exponent"):
         Cell("L^x", "").factor(TensorRatios(), Exponents())
     with pytest.raises(KeyError):

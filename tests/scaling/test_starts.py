@@ -1,4 +1,4 @@
-"""The inits side by side: the recipe's own numbers as the table has them, the others as their functions do."""
+"""Initial stds of a recipe beside those of published initialisations."""
 
 import math
 
@@ -11,7 +11,7 @@ from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
 
-def test_a_line_a_module_and_two_where_blocks_differ(tiny: Recipe) -> None:
+def test_one_entry_for_each_module_or_two_if_its_blocks_differ(tiny: Recipe) -> None:
     recipe = transfer(tiny, depth=5)
     table = resolve(recipe)
     found = {(start.module, start.layers): start for start in starts(recipe, table)}
@@ -38,14 +38,14 @@ def test_a_line_a_module_and_two_where_blocks_differ(tiny: Recipe) -> None:
     assert last["gpt2"] == pytest.approx(0.02 / math.sqrt(10))
 
 
-def test_one_block_and_gains_per_head_make_no_lines_of_their_own(tiny: Recipe) -> None:
+def test_a_single_block_has_one_entry_for_each_matrix(tiny: Recipe) -> None:
     recipe = tiny.replace({"model.n_layers": 1, "model.qk_norm_per_head": True, "model.bias": True})
     found = starts(recipe, resolve(recipe))
     assert {start.layers for start in found} == {"", "0"}
     assert not any(start.module.startswith(("norm", "biases")) for start in found)
 
 
-def test_the_document_says_which_applies(tiny: Recipe) -> None:
+def test_the_document_states_which_init_applies(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mt-nlg", "hyperparameters.init_std": None})
     assert describe(tiny, 0)["init"]["why"] == "rule: init_std 0.1 at the base, moved by complete-d-p"
     found = describe(named, 0)["init"]

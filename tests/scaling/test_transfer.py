@@ -21,13 +21,13 @@ def test_only_shape_budget_and_base_change(tiny: Recipe) -> None:
     assert big.why.keys() == reasons | {"hyperparameters", "hyperparameters.grad_clip", "scaling.base"}
 
 
-def test_nothing_asked_changes_nothing_but_pins_the_base(tiny: Recipe) -> None:
+def test_a_transfer_without_sizes_only_states_the_base(tiny: Recipe) -> None:
     assert sorted(path for path, _, _ in differences(tiny, transfer(tiny))) == [
         f"scaling.base.{key}" for key in ("batch_tokens", "depth", "tokens", "width")
     ]
 
 
-def test_other_proportions_are_pinned_in_the_base_and_moved_tensor_by_tensor(tiny: Recipe) -> None:
+def test_changed_proportions_are_stated_in_the_base_and_scaled_by_tensor(tiny: Recipe) -> None:
     """Twice the width; heads twice as large, as many of them; d_ff x 3, kv heads as they were (so half the group)."""
     big = transfer(tiny, width=32, d_ff=96, d_head=16, n_kv_heads=2)
     assert (big.model.n_heads, big.model.n_kv_heads, big.model.d_head, big.model.d_ff) == (2, 2, 16, 96)
@@ -57,7 +57,7 @@ def test_other_proportions_are_pinned_in_the_base_and_moved_tensor_by_tensor(tin
     assert (further.model.d_ff, further.base_shape) == (192, tiny.model)
 
 
-def test_a_target_of_other_proportions_composes(tiny: Recipe) -> None:
+def test_two_transfers_with_changed_proportions_equal_one(tiny: Recipe) -> None:
     once = transfer(tiny, width=64, depth=6, d_ff=96, tokens=163_840)
     twice = transfer(transfer(tiny, width=32, d_head=16), width=64, depth=6, d_ff=96, d_head=8, tokens=163_840)
     assert once.model == twice.model
@@ -101,7 +101,7 @@ def test_bad_scales_are_refused(tiny: Recipe) -> None:
 
 @pytest.fixture
 def target(tiny: Recipe) -> Recipe:
-    """Beside the proxy: another shape, batch, length, layout and seed; a ramp of its own."""
+    """A recipe that differs from the proxy in shape, batch, ramp, length, layout and seed."""
     base = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
     return tiny.replace(
         {
@@ -120,7 +120,7 @@ def target(tiny: Recipe) -> Recipe:
     )
 
 
-def test_tuned_values_go_to_a_target_which_keeps_everything_else(tiny: Recipe, target: Recipe) -> None:
+def test_transfer_like_keeps_everything_of_the_target_but_tuned_values(tiny: Recipe, target: Recipe) -> None:
     tuned = tiny.replace(
         {
             "hyperparameters.lr": 0.02,
@@ -154,12 +154,14 @@ def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Re
 @pytest.mark.parametrize(
     ("field", "value"), [("vocab_size", 640), ("norm", "layernorm"), ("activation", "relu"), ("qk_norm", False)]
 )
-def test_another_family_is_refused_by_the_field(tiny: Recipe, target: Recipe, field: str, value: object) -> None:
+def test_a_model_of_another_family_is_refused_with_the_field(
+    tiny: Recipe, target: Recipe, field: str, value: object
+) -> None:
     with pytest.raises(InputError, match=f"different families: model.{field} is"):
         transfer_like(tiny, target.replace({f"model.{field}": value}))
 
 
-def test_proportions_of_the_proxy_are_pinned_for_a_target_of_others(tiny: Recipe, target: Recipe) -> None:
+def test_proportions_of_the_proxy_are_stated_in_the_base_of_the_target(tiny: Recipe, target: Recipe) -> None:
     other = target.replace({"model.d_ff": 192})
     big = transfer_like(tiny, other)
     assert (big.base.d_ff, big.base_shape.d_ff) == (32, 32)
@@ -169,7 +171,7 @@ def test_proportions_of_the_proxy_are_pinned_for_a_target_of_others(tiny: Recipe
     )
 
 
-# What is no recipe --------------------------------------------------------------------------------------------------
+# Invalid sizes -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_proportions_of_the_proxy_are_pinned_for_a_target_of_others(tiny: Recipe
         ({"tokens": 10**18}, "--tokens"),
     ],
 )
-def test_sizes_that_nobody_trains_are_refused(tiny: Recipe, sizes: dict[str, int], says: str) -> None:
+def test_absurd_sizes_are_refused(tiny: Recipe, sizes: dict[str, int], says: str) -> None:
     with pytest.raises(InputError, match=says):
         transfer(tiny, **sizes)
 
