@@ -14,8 +14,7 @@ _POSITIONS = {"rotary": "rope", "learned": "learned", "alibi": "alibi"}
 
 
 def model_shape(run: PublishedRun) -> ModelShape | None:
-    """The run's model as leaven would build it; None where leaven has no such model: how the parameter counts of
-    ModelShape, on which planning and transfer stand, are held against published ones."""
+    """Return the run's model as leaven builds it, or None if leaven cannot build it."""
     arch, seq_len = run.arch, run.data.seq_len if run.data else None
     foreign = (
         run.kind != "dense",
@@ -64,12 +63,12 @@ def model_shape(run: PublishedRun) -> ModelShape | None:
 
 
 def ramp(run: PublishedRun, batch: int, seq_len: int) -> dict[str, Any]:
-    """The published ramp in one step; a short one where it is not known whether there was any."""
-    told, kind = terms(run), run.batch.rampup.kind if run.batch and run.batch.rampup else None
+    """Return the published ramp in one step, or a short one if it is not known whether there was one."""
+    known, kind = terms(run), run.batch.rampup.kind if run.batch and run.batch.rampup else None
     if kind == "none":
         return {}
-    start = round(told.get("batch.ramp.start_tokens", batch / 4) / seq_len) * seq_len
-    over = told.get("batch.ramp.over_tokens", (run.tokens or 0) // 25)
+    start = round(known.get("batch.ramp.start_tokens", batch / 4) / seq_len) * seq_len
+    over = known.get("batch.ramp.over_tokens", (run.tokens or 0) // 25)
     if start >= batch:
         return {}
     if kind == "stages":
@@ -78,28 +77,28 @@ def ramp(run: PublishedRun, batch: int, seq_len: int) -> dict[str, Any]:
 
 
 def as_recipe(run: PublishedRun) -> Recipe | None:
-    """A published run as a recipe; what it does not tell is as in an ordinary one. None where leaven has no such."""
+    """Return a published run as a recipe, or None if leaven cannot build it; unpublished values are common ones."""
     shape = model_shape(run)
     if shape is None or not run.lr_comparable or not run.tokens:
         return None
-    told = terms(run)
+    known = terms(run)
     batch = round((run.batch_tokens or 4_194_304) / shape.seq_len) * shape.seq_len
     std = run.init_std or math.sqrt(1 / (3 * shape.d_model))
     ends = (run.residual_init_std or std / math.sqrt(2 * shape.n_layers)) / std
     tuned = {
         key.removeprefix("hyperparameters."): value
-        for key, value in told.items()
+        for key, value in known.items()
         if key.startswith("hyperparameters.") and not key.endswith(("optimizer", "init_std"))
     }
     document = {
         "name": run.id,
-        "model": shape.model_dump() | {"dropout": told.get("model.dropout", 0.0)},
+        "model": shape.model_dump() | {"dropout": known.get("model.dropout", 0.0)},
         "data": {"tokens": run.tokens},
         "batch": {"tokens": batch} | ramp(run, batch, shape.seq_len),
         "schedule": {
-            "warmup_tokens": told.get("schedule.warmup_tokens", run.tokens // 100),
-            "decay": told.get("schedule.decay", "cosine"),
-            "min_lr_ratio": told.get("schedule.min_lr_ratio", 0.1),
+            "warmup_tokens": known.get("schedule.warmup_tokens", run.tokens // 100),
+            "decay": known.get("schedule.decay", "cosine"),
+            "min_lr_ratio": known.get("schedule.min_lr_ratio", 0.1),
         },
         "hyperparameters": tuned
         | {

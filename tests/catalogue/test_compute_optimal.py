@@ -1,4 +1,4 @@
-"""Sizes at a budget against the tables of the papers; and the misprints, which must not give them."""
+"""Compute-optimal sizes against the tables of the papers. Known misprints must not give them."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def frontier(name: str) -> Frontier:
     ("name", "within"),
     [("Chinchilla approach 1", 0.02), ("Chinchilla approach 2", 0.04), ("Chinchilla approach 3", 0.08)],
 )
-def test_chinchilla_gives_its_own_tables(name: str, within: float) -> None:
+def test_chinchilla_reproduces_its_tables(name: str, within: float) -> None:
     for params, flops in zip(SIZES, TABLES[name], strict=True):
         assert frontier(name).sizes.optimal_params(flops) == pytest.approx(params, rel=within)
 
@@ -63,7 +63,7 @@ def test_gophers_budget_by_each_approach() -> None:
         assert not each.in_range  # Chinchilla fitted up to 16B and 500B tokens
 
 
-def test_the_printed_digits_of_approach_3_do_not_give_its_sizes() -> None:
+def test_the_printed_constants_of_approach_3_do_not_give_its_sizes() -> None:
     printed = find_law("Chinchilla 2022 loss").loss
     assert printed is not None
     assert printed.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
@@ -89,13 +89,13 @@ def test_the_optimum_is_the_least_loss_on_the_budget() -> None:
         assert min(losses) == losses[1]
 
 
-def test_deepseeks_two_printed_lines_make_the_budget() -> None:
+def test_deepseeks_two_printed_laws_give_the_budget() -> None:
     """M_opt = 0.1715 C^0.5243 and D_opt = 5.8316 C^0.4757 with C = M D; N is M / 6."""
     found = next(each for each in compute_optimal(1e20) if each.law == "DeepSeek LLM 2024")
     assert found.tokens == pytest.approx(5.8316 * 1e20**0.4757, rel=1e-3)
 
 
-def test_llama_3_passes_through_what_it_published_and_its_printed_constants_do_not() -> None:
+def test_llama_3_gives_its_published_point_but_its_printed_constants_do_not() -> None:
     found = next(each for each in compute_optimal(3.8e25) if each.law == "Llama 3 2024")
     assert found.tokens == pytest.approx(16.55e12)
     assert found.params == pytest.approx(402e9, rel=0.06)  # its FLOPs have the attention, 6 N D has not

@@ -1,7 +1,6 @@
-"""Every law at published points; and the misprints of its copies, which must not give them.
+"""Every law at published points. Constants with known misprints must not give them.
 
-The side-by-side points were computed apart from this code and are rounded to two digits, so a law has to meet
-them to 5%.
+The side-by-side points were computed without this code and are rounded to two digits, so laws are compared within 5%.
 """
 
 import re
@@ -68,7 +67,7 @@ def test_batches_side_by_side(law: str, millions: tuple[float, ...]) -> None:
 
 
 @pytest.mark.parametrize(("params", "lr", "batch"), [(6.9e9, 4.2e-4, 2304 * 4096), (67.4e9, 3.2e-4, 4608 * 4096)])
-def test_deepseek_trained_its_models_with_what_its_law_says(params: float, lr: float, batch: int) -> None:
+def test_deepseeks_law_gives_the_values_of_its_models(params: float, lr: float, batch: int) -> None:
     found = result("DeepSeek LLM 2024", (params, 2e12))
     assert found.lr == pytest.approx(lr, rel=0.02)
     assert found.batch_tokens == pytest.approx(batch, rel=0.03)
@@ -81,7 +80,7 @@ def test_minicpm_batch_in_closed_form() -> None:
     assert result("MiniCPM 2024", SMALL).lr is None
 
 
-def test_the_three_forms_of_zhang_meet_at_its_own_model() -> None:
+def test_the_three_forms_of_zhang_agree_at_its_own_model() -> None:
     """151M parameters at 20 tokens each: one run, three fits."""
     forms = [r.batch_tokens for r in evaluate(151e6, 3.07e9) if r.law.startswith("Zhang 2024")]
     assert len(forms) == 3
@@ -90,21 +89,21 @@ def test_the_three_forms_of_zhang_meet_at_its_own_model() -> None:
     assert Power(coefficient=93.20, params=0.47, unit=512).at(Point(151e6, 3.07e9, 1, 1)) > 3e8
 
 
-def test_kaplans_batch_doubles_where_the_loss_falls_by_13_percent_and_is_one_or_two_million_at_its_end() -> None:
-    """Section 5.1, and the summary: for the largest models of 2020, which ended at losses of 2.7 to 3."""
+def test_kaplans_batch_doubles_when_the_loss_falls_by_13_percent() -> None:
+    """Section 5.1 and the summary: 1 to 2 million tokens for the largest models of 2020, with final losses of 2.7 to 3."""
     batch = KAPLAN_BATCH.batch
     assert batch is not None
     assert batch.at(Point(1, 1, 1, 0.865 * 3)) / batch.at(Point(1, 1, 1, 3)) == pytest.approx(2, rel=0.01)
     assert 1e6 < batch.at(Point(1, 1, 1, 3.0)) < batch.at(Point(1, 1, 1, 2.7)) < 2e6
 
 
-def test_kaplans_line_ends_at_twelve_billion() -> None:
+def test_kaplans_lr_reaches_zero_at_twelve_billion_parameters() -> None:
     assert KAPLAN_LR.lr is not None
     assert KAPLAN_LR.lr.at(Point(1.2e10, 1, 1, 1)) == pytest.approx(1e-6, abs=1e-6)  # exp(3.239e-3 / 1.395e-4)
     assert KAPLAN_LR.lr.at(Point(1.22e10, 1, 1, 1)) is None
 
 
-def test_porians_two_forms_meet_at_the_model_it_is_anchored_on() -> None:
+def test_porians_two_forms_agree_at_108_million_parameters() -> None:
     exact, rounded = result("Porian 2024", (108e6, 2e9)), result("Porian 2024, rounded", (108e6, 2e9))
     assert rounded.lr == pytest.approx(0.0047)
     assert rounded.batch_tokens == pytest.approx(160 * 2048)
@@ -113,7 +112,7 @@ def test_porians_two_forms_meet_at_the_model_it_is_anchored_on() -> None:
     assert rounded.form_of == "Porian 2024"
 
 
-def test_power_lines_batch_on_step_laws_runs_is_near_in_loss_and_not_the_same_batch() -> None:
+def test_the_batch_of_power_lines_is_within_an_octave_of_step_laws() -> None:
     """Its coefficient is from memory. On Step Law's cells it loses 1.26 per mille on average (lr tuned again) where
     their own law loses 0.69. Half or twice the best batch lose 3.0 and 4.4: it is less than an octave away."""
     one = [result(law, ONE).batch_tokens for law in ("Power Lines 2025", "Step Law 2025")]
@@ -133,7 +132,7 @@ def test_chinchilla_loss_of_the_two_models_it_compared(params: float, tokens: fl
     assert CHINCHILLA.loss.loss(params, tokens) == pytest.approx(loss, abs=1e-3)
 
 
-def test_the_replication_disagrees_most_about_what_cannot_be_learned() -> None:
+def test_the_replication_differs_in_the_irreducible_loss() -> None:
     """E 1.8172 against 1.69 (arXiv 2404.10102); over Chinchilla's own runs the two are within 3%."""
     assert CHINCHILLA.loss is not None
     assert REPLICATION.loss is not None
@@ -148,8 +147,8 @@ def test_power_lines_timescale() -> None:
     assert power_lines_tau(1e9, 20e9) == pytest.approx(0.2236, rel=1e-3)
 
 
-def test_laws_without_a_constant_give_no_value_and_say_what_they_do() -> None:
-    """A copy of Bjorck's law has a constant, read as a power of e; the paper's own cannot be recovered."""
+def test_laws_without_constants_give_a_statement_and_no_value() -> None:
+    """Bjorck's constant cannot be recovered from the paper; a published copy of it misreads a power of e."""
     silent = [r for r in evaluate(*ONE) if r.says]
     assert {r.law for r in silent} >= {"Bjorck 2024", "Hagele 2024 WSD", "Complete(d)P 2025"}
     for each in silent:
@@ -181,7 +180,7 @@ def test_misprint_of_the_deepseek_lr_constant() -> None:
     assert DEEPSEEK.lr.model_copy(update={"coefficient": 0.3188}).at(point) != pytest.approx(9.6e-4, abs=5e-6)
 
 
-def test_in_range_and_how_far_outside() -> None:
+def test_the_factor_outside_the_fitted_range() -> None:
     step = result("Step Law 2025", ONE)
     assert step.in_range
     assert step.extrapolation == 1
@@ -196,7 +195,7 @@ def test_in_range_and_how_far_outside() -> None:
     assert not result("Porian 2024", (500e6, 500e9)).in_range  # far from compute-optimal
 
 
-def test_laws_that_leave_out_the_embeddings_use_the_smaller_count() -> None:
+def test_laws_without_embeddings_use_the_smaller_count() -> None:
     whole = {r.law: r for r in evaluate(124e6, 10e9)}
     body = {r.law: r for r in evaluate(124e6, 10e9, params_non_embedding=85e6)}
     assert body["Step Law 2025"].lr == pytest.approx(1.79 * 85e6**-0.713 * 10e9**0.307)
@@ -204,7 +203,7 @@ def test_laws_that_leave_out_the_embeddings_use_the_smaller_count() -> None:
     assert changed == {law.name for law in LAWS if law.params_definition == "non-embedding" and law.lr}
 
 
-def test_a_law_at_another_batch_than_its_own() -> None:
+def test_the_lr_of_a_law_at_another_batch() -> None:
     results = evaluate(*ONE)
     noise = critical_batch(results)
     assert noise == pytest.approx(2.2e6, rel=TO_TWO_DIGITS)  # of 1.2, 2.2 and 5.5 million
@@ -250,8 +249,8 @@ def test_power_lines_critical_batch_in_closed_form() -> None:
 
 
 @pytest.mark.parametrize(("run", "width", "lr"), [("1.3b", 2048, 7.5e-4), ("2.7b", 2560, 6e-4)])
-def test_cerebras_gpt_trained_its_hidden_matrices_with_what_its_form_says(run: str, width: int, lr: float) -> None:
-    """Of the configurations of its muP models: the lr of the base, and the width that it is of."""
+def test_the_law_of_cerebras_gpt_gives_the_lr_of_its_models(run: str, width: int, lr: float) -> None:
+    """The configurations of its muP models have the lr of the base and the width of the base."""
     found = find_run(f"cerebras-gpt-{run}-mup")
     assert found.arch.d_model == width
     base, base_width = map(float, re.findall(r"[0-9.e-]+(?= |$)", find_law("Cerebras-GPT 2023 muP").says)[:2])
@@ -259,15 +258,15 @@ def test_cerebras_gpt_trained_its_hidden_matrices_with_what_its_form_says(run: s
     assert base * base_width / width == pytest.approx(lr)
 
 
-def test_the_rule_of_complete_d_p_moves_lr_as_the_law_says(tiny: Recipe) -> None:
-    told = exponents(find_law("Complete(d)P 2025").says)
+def test_the_complete_d_p_rule_has_the_exponents_of_the_law(tiny: Recipe) -> None:
+    stated = exponents(find_law("Complete(d)P 2025").says)
     recipe = tiny.replace({"scaling.rule": "complete-d-p"})
     name, batch, tokens = "layers.0.mlp.in.weight", recipe.batch.tokens, recipe.data.tokens
     for axis, moved in (
         ("B", transfer(recipe, batch_tokens=4 * batch)),
         ("D", transfer(recipe, tokens=4 * tokens)),
     ):
-        assert resolve(moved)[name].lr / resolve(recipe)[name].lr == pytest.approx(4 ** told[axis])
+        assert resolve(moved)[name].lr / resolve(recipe)[name].lr == pytest.approx(4 ** stated[axis])
 
 
 @pytest.mark.parametrize("size", [(64, 16), (16, 64), (32, 32)])

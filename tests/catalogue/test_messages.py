@@ -57,9 +57,9 @@ def test_every_template_of_a_starter_is_used(monkeypatch: pytest.MonkeyPatch) ->
     fill = messages._FORMATTER.vformat
 
     def record(template: str, args: tuple[()], facts: dict[str, object]) -> str:
-        said = fill(template, args, facts)  # raises where the part is left out
+        text = fill(template, args, facts)  # raises where the part is left out
         printed.add(template)
-        return said
+        return text
 
     monkeypatch.setattr(messages._FORMATTER, "vformat", record)
     requests = [

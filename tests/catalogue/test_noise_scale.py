@@ -18,7 +18,7 @@ SMALL, BIG = 25, 100
 
 
 def squares(pairs: int) -> list[tuple[float, float]]:
-    """|G_small|^2 and |G_big|^2 of batches whose first quarter is the small one, as a step of four micro-batches."""
+    """Return |G_small|^2 and |G_big|^2 of batches; the small one is the first quarter, as of four micro-batches."""
     rng = np.random.default_rng(0)
     gradient = np.full(DIMENSIONS, (SIGNAL / DIMENSIONS) ** 0.5)
     spread = np.linspace(0.5, 1.5, DIMENSIONS)  # not the same along every axis
@@ -53,7 +53,7 @@ def test_without_a_signal_there_is_no_scale() -> None:
 def test_steps_and_tokens_trade_off(batch: float) -> None:
     steps, tokens = steps_over_least(batch, 1e6), tokens_over_least(batch, 1e6)
     assert (steps - 1) * (tokens - 1) == pytest.approx(1)
-    # Both are what they say: tokens = steps x batch, and at B_crit = E_min / S_min both are twice the least.
+    # Tokens are steps x batch, and at B_crit = E_min / S_min both are twice the minimum.
     assert tokens / steps == pytest.approx(batch / 1e6)
     assert steps_over_least(1e6, 1e6) == tokens_over_least(1e6, 1e6) == 2
 

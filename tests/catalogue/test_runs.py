@@ -1,4 +1,4 @@
-"""The published runs: complete, sourced, and of the size they claim."""
+"""The published runs in leaven's terms, and the search for the nearest ones."""
 
 import pytest
 from tests.catalogue.published import model_shape
@@ -28,7 +28,7 @@ BUILDABLE = {
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_leavens_own_shape_has_the_published_parameter_count_where_leaven_can_build_the_model(id: str) -> None:
+def test_a_model_that_leaven_can_build_has_the_published_parameter_count(id: str) -> None:
     run = find_run(id)
     shape = model_shape(run)
     assert (shape is not None) == (id in BUILDABLE)
@@ -38,14 +38,11 @@ def test_leavens_own_shape_has_the_published_parameter_count_where_leaven_can_bu
         assert shape.params == pytest.approx(run.params_total, rel=0.03)
 
 
-def test_the_catalogue_is_whole() -> None:
+def test_the_catalogue_has_all_files() -> None:
     runs = load_runs()
     assert len(runs) == len(IDS) >= 110
     assert len(runs) + len(own_runs()) == len(list(FOLDER.glob("*.toml")))
     assert [run.params_total for run in runs] == sorted(run.params_total for run in runs)
-    assert {run.kind for run in runs} == {"dense", "moe", "vlm"}
-    assert {run.optimizer for run in runs} == {"adam", "adamw", "adafactor", "ademamix", "muon", None}
-    assert sum(len(run.instabilities) for run in runs) >= 42
     assert all(run.instabilities for run in runs if run.status == "succeeded-with-interventions")
 
 
@@ -67,7 +64,7 @@ def test_published_values_in_the_terms_of_leaven() -> None:
     )
 
 
-def test_nearest_gives_each_lineage_one_vote_before_any_second() -> None:
+def test_nearest_lists_one_run_of_each_lineage_first() -> None:
     found = nearest(124_000_000, 10_000_000_000, limit=30)
     lineages = [run.lineage.name for run, _ in found]
     votes = len(set(lineages))
@@ -90,11 +87,11 @@ def test_nearest_gives_each_lineage_one_vote_before_any_second() -> None:
         (400_000_000_000, 15_000_000_000_000, "llama3-405b"),
     ],
 )
-def test_nearest_is_useful_from_tiny_to_huge(params: int, tokens: int, id: str) -> None:
+def test_the_nearest_run_of_a_size(params: int, tokens: int, id: str) -> None:
     assert nearest(params, tokens, limit=1)[0][0].id == id
 
 
-def test_nearest_stays_within_a_factor_of_the_size_if_any_run_is_there() -> None:
+def test_nearest_stays_within_the_factor_unless_it_has_no_run() -> None:
     found = nearest(1_000_000_000, 10**12, limit=200, factor=1.2)
     assert {run.id for run, _ in found} == {
         *("pythia-1b", "bloom-1b1", "tinyllama-1.1b", "olmo-1b", "starcoderbase-1b")
@@ -124,14 +121,14 @@ def test_another_kind_or_optimizer_has_its_own_neighbours() -> None:
         nearest(80 * 10**9, 10**11, limit=1, kind="vlm")
 
 
-def test_a_doubling_of_parameters_is_one_octave_and_tokens_weigh_an_eighth() -> None:
+def test_an_octave_of_tokens_counts_as_an_eighth_of_an_octave_of_parameters() -> None:
     run = find_run("mt-nlg-530b")
     assert run.tokens is not None
     assert nearest(run.params_total * 2, run.tokens, limit=1)[0] == (run, pytest.approx(1.0))
     assert nearest(run.params_total, run.tokens * 4, limit=1)[0] == (run, pytest.approx(0.25))
 
 
-def test_nearest_never_offers_a_learning_rate_that_means_something_else(
+def test_nearest_leaves_out_incomparable_learning_rates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     document = find_run("pythia-70m").model_dump(exclude_none=True)
@@ -144,7 +141,7 @@ def test_nearest_never_offers_a_learning_rate_that_means_something_else(
     assert [run.id for run, _ in nearest(70_000_000, 10**9, limit=5)] == ["bloom-176b"]
 
 
-def test_diff_lists_what_differs_and_no_sources() -> None:
+def test_diff_lists_values_that_differ_without_sources() -> None:
     small, big = find_run("pythia-70m"), find_run("gpt-neox-20b")
     rows = {row.path: (row.a, row.b) for row in diff(small, big)}
     assert rows["optim.weight_decay"] == (0.1, 0.01)
@@ -153,10 +150,3 @@ def test_diff_lists_what_differs_and_no_sources() -> None:
     assert "optim.beta1" not in rows  # the same in both
     assert not [path for path in rows if "source" in path or "confidence" in path or "notes" in path]
     assert diff(small, small) == []
-
-
-def test_an_unknown_id_names_the_ones_like_it() -> None:
-    with pytest.raises(InputError, match=r"no published run 'pythia-71m'; did you mean pythia-70m, .* or pythia-"):
-        find_run("pythia-71m")
-    with pytest.raises(InputError, match=r"did you mean (\S+, ){1}\S+ or \S+\?$"):
-        find_run("..")

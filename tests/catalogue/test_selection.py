@@ -1,4 +1,4 @@
-"""What a person asks of the catalogue, and what is said where it has no such value."""
+"""Conditions and ranges of `leaven recipes list`, and the errors for unknown paths and values."""
 
 import re
 
@@ -62,7 +62,7 @@ def test_a_run_without_the_value_meets_no_condition() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ("schedule.shap=cosine", "no published run has a value 'schedule.shap'; did you mean schedule.shape, "),
         ("beta2=0.9", "did you mean optim.beta2, optim.beta3 or optim.beta1?"),
@@ -75,6 +75,6 @@ def test_a_run_without_the_value_meets_no_condition() -> None:
         ("peak_lr", "'peak_lr' is not a condition; write PATH, one of = != < <= > >= and a value"),
     ],
 )
-def test_bad_conditions_name_what_exists(written: str, said: str) -> None:
-    with pytest.raises(InputError, match=re.escape(said)):
+def test_a_bad_condition_names_existing_paths_and_values(written: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
         ids(written)

@@ -1,4 +1,4 @@
-"""`leaven new`: a whole recipe out of published runs and laws, sensible wherever one asks."""
+"""`leaven new`: recipes derived from published runs and laws, over all sizes and durations."""
 
 import math
 import re
@@ -33,13 +33,13 @@ from leaven.recipe.units import parse_quantity
 B, T = 10**9, 10**12
 
 
-def new(params: float, tokens: float, **asked: object) -> Derivation:
-    """Without a proxy: every value is chosen at this size. tests/planning/test_start.py has those with one."""
-    return starter(replace(StarterRequest("wheat", int(params), int(tokens), proxy=0), **asked))  # type: ignore[arg-type]
+def new(params: float, tokens: float, **request: object) -> Derivation:
+    """Return a starter without a proxy, so that every value is chosen at this size."""
+    return starter(replace(StarterRequest("wheat", int(params), int(tokens), proxy=0), **request))  # type: ignore[arg-type]
 
 
 def comparable(params: float) -> list[PublishedRun]:
-    """Dense runs within a factor of 4 whose lr is one of plain Adam, without the module under test."""
+    """Return the dense runs within a factor of 4 with an lr of Adam(W)."""
     return [
         run for run in load_runs() if run.kind == "dense" and run.lr_comparable and size_ratio(run, int(params)) <= 4
     ]
@@ -75,7 +75,7 @@ def test_every_size_and_length_gets_a_sensible_recipe(params: float, tokens_per_
 
 
 def _written(recipe: Recipe) -> dict[str, object]:
-    """Every value of the file, by its path."""
+    """Return every value of the file, by its path."""
     document = tomllib.loads(render(recipe))
     del document["why"]
     return flatten(document)
@@ -90,11 +90,11 @@ def _written(recipe: Recipe) -> dict[str, object]:
         (70e9, 1.4e12, "llama1-65b", (1e-4, 1.9e-4), (3e6, 8.4e6)),
     ],
 )
-def test_next_to_published_runs(
+def test_values_are_near_those_of_published_runs(
     params: float, tokens: float, like: str, lr: tuple[float, float], batch: tuple[float, float]
 ) -> None:
-    """The bounds are those of published runs of the size, in lr and in batch of about the same length;
-    at 70B the higher is LLaMA's 1.5e-4 moved by the square root from its batch of 4M to the 6.3M here."""
+    """The bounds are those of published runs of this size and length. At 70B the upper one is LLaMA's lr of 1.5e-4,
+    moved by the square root from its batch of 4M to the 6.3M here."""
     recipe, run = new(params, tokens).recipe, find_run(like)
     assert lr[0] <= recipe.hyperparameters.lr <= lr[1]
     assert batch[0] <= recipe.batch.tokens <= batch[1]
@@ -104,13 +104,13 @@ def test_next_to_published_runs(
     assert recipe.hyperparameters.beta2 == 0.95
 
 
-def test_a_block_has_twelve_squares() -> None:
+def test_a_block_has_twelve_d_model_squared_parameters() -> None:
     assert usual_ff_ratio("swiglu", 32, 32) == pytest.approx(8 / 3)
     assert usual_ff_ratio("gelu", 32, 32) == 4
     assert usual_ff_ratio("swiglu", 128, 16) == pytest.approx(3.25)  # Llama 3 405B: 53,248 / 16,384
 
 
-def test_the_exponents_are_those_of_lineages_and_laws() -> None:
+def test_the_exponents_fit_published_lineages_and_laws() -> None:
     for lineage in ("gpt3-table", "llama"):
         pairs = [
             (math.log(run.params_total), math.log(run.peak_lr))
@@ -126,16 +126,8 @@ def test_the_exponents_are_those_of_lineages_and_laws() -> None:
     assert exponents[2] == pytest.approx(BATCH_TOKENS_EXPONENT, abs=0.005)
 
 
-def test_a_lineage_has_one_vote_and_incomparable_lrs_have_none() -> None:
-    runs = neighbours(B, 20 * B).runs
-    lineages = [run.lineage.name for run in runs]
-    assert len(lineages) == len(set(lineages))
-    assert all(run.lr_comparable for run in runs)
-    assert middle({"a": 1.0, "b": 4.0}).value == pytest.approx(2)
-
-
 def test_weights_of_votes_fall_to_zero_at_the_edge() -> None:
-    """A vote's weight is 0 at the factor of 4; equal weights are the ordinary median."""
+    """A vote's weight is 0 at the factor of 4; equal weights give the ordinary median."""
     votes = {"a": 1.0, "b": 4.0, "c": 100.0}
     assert middle(votes, dict.fromkeys("abc", 0.3)).value == pytest.approx(4)
     assert middle({"a": 1.0, "b": 4.0}, dict.fromkeys("ab", 1.0)).value == pytest.approx(2)
@@ -151,32 +143,21 @@ def test_weights_of_votes_fall_to_zero_at_the_edge() -> None:
 
 
 def test_neighbouring_sizes_have_neighbouring_lrs() -> None:
-    """32% apart; the nearest run of a lineage may be another one there, and the batch goes by factors of 1.5."""
+    """The sizes are 32% apart; the nearest run of a lineage may change, and batches differ by factors of 1.5."""
     lrs = [new(10 ** (8 + n / 50), 20 * 10 ** (8 + n / 50)).recipe.hyperparameters.lr for n in range(0, 151, 6)]
     assert max(abs(math.log(b / a)) for a, b in pairwise(lrs)) < math.log(1.75)
 
 
-def test_the_ramp_is_cited_and_divides() -> None:
+def test_a_ramp_of_published_proportions() -> None:
     recipe = new(70 * B, 1.4 * T).recipe
     ramp = recipe.batch.ramp
     assert ramp
     assert recipe.batch.tokens % ramp.start_tokens == 0
     assert 0.025 < ramp.over_tokens / recipe.data.tokens < 0.055  # GLM-130B 2.5%, BLOOM-176B 5.5%
-    assert "bloom-176b 5.5%" in recipe.why["batch.ramp.over_tokens"]
     assert new(B, 20 * B).recipe.batch.ramp is None
     starts, lengths = batch_ramps()
     assert starts["bloom-176b"] == pytest.approx(192 / 2048)
     assert lengths["glm-130b"] == 0.025
-
-
-def test_steps_are_those_that_the_ramp_makes() -> None:
-    derived = new(70 * B, 1.4 * T)
-    recipe, said = derived.recipe, {step.title: " ".join(step.lines) for step in derived.steps}
-    assert recipe.steps > recipe.data.tokens // recipe.batch.tokens * 1.02
-    assert f"{recipe.steps:,} steps" in said["ramp"]
-    warm = recipe.batches.first_step_at(recipe.schedule.warmup_tokens)
-    assert f"{warm:,} steps" in said["schedule"]
-    assert "falcon-180b 4.00 B tokens" in recipe.why["schedule.warmup_tokens"]
 
 
 @pytest.mark.parametrize("asked", [{"vocab": 10**6}, {"reference": "llama2-70b"}])
@@ -196,14 +177,10 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
     ("asked", "message"),
     [
         ({"params": 0}, "--params 0: give 100 k to 10 T"),
-        ({"params": 10**14}, "the largest published dense run has 540 B"),
         ({"tokens": 0}, "--tokens 0: give a count"),
-        ({"tokens": 10**16}, "give a count up to"),
         ({"tokens": 1_000}, "fewer than 2,000 sequences of 128; give 256 k"),
         ({"vocab": 5}, "--vocab 5: give 257"),
         ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
-        ({"params": 20 * 10**6, "tokens": B, "reference": "llama2-70b"}, "(+289%); give --"),
-        ({"reference": "olmo2"}, "did you mean olmo2-7b, "),
         (
             {"reference": "olmoe-1b-7b"},
             "a mixture of experts, and leaven builds dense ones of text; near it are olmo-1b",
@@ -221,8 +198,8 @@ def test_bad_input_is_one_line(asked: dict[str, object], message: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_laid_out_can_be_trained_from_its_first_batch_on() -> None:
-    """A published batch of 16 M tokens is no whole number of anything; a ramp begins small."""
+def test_a_starter_on_a_cluster_can_be_trained_from_its_first_batch() -> None:
+    """A published batch of 16 M tokens is not a whole number of sequences, and a ramp starts small."""
     for asked, gpus in (
         (
             StarterRequest("llama", 405_000_000_000, 15_600_000_000_000, reference="llama3-405b", gpus=2_048),
@@ -238,24 +215,18 @@ def test_what_is_laid_out_can_be_trained_from_its_first_batch_on() -> None:
         laid_out(starter(few), parse_cluster("4096xH100-80GB"))
 
 
-def started_from(params: float, tokens: float, reference: str, **request: object) -> Derivation:
-    """`leaven new --from ID`: the values of one published run, taken together."""
-    asked = StarterRequest("wheat", int(params), int(tokens), reference=reference)
-    return starter(replace(asked, **request))  # type: ignore[arg-type]
-
-
-def own(id: str) -> Derivation:
-    """At the run's own size and length."""
+def at_own_scale(id: str) -> Recipe:
+    """Return the recipe of `leaven new --from` at the run's own size and length."""
     run = find_run(id)
-    return started_from(run.params_total, run.tokens or 0, id)
+    return new(run.params_total, run.tokens or 0, reference=id, proxy=None).recipe
 
 
 @pytest.mark.parametrize("id", ["olmo2-7b", "gpt3-13b", "smollm2-135m", "openelm-3b", "llama2-70b", "bloom-7b1"])
-def test_from_a_run_its_values_stay_together(id: str) -> None:
+def test_the_values_of_a_reference_stay_together(id: str) -> None:
     run = find_run(id)
     assert run.batch_tokens
     assert run.optim
-    recipe = started_from(run.params_total / 2, 300 * B, reference=id).recipe
+    recipe = new(run.params_total / 2, 300 * B, reference=id, proxy=None).recipe
     assert recipe.hyperparameters.lr == run.peak_lr
     assert recipe.batch.tokens == pytest.approx(run.batch_tokens, rel=1e-3)
     assert recipe.hyperparameters.weight_decay == run.optim.weight_decay
@@ -275,30 +246,32 @@ def test_from_a_run_its_values_stay_together(id: str) -> None:
         ("cerebras-gpt-13b", ((0, 720 * 2048), (84_049_920_000, 1080 * 2048))),
     ],
 )
-def test_a_batch_that_grew_in_stages_grows_so_again(id: str, sizes: tuple[tuple[int, int], ...]) -> None:
-    recipe = own(id).recipe
+def test_stages_of_a_reference_are_repeated(id: str, sizes: tuple[tuple[int, int], ...]) -> None:
+    recipe = at_own_scale(id)
     assert recipe.batch.sizes == sizes
     assert parse_recipe(render(recipe), "it") == recipe
     assert set(_written(recipe)) <= set(recipe.why)
 
 
-def test_a_batch_that_grew_in_increments_grows_so_again() -> None:
-    bloom = own("bloom-176b").recipe
+def test_the_ramp_of_a_reference_is_repeated() -> None:
+    bloom = at_own_scale("bloom-176b")
     assert bloom.batch.ramp == Ramp(start_tokens=192 * 2048, increment_tokens=16 * 2048, over_tokens=20 * B)
     assert bloom.schedule.warmup_tokens == pytest.approx(375e6, rel=1e-3)
-    shared = started_from(176 * B, 366 * B, "bloom-176b", gpus=64).recipe.batch
+    shared = new(176 * B, 366 * B, reference="bloom-176b", proxy=None, gpus=64).recipe.batch
     assert all(size % (64 * 2048) == 0 for _, size in shared.sizes)
 
 
-def test_cool_down_and_warm_up_are_the_runs_own() -> None:
-    marin = own("marin-32b").recipe.schedule
+def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:
+    marin = at_own_scale("marin-32b").schedule
     assert (marin.decay, marin.decay_ratio) == ("wsd", 0.4)
     assert marin.warmup_tokens == pytest.approx(0.01 * 6.44 * T, rel=1e-3)
-    assert own("smollm2-1.7b").recipe.schedule.decay_ratio == pytest.approx(0.1)
+    assert at_own_scale("smollm2-1.7b").schedule.decay_ratio == pytest.approx(0.1)
     # 8,000 steps: 63 of 4M until 252M tokens, the rest of 8M.
-    llama = own("llama3-405b").recipe.schedule.warmup_tokens
+    llama = at_own_scale("llama3-405b").schedule.warmup_tokens
     assert llama == pytest.approx(252e6 + (8_000 - 63) * 8e6, rel=1e-3)
-    # None of the bounds that the warm-ups of neighbours have; longer than the run it is refused.
-    assert started_from(B, 10 * B, "olmo2-7b").recipe.schedule.warmup_tokens == pytest.approx(8.39e9, rel=1e-3)
+    # The bounds on the warm-ups of neighbours do not apply, but a warm-up longer than the run is refused.
+    assert new(B, 10 * B, reference="olmo2-7b", proxy=None).recipe.schedule.warmup_tokens == pytest.approx(
+        8.39e9, rel=1e-3
+    )
     with pytest.raises(InputError, match=r"the warm-up of --from olmo2-7b alone takes 8.39 B; give more"):
-        started_from(B, 2 * B, "olmo2-7b")
+        new(B, 2 * B, reference="olmo2-7b", proxy=None)

@@ -1,4 +1,4 @@
-"""A published run and a recipe in the same words."""
+"""Published runs and recipes in the same terms."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from leaven.recipe.recipe import Recipe
 
 @pytest.fixture
 def recipe() -> Recipe:
-    """BLOOM 176B as leaven would write it down."""
+    """BLOOM 176B as a recipe of leaven."""
     model = {"n_layers": 70, "d_model": 14336, "n_heads": 112, "n_kv_heads": 112, "d_head": 128, "d_ff": 57344}
     model |= {"vocab_size": 250_880, "seq_len": 2048, "norm": "layernorm", "activation": "gelu", "positions": "alibi"}
     model |= {"tied_embeddings": True, "embedding_norm": True, "bias": True, "dropout": 0.1}
@@ -31,9 +31,9 @@ def recipe() -> Recipe:
     )
 
 
-def test_a_recipe_that_copies_a_run_differs_in_nothing(recipe: Recipe) -> None:
+def test_a_recipe_that_copies_a_run_has_no_difference(recipe: Recipe) -> None:
     found = diff_in_terms(find_run("bloom-176b"), recipe)
-    # What the file is silent on, and what a recipe has no word for.
+    # Values that the run does not publish, and values that a recipe cannot express.
     assert {row.path for row in found if row.counterpart} == {"hyperparameters.decay_norm_and_bias"}
     assert {row.path for row in found if not row.counterpart} == {
         "data.tokens_planned",
@@ -70,22 +70,22 @@ def test_values_without_a_counterpart_are_listed_separately(recipe: Recipe) -> N
     assert alone == {"hyperparameters.modules.embedding.lr": 4.0}
 
 
-def test_a_recipe_is_compared_by_what_its_values_come_to(recipe: Recipe) -> None:
+def test_a_recipe_is_compared_by_its_resolved_values(recipe: Recipe) -> None:
     found = diff_in_terms(find_run("bloom-176b"), recipe, lambda _: {"hyperparameters.lr": 1e-3})
     assert RecipeDifference(path="hyperparameters.lr", a=6e-5, b=1e-3, counterpart=True) in found
 
 
-def test_the_adam_of_a_recipe_is_not_that_of_a_paper(recipe: Recipe) -> None:
-    """With a decay, which it adds to the gradient; without one there is nothing to tell apart."""
+def test_adam_with_a_decay_is_l2_in_a_recipe(recipe: Recipe) -> None:
+    """leaven's adam adds the decay to the gradient; in papers adam may mean AdamW."""
     adam = recipe.replace({"hyperparameters.optimizer": "adam"})
     assert terms(adam)["hyperparameters.optimizer"] == "adam, L2 decay"
     assert terms(adam.replace({"hyperparameters.weight_decay": 0.0}))["hyperparameters.optimizer"] == "adam"
 
 
-def test_every_run_can_be_written_in_the_terms_of_a_recipe() -> None:
+def test_every_run_has_the_terms_of_a_recipe() -> None:
     for run in load_runs():
-        told = terms(run)
-        assert told["params"] == run.params_total
-        assert set(told) <= set(TERMS)
-        assert told.get("hyperparameters.lr") == run.peak_lr
-        assert None not in told.values()
+        known = terms(run)
+        assert known["params"] == run.params_total
+        assert set(known) <= set(TERMS)
+        assert known.get("hyperparameters.lr") == run.peak_lr
+        assert None not in known.values()

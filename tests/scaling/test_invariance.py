@@ -100,9 +100,9 @@ def test_the_forms_of_table_3_and_table_8_train_alike_if_eps_and_decay_move_too(
     """
     recipe = tiny.replace({"hyperparameters.eps": 1e-3, "hyperparameters.weight_decay": 1.0})
     wide = transfer(recipe, width=64, depth=4, tokens=40_960)
-    table_3, losses_3 = trained(wide, 20, torch.float64)
+    table_3, losses_3 = trained(wide, 8, torch.float64)
     monkeypatch.setattr("leaven.scaling.table.RULES", {"complete-d-p": with_unembedding(**cells)})
-    table_8, losses_8 = trained(wide, 20, torch.float64)
+    table_8, losses_8 = trained(wide, 8, torch.float64)
     assert (losses_8 == pytest.approx(losses_3, rel=1e-9)) is same
     close = dict(table_8.named_parameters())
     for name, parameter in table_3.named_parameters():
