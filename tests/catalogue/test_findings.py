@@ -136,15 +136,13 @@ def test_every_check_has_a_planted_fault() -> None:
 
 
 def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:
-    """If the timescale is too long, the first suggestion is a higher decay, unless no run had so much: then lr or batch."""
+    """Too long a timescale: a higher decay comes first, unless no run had so much; then lr or batch."""
     recipe = healthy(hyperparameters__lr=1e-4, hyperparameters__weight_decay=0.03)
     (one,) = [one for one in found(recipe) if one.check == "timescale"]
     assert one.mends
     assert_suggestions_fix(recipe, one)
     (one,) = [one for one in found(healthy(hyperparameters__lr=1e-12)) if one.check == "timescale"]
-    assert [list(suggestion) for suggestion in one.mends] == [
-        ["hyperparameters.lr"]
-    ]  # a decay of millions is left out
+    assert [list(suggestion) for suggestion in one.mends] == [["hyperparameters.lr"]]  # no decay of millions
     example = read_recipe(Path(__file__).parents[2] / "examples/350m.toml", ())
     (note,) = [one for one in found(example) if one.check == "timescale"]
     assert note.mends[0] == {"hyperparameters.lr": 0.00032}  # its decay is 0.1 already

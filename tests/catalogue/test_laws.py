@@ -90,7 +90,7 @@ def test_the_three_forms_of_zhang_agree_at_its_own_model() -> None:
 
 
 def test_kaplans_batch_doubles_when_the_loss_falls_by_13_percent() -> None:
-    """Section 5.1 and the summary: 1 to 2 million tokens for the largest models of 2020, with final losses of 2.7 to 3."""
+    """Section 5.1; the summary has 1 to 2 million tokens for the largest models, with losses of 2.7 to 3."""
     batch = KAPLAN_BATCH.batch
     assert batch is not None
     assert batch.at(Point(1, 1, 1, 0.865 * 3)) / batch.at(Point(1, 1, 1, 3)) == pytest.approx(2, rel=0.01)
