@@ -9,8 +9,12 @@ from tests.distributed.pool import Pool
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
+SLOW = {"dp 2 pp 2 zero 0", "dp 2 pp 2 zero 1", "dp 2 pp 2 zero 3", "dp 2 zero 1"}  # the others have these features
 
-@pytest.mark.parametrize("changes", LAYOUTS.values(), ids=LAYOUTS.keys())
+
+@pytest.mark.parametrize(
+    "changes", [pytest.param(LAYOUTS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+)
 def test_bytes_are_those_of_theory(changes: dict[str, Any], ranks: Pool, tiny: Recipe) -> None:
     recipe = tiny.replace(SHAPE | changes)
     tokens = prepare(recipe.data, recipe.model.vocab_size)

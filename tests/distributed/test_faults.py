@@ -43,7 +43,7 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
         befallen = []
 
         def on_step(step: Step) -> None:
-            if how == "nan" and group.rank == 1 and step.step == 17 and not befallen:
+            if how == "nan" and group.rank == 1 and step.step == 9 and not befallen:
                 befallen.append(step)
                 with torch.no_grad():
                     training[0].sharded.leaves[0].fill_(torch.nan)
@@ -54,7 +54,7 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
                 tokens,
                 folder,
                 on_step=on_step,
-                stop=lambda: how == "stop" and group.rank == 1 and training[0].progress.step >= 10,
+                stop=lambda: how == "stop" and group.rank == 1 and training[0].progress.step >= 6,
                 group=group,
             )
         finally:
@@ -96,14 +96,14 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 def test_a_stop_of_one_process_stops_all(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
-    two = two.replace({"data.tokens": 5_120})
+    two = two.replace({"data.tokens": 3_072})
     stopped = ranks(2, run, two, tokens, tmp_path / "run", "stop")
-    assert [(each["done"], each["steps"]) for each in stopped] == [(False, 10), (False, 10)]
+    assert [(each["done"], each["steps"]) for each in stopped] == [(False, 6), (False, 6)]
     done = ranks(2, run, two, tokens, tmp_path / "run")
     whole = ranks(2, run, two, tokens, tmp_path / "whole")
     assert done == whole
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # to the last bit
-    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 20
+    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 12
     assert events(tmp_path / "whole").count("start") == 1  # one of them writes
     compared = [event for event in RunFolder(tmp_path / "whole").events() if event["event"] == "ranks"]
     assert compared
@@ -112,7 +112,7 @@ def test_a_stop_of_one_process_stops_all(two: Recipe, tokens: TokenSet, ranks: P
 
 
 def test_a_nan_on_one_process_rolls_back_all(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
-    done = ranks(2, run, two.replace({"data.tokens": 5_120}), tokens, tmp_path / "run", "nan")
+    done = ranks(2, run, two.replace({"data.tokens": 3_072}), tokens, tmp_path / "run", "nan")
     assert done[0] == done[1]
     assert done[0]["done"]
     assert done[0]["rollbacks"] == 1

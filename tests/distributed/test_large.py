@@ -17,9 +17,9 @@ from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
-# Llama 3 70B, Grattafiori et al. 2024, arXiv 2407.21783, table 3.
+# Llama 3 70B (Grattafiori et al. 2024, arXiv 2407.21783, table 3) with 24 of its 80 layers.
 LLAMA_70B = {
-    "model.n_layers": 80,
+    "model.n_layers": 24,
     "model.d_model": 8192,
     "model.n_heads": 64,
     "model.n_kv_heads": 8,

@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 # Batches of 4, 6, 8 and 8 sequences of which three ranks, or micro-batches of 3, leave rests; every module but a few
 # has values of its own; the clip acts in every step.
 COMMON: dict[str, Any] = {
-    "model.n_layers": 4,
+    "model.n_layers": 2,
     "model.n_heads": 4,
     "model.n_kv_heads": 2,
     "model.d_head": 4,
@@ -45,7 +45,12 @@ ISOLATED = {"data.documents": "isolated"}
 FULL = {"layout.recompute": "full"}
 LARGER = {"batch.tokens": 256, "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 256}}
 SCALED = {"batch.ramp.rule": "scaled"}
+FOUR_LAYERS = {"model.n_layers": 4}
 ONE = {"batch.micro_batch": 1}  # as many micro-batches as a pipeline of two needs
+
+
+INTERLEAVED: dict[str, Any] = {"schedule": "interleaved", "stages_per_rank": 2}
+ZERO_BUBBLE: dict[str, Any] = {"schedule": "zero-bubble", "stages_per_rank": 2}
 
 
 def layout(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 0, **more: Any) -> dict[str, Any]:
@@ -85,14 +90,14 @@ CASES = {
     "tp2 bloom": layout(tp=2) | BLOOM | FULL,
     "tp2 gains by head": layout(tp=2) | {"model.qk_norm_per_head": True} | ISOLATED,
     "pp2": layout(pp=2),
-    "pp2 interleaved": layout(pp=2, schedule="interleaved", stages_per_rank=2) | TIED,
-    "pp2 zero-bubble": layout(pp=2, schedule="zero-bubble", stages_per_rank=2),
+    "pp2 interleaved": layout(pp=2, **INTERLEAVED) | TIED | FOUR_LAYERS,
+    "pp2 zero-bubble": layout(pp=2, **ZERO_BUBBLE) | FOUR_LAYERS,
     "dp2 pp2 zero2 gpipe": layout(dp=2, pp=2, zero=2, schedule="gpipe") | ONE,
-    "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, schedule="interleaved", stages_per_rank=2) | TIED | ONE,
-    "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | {"model.n_layers": 2} | ONE,
+    "dp2 pp2 zero3 interleaved": layout(dp=2, pp=2, zero=3, **INTERLEAVED) | TIED | ONE | FOUR_LAYERS,
+    "dp2 tp2 pp2 zero1": layout(dp=2, tp=2, pp=2, zero=1) | TIED | PER_MODULE | ONE,
     "tp4": layout(tp=4) | GPT,
-    "pp4": layout(pp=4) | TIED | ISOLATED | ONE,
-    "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, schedule="zero-bubble", stages_per_rank=2) | ONE,
+    "pp4": layout(pp=4) | TIED | ISOLATED | ONE | FOUR_LAYERS,
+    "dp2 pp2 zero1 zero-bubble": layout(dp=2, pp=2, zero=1, **ZERO_BUBBLE) | ONE | FOUR_LAYERS,
     "dp4 pp2 zero3 on two nodes": layout(dp=4, pp=2, zero=3, dp_replicate=2) | ONE | LARGER,
 }
 SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
@@ -111,8 +116,8 @@ def test_losses_norms_and_parameters_are_those_of_one_process(
     assert found["parameter"] < 1e-10, found
 
 
-SHARED = layout(dp=2, tp=2, zero=2) | ONE | {"model.n_layers": 2}
-STAGES = layout(dp=2, pp=2, zero=2) | ONE | {"model.n_layers": 2}
+SHARED = layout(dp=2, tp=2, zero=2) | ONE
+STAGES = layout(dp=2, pp=2, zero=2) | ONE
 
 
 # What rounding makes of it in 3 steps, stated: partial sums of tensor ranks are rounded to the compute dtype.

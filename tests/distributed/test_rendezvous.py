@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from leaven.distributed.rendezvous import private_store
 
-SHORT = timedelta(seconds=0.3)
+SHORT = timedelta(seconds=0.1)
 
 
 def met(store: Any, size: int, timeout: timedelta = timedelta(seconds=20)) -> list[Any]:

@@ -41,6 +41,7 @@ lr = 0.01
 init_std = 0.1
 [evaluation]
 tokens = 8_000
+every_tokens = {160 * STEP}
 """
 
 

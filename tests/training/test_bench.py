@@ -5,22 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.distributed.stage import Stage
 from leaven.documents.planning import BenchSpeed
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 from leaven.training.bench import batches_of, bench, choose, micro_batches_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenSet) -> None:

@@ -136,42 +136,29 @@ def save(manager: CheckpointManager, step: int, good: int | None = None) -> None
     assert saved.error is None
 
 
-def test_the_newest_and_the_last_good_checkpoints_are_kept(tmp_path: Path, manager: CheckpointManager) -> None:
-    for step in (1, 2, 3):
-        save(manager, step)
-    assert steps(tmp_path) == [2, 3]
-    for step in (4, 5, 6):
-        save(manager, step, good=3)  # suspicious since step 4
-    assert steps(tmp_path) == [3, 5, 6]
-    save(manager, 7)
-    assert steps(tmp_path) == [6, 7]
-
-
-def test_keep_every_tokens(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, every_tokens=256, keep=1, keep_every_tokens=3 * 256)
-    for step in (1, 2, 4, 5, 6, 7, 8, 11, 12):
-        save(manager, step)
-    manager.close()
-    assert steps(tmp_path) == [4, 6, 11, 12]
-
-
-def test_a_checkpoint_at_a_stop_displaces_no_scheduled_one(tmp_path: Path) -> None:
-    """As a stop writes it: steps 3 and 5 with one due every second step."""
-    manager, there = CheckpointManager(tmp_path, every_tokens=512, keep=2, keep_every_tokens=None), []
-    for step in (0, 2, 3, 4, 5, 6):
-        save(manager, step)
-        there.append(steps(tmp_path))
-    manager.close()
-    assert there == [[0], [0, 2], [0, 2, 3], [2, 4], [2, 4, 5], [4, 6]]
-
-
-def test_a_checkpoint_at_a_stop_is_not_the_last_good_one(tmp_path: Path) -> None:
-    """Stopped at step 3, suspicious since step 4: without the stop there would be steps 2 and 4."""
-    manager = CheckpointManager(tmp_path, every_tokens=512, keep=1, keep_every_tokens=None)
-    for step, good in ((2, 2), (3, 3), (4, 3)):
+@pytest.mark.parametrize(
+    ("every", "keep", "keep_every", "saved", "kept"),
+    [
+        (1, 2, None, [(1, 1), (2, 2), (3, 3)], [2, 3]),
+        (1, 2, None, [(1, 1), (2, 2), (3, 3), (4, 3), (5, 3), (6, 3)], [3, 5, 6]),  # suspicious since step 4
+        (1, 2, None, [(3, 3), (4, 3), (5, 3), (6, 3), (7, 7)], [6, 7]),
+        (1, 1, 3, [(n, n) for n in (1, 2, 4, 5, 6, 7, 8, 11, 12)], [4, 6, 11, 12]),
+        # A checkpoint at a stop (steps 3 and 5) displaces none that is due, and is not the last good one.
+        (2, 2, None, [(0, 0), (2, 2), (3, 3)], [0, 2, 3]),
+        (2, 2, None, [(0, 0), (2, 2), (3, 3), (4, 4), (5, 5)], [2, 4, 5]),
+        (2, 2, None, [(0, 0), (2, 2), (3, 3), (4, 4), (5, 5), (6, 6)], [4, 6]),
+        (2, 1, None, [(2, 2), (3, 3), (4, 3)], [2, 4]),
+    ],
+)
+def test_which_checkpoints_are_kept(
+    tmp_path: Path, every: int, keep: int, keep_every: int | None, saved: list[tuple[int, int]], kept: list[int]
+) -> None:
+    """In steps of 256 tokens: ``saved`` are pairs of a step and the last good step."""
+    manager = CheckpointManager(tmp_path, 256 * every, keep, keep_every and 256 * keep_every)
+    for step, good in saved:
         save(manager, step, good)
     manager.close()
-    assert steps(tmp_path) == [2, 4]
+    assert steps(tmp_path) == kept
 
 
 def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:

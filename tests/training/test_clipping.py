@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
@@ -14,12 +14,6 @@ from leaven.training.clipping import Clipper
 from leaven.training.engine import Training
 
 Gradients = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    torch.set_num_threads(1)
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:

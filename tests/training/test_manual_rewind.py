@@ -21,8 +21,7 @@ LOWER = recipe(**KEPT, hyperparameters__lr=0.002, schedule__decay="linear")
 
 
 @pytest.fixture(autouse=True)
-def in_order_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
+def stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
 
 

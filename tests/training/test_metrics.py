@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.metrics import Curves, writers
@@ -29,16 +28,6 @@ def log(values, step):
     _say("log", step, values)
 def finish(): _say("finish")
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, log: str = "") -> Path:

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.training.conftest import losses
 
 from leaven.data.stream import Stream
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.distributed.stage import Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
@@ -19,26 +20,12 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, by_thumb, even, needed_memory, settle, sizes, trial_step
+from leaven.training.micro_batch import GIB, by_thumb, even, needed_memory, settle, sizes
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
 LONG = {"data.tokens": 256 * micro_batch.TIMED_STEPS}
 RAMP = {"batch.ramp": dict(start_tokens=96, increment_tokens=32, over_tokens=1_000)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data, tiny.model.vocab_size)
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder(folder).metrics()]
 
 
 @given(st.integers(1, 5_000), st.integers(1, 600))
@@ -203,39 +190,12 @@ def _room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
     monkeypatch.setattr(Stage, "forward", limited)
 
 
-def test_a_trial_holds_the_gradients_that_a_step_holds(
-    tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the forwards before, where a batch takes more than one."""
-    forward, held = Stage.forward, []
-
-    def watched(self: Stage, *arguments: Any) -> torch.Tensor:
-        held.append([parameter.grad is not None for parameter in self.model.parameters()])
-        return forward(self, *arguments)
-
-    monkeypatch.setattr(Stage, "forward", watched)
-    training = Training(tiny, tokens)  # eight sequences a batch
-    for size in (4, 8):
-        assert trial_step(training, size) is not None
-    assert [set(each) for each in held] == [{True}, {False}]
-    assert all(parameter.grad is None for parameter in training.model.parameters())
-
-
 def test_a_stop_does_not_wait_for_the_timing(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     asked = iter(range(100))
     summary = train(tiny.replace(LONG), tokens, tmp_path / "run", stop=lambda: next(asked) >= 3)
     assert (summary.finished, summary.steps, summary.unsaved) == (False, 0, "before its first step")
     assert next(asked) == 4  # no trial was begun after it
     assert not (tmp_path / "run").exists()
-
-
-def test_other_errors_are_raised(tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> torch.Tensor:
-        raise RuntimeError("the weights are gone")
-
-    monkeypatch.setattr(Stage, "forward", broken)
-    with pytest.raises(RuntimeError, match="the weights are gone"):
-        trial_step(Training(tiny, tokens), 1)
 
 
 def test_on_a_cpu_only_sizes_that_fit_are_tried(

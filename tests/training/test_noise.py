@@ -2,21 +2,18 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.micro_batch import rule_of_thumb, settle
 from leaven.training.noise import KEEP, NoiseScale
-from leaven.training.run_folder import RunFolder
-from leaven.training.trainer import train
 
 KEY = "stability.noise_scale_every_tokens"
 
@@ -25,12 +22,6 @@ KEY = "stability.noise_scale_every_tokens"
 def measured(tiny: Recipe) -> Recipe:
     """Eight sequences a step, three to a micro-batch: 3, 3 and 2."""
     return tiny.replace({"batch.micro_batch": 3, KEY: 256})
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    torch.set_num_threads(1)
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def gradient_norm(training: Training, sequences: range) -> float:
@@ -99,20 +90,6 @@ def test_it_is_measured_every_so_many_tokens(measured: Recipe, tokens: TokenSet)
         training.step()
         seen.append(training.noise.averages is not before)
     assert seen == [False, False, False, True, False, False, False, True]  # at 1,024 and 2,048 tokens
-
-
-def lines(folder: Path) -> list[tuple[float, float | None]]:
-    return [(line["loss"], line.get("noise_scale")) for line in RunFolder(folder).metrics()]
-
-
-def test_the_noise_scale_resumes_bit_for_bit(measured: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    whole = train(measured, tokens, tmp_path / "whole")
-    train(measured, tokens, tmp_path / "parts", stop=lambda: len(lines(tmp_path / "parts")) >= 13)
-    again = train(measured, tokens, tmp_path / "parts")
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
-    scales = [scale for _, scale in lines(tmp_path / "whole") if scale]
-    assert len(scales) > 20
-    assert again.noise_scale == whole.noise_scale == scales[-1]
 
 
 def test_a_checkpoint_without_averages_resets_them() -> None:

@@ -1,26 +1,16 @@
 """fp16 with its loss scale, bf16, and skipped steps."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import Recipe
-from leaven.training import precision
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
 from leaven.training.precision import GROW_AFTER, LossScale
-from leaven.training.run_folder import RunFolder
-from leaven.training.trainer import train
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    torch.set_num_threads(1)
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def compute(recipe: Recipe, dtype: str) -> Recipe:
@@ -82,22 +72,6 @@ def test_a_nan_loss_does_not_change_the_parameters(dtype: str, tiny: Recipe, tok
     assert torch.equal(before, training.model.layers[0].mlp.out.weight)
 
 
-def test_fp16_resumes_bit_for_bit(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a scale that has moved before the stop: it is too large at first, and halves."""
-    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**30)
-    recipe = compute(tiny.replace({"model.dropout": 0.1}), "fp16")
-    train(recipe, tokens, tmp_path / "whole")
-    halves_run = RunFolder(tmp_path / "halves")
-    train(recipe, tokens, tmp_path / "halves", stop=lambda: len(halves_run.metrics()) >= 17)
-    assert halves_run.metrics()[-1]["loss_scale"] < precision.FIRST_SCALE
-    assert train(recipe, tokens, tmp_path / "halves").finished
-    whole, halves = (RunFolder(tmp_path / name).metrics() for name in ("whole", "halves"))
-    exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale")
-    assert [[line[key] for key in exact] for line in whole] == [[line[key] for key in exact] for line in halves]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["global", "per-module", "running"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -156,14 +130,3 @@ def test_a_compiled_model_has_the_same_losses(tiny: Recipe, tokens: TokenSet) ->
     assert a == pytest.approx(b, abs=1e-4)
     assert plain.evaluate() == pytest.approx(compiled.evaluate(), abs=1e-4)
     assert list(plain.checkpoint().model) == list(compiled.checkpoint().model)
-
-
-def test_a_micro_batch_that_does_not_divide_the_batch(tiny: Recipe, tokens: TokenSet) -> None:
-    """Eight sequences in micro-batches of three, against eight at once."""
-    whole = Training(tiny.replace({"batch.micro_batch": 8}), tokens)
-    parts = Training(tiny.replace({"batch.micro_batch": 3}), tokens)
-    for _ in range(3):
-        a, b = whole.step(), parts.step()
-        assert a.loss == pytest.approx(b.loss, rel=1e-6)
-        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    assert whole.evaluate() == pytest.approx(parts.evaluate(), rel=1e-6)

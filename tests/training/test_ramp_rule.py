@@ -3,22 +3,19 @@ ramps."""
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import BATCH_RULES, Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.engine import StopRequested, Training
 from leaven.training.optimiser import Optimiser, parameter_groups
 from leaven.training.precision import DTYPES
-from leaven.training.run_folder import RunFolder
-from leaven.training.trainer import train
 
 RAMP = {"start_tokens": 32, "increment_tokens": 32, "over_tokens": 1_000}
 STEPS = 16  # 32 .. 256 tokens: the full batch is reached at step 10
@@ -28,12 +25,6 @@ RUNNING = {"mode": "running", "limit": 0.9}
 def ramped(tiny: Recipe, rule: str, **changes: object) -> Recipe:
     base = {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4}
     return tiny.replace({"batch.ramp": RAMP | {"rule": rule}, "scaling.base": base, **changes})
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    torch.set_num_threads(1)
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 @pytest.fixture
@@ -135,19 +126,6 @@ def test_the_factors_are_those_of_complete_d_p(tiny: Recipe) -> None:
     staged = recipe.replace({"batch.ramp": None, "batch.stages": stages, "batch.stages_rule": "scaled"})
     assert ramp_factors(staged, 9) == (first, 1)
     assert ramp_factors(staged, 10) == (full, 1 / 8)
-
-
-def lines(folder: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["update_norm"]) for line in RunFolder(folder).metrics()]
-
-
-def test_stopped_in_the_ramp_the_losses_are_the_same_bits(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": RUNNING, "data.tokens": 3_072})
-    train(recipe, tokens, tmp_path / "whole")
-    train(recipe, tokens, tmp_path / "parts", stop=lambda: len(lines(tmp_path / "parts")) >= 4)
-    assert len(lines(tmp_path / "parts")) < recipe.steps
-    train(recipe, tokens, tmp_path / "parts")
-    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
 def test_an_abandoned_step_leaves_no_trace_where_the_batch_grows(tiny: Recipe, tokens: TokenSet) -> None:

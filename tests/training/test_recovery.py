@@ -31,8 +31,7 @@ SHARD, SCRAP = text(130, 12), text(130, 3)  # garbage for twelve steps, and for 
 
 
 @pytest.fixture(autouse=True)
-def in_order_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
+def stream_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     in_order(monkeypatch)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.planning import calibration as planning
 from leaven.planning.calibration import CalibrationRecord, history, processor
 from leaven.recipe.recipe import Recipe
@@ -32,11 +32,6 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def tiny(tiny: Recipe) -> Recipe:
     """Of twenty steps."""
     return tiny.replace({"data.tokens": 5_120, "stability.checkpoint_every_tokens": 2_560})
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data, tiny.model.vocab_size)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -15,34 +15,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.training.conftest import losses
 
 from leaven.data.stream import Stream, validation_windows
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import TokenSet
 from leaven.distributed.stage import Stage
 from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
+from leaven.training import precision
 from leaven.training.checkpoint import read_checkpoint
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture
-def tokens(tiny: Recipe) -> TokenSet:
-    return prepare(tiny.data, tiny.model.vocab_size)
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder(folder).metrics()]
 
 
 def test_a_run_learns_and_writes_its_folder(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
@@ -95,31 +83,40 @@ def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: Token
     assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 41)]
 
 
-def test_stopped_twice_or_not_at_all_the_losses_are_the_same_bits(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path
+STATEFUL = {  # everything that a run keeps besides its weights, so that a value that is not restored shows
+    "model.dropout": 0.1,
+    "hyperparameters.grad_clip": {"mode": "running", "limit": 0.9},  # clips nearly always
+    "precision.compute": "fp16",
+    "stability.noise_scale_every_tokens": 256,
+    "batch.micro_batch": 2,
+    "batch.ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 2_000, "rule": "scaled"},
+    "scaling.base": {"width": 8, "depth": 1, "batch_tokens": 128, "tokens": 5_120, "d_head": 4},
+    "data.tokens": 5_120,
+}
+
+
+def test_a_run_stopped_twice_has_the_same_bits(
+    tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny.replace(
-        {
-            "model.dropout": 0.1,
-            "batch.ramp": dict(start_tokens=64, increment_tokens=64, over_tokens=2_000),
-            "hyperparameters.grad_clip": {"mode": "running", "limit": 0.9},  # clips nearly always
-        }
-    )
+    """The first stop is in the batch ramp, after the loss scale has halved."""
+    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**30)
+    recipe, parts = tiny.replace(STATEFUL), RunFolder(tmp_path / "parts")
     whole = train(recipe, tokens, tmp_path / "whole")
-    for last in (9, 23):
-        stopped = train(
-            recipe, tokens, tmp_path / "parts", stop=lambda last=last: len(losses(tmp_path / "parts")) >= last
-        )
+    for last in (5, 15):
+        stopped = train(recipe, tokens, parts.path, stop=lambda last=last: len(parts.metrics()) >= last)
         assert not stopped.finished
         assert stopped.loss is None
-    resumed = train(recipe, tokens, tmp_path / "parts")
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert resumed.loss == whole.loss
-    assert [e["batch_tokens"] for e in RunFolder(tmp_path / "whole").events() if e["event"] == "ramp"] == [
-        128,
-        192,
-        256,
+        assert parts.metrics()[-1]["loss_scale"] < precision.FIRST_SCALE
+    resumed = train(recipe, tokens, parts.path)
+    exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale", "noise_scale", "batch_tokens")
+    lines = [
+        [[line[key] for key in exact] for line in RunFolder(tmp_path / run).metrics()] for run in ("whole", "parts")
     ]
+    assert lines[0] == lines[1]
+    assert (resumed.loss, resumed.noise_scale) == (whole.loss, whole.noise_scale)
+    assert whole.noise_scale
+    ramp = [event["batch_tokens"] for event in RunFolder(tmp_path / "whole").events() if event["event"] == "ramp"]
+    assert ramp == [192, 256]
 
 
 @pytest.mark.kills
@@ -171,7 +168,7 @@ def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     """It comes with the third of eight forwards; what was under way is done again, to the same bits."""
-    recipe = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1, "data.tokens": 5_120})
+    recipe = tiny.replace({"batch.micro_batch": 1, "model.dropout": 0.1, "data.tokens": 4_096})
     run = RunFolder(tmp_path / "run")
     forward, forwards = Stage.forward, []
 

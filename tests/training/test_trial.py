@@ -2,9 +2,7 @@
 
 import math
 import os
-import signal
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,6 @@ from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.outcome import Baseline, Outcome
 from leaven.training.trial import cooldown_start, train_trial
-from leaven.training.worker import Pool
 
 STEP = 256  # tokens
 # All that a run keeps besides its weights, so that anything that is not restored shows.
@@ -115,23 +112,10 @@ def test_no_trial_is_pruned_during_warmup(tiny: Recipe) -> None:
     assert outcome.tokens > 20 * STEP
 
 
-def doomed(recipe: Recipe, folder: Path, at: int) -> None:
-    """In a process of its own: kill -9 before so many steps are done."""
-    issue = Training.issue
-
-    def deadly(training: Training) -> Any:
-        if training.progress.step == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return issue(training)
-
-    Training.issue = deadly  # type: ignore[method-assign]
-    train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
-
-
 def test_a_killed_trial_resumes_bit_for_bit(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(STATEFUL), tmp_path / "trial"
-    with Pool(1) as pool, pytest.raises(BrokenProcessPool):
-        pool.submit(doomed, recipe, folder, 23).result()
+    with steps_counted(monkeypatch, die_at=23), pytest.raises(Killed):
+        train_trial(recipe, checkpoint=folder, checkpoint_seconds=0)
     assert folder.exists()
     with steps_counted(monkeypatch) as done:
         retried = train_trial(recipe, checkpoint=folder)

@@ -1,0 +1,27 @@
+"""What the tests of training share: one thread, and the tokens of the tiny recipe."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.conftest import TINY
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.recipe.files import parse_recipe
+from leaven.training.run_folder import RunFolder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tokens(corpus: Path) -> TokenSet:
+    recipe = parse_recipe(TINY.replace("SOURCE", f"{corpus}/*.txt"), "tiny.toml")
+    return prepare(recipe.data, recipe.model.vocab_size)
+
+
+def losses(folder: Path) -> list[float]:
+    """Return the training losses of a run."""
+    return [line["loss"] for line in RunFolder(folder).metrics()]
