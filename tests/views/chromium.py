@@ -1,6 +1,5 @@
 """A headless Chromium over its debugging pipe: what a page says, asks for and looks like. Standard library only."""
 
-import base64
 import json
 import os
 import select
@@ -130,10 +129,3 @@ class Browser:
     @property
     def requests(self) -> list[str]:
         return [e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
-
-    def screenshot(self, out: Path) -> None:
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        out.write_bytes(base64.b64decode(answer["data"]))
-
-    def pdf(self, out: Path) -> None:
-        out.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))

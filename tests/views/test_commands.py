@@ -38,7 +38,7 @@ def folder(real_demo: Path, tmp_path: Path) -> Path:
         ("runs/copied", ["train", "report"]),
     ],
 )
-def test_every_printed_command_reports_what_is_done_and_ends_well(
+def test_printed_commands_find_everything_done(
     folder: Path, part: str, verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = printed(write_page(folder / part, tmp_path / "page.html"))
@@ -56,7 +56,7 @@ def test_every_printed_command_reports_what_is_done_and_ends_well(
     assert [read_run(folder / "runs" / run).finished for run in RUNS] == [True] * 3
 
 
-def test_the_trials_of_a_command_are_those_that_have_ended(folder: Path, tmp_path: Path) -> None:
+def test_the_printed_command_counts_finished_trials(folder: Path, tmp_path: Path) -> None:
     study = folder / "study" / "study.json"
     ended = read_study(study.parent).ended
     study.write_text(study.read_text().replace('"state": "complete"', '"state": "running"', 1))

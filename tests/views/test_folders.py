@@ -9,7 +9,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.tuning.document import StudyDocument
-from leaven.views.folders import DemoView, RunView, StudyView, read_demo, read_folder, read_run, read_study
+from leaven.views.folders import DemoView, RunView, StudyView, read_demo, read_folder, read_run
 from leaven.views.page import write_page
 
 
@@ -19,23 +19,23 @@ def folder(demo_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(demo_folder, tmp_path / "demo"))
 
 
-def test_the_kind_of_a_folder_is_known_by_what_lies_in_it(demo_folder, tmp_path):
+def test_the_kind_of_a_folder_follows_from_its_files(demo_folder, tmp_path):
     assert isinstance(read_folder(write_losses_check(tmp_path / "check")), CheckDocument)
     assert isinstance(read_folder(demo_folder), DemoView)
     assert isinstance(read_folder(demo_folder / "proxy"), StudyView)
     assert isinstance(read_folder(demo_folder / "runs/copied"), RunView)
 
 
-def test_a_demo_knows_its_runs_and_its_verdict(demo_folder):
+def test_a_demo_has_its_arms_gain_and_study(demo_folder):
     demo = read_demo(demo_folder)
     assert [arm.key for arm in demo.arms] == ["transferred", "copied", "untuned"]
-    assert demo.rival.key == "copied"
+    assert demo.baseline.key == "copied"
     assert demo.gain == pytest.approx(0.14)
     assert demo.seconds == pytest.approx(568.5)
     assert (demo.study.count("complete"), demo.study.count("diverged")) == (18, 2)
 
 
-def test_a_torn_last_line_is_left_out(folder):
+def test_a_torn_last_line_is_ignored(folder):
     whole = read_run(folder / "runs/copied")  # torn by the fixture
     assert whole.steps[-1].step == whole.recipe.steps - 1
     with (folder / "runs/copied/events.jsonl").open("a") as file:
@@ -51,7 +51,7 @@ def test_steps_done_again_after_a_resume_count_once(folder):
     assert [step.step for step in read_run(run).steps] == list(range(len(lines)))
 
 
-def test_lines_that_are_no_steps_are_passed_over(folder):
+def test_lines_that_are_not_steps_are_ignored(folder):
     run = folder / "runs/transferred"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(["hello", "{}", *lines[:3], "\x00\x00", *lines[3:]]) + "\n")
@@ -61,7 +61,7 @@ def test_lines_that_are_no_steps_are_passed_over(folder):
         read_run(run)
 
 
-def test_time_between_a_crash_and_its_resume_is_no_cost(folder):
+def test_time_between_a_crash_and_its_resume_does_not_count(folder):
     run = folder / "runs/transferred"
     events = [("start", 0), ("validation", 60), ("resume", 5_000), ("validation", 5_030)]
     lines = [
@@ -74,7 +74,7 @@ def test_time_between_a_crash_and_its_resume_is_no_cost(folder):
     assert not read.finished
 
 
-def test_a_return_undoes_the_validation_behind_it_and_is_told(folder, tmp_path):
+def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder, tmp_path):
     run = folder / "runs/transferred"
     back = {"to_tokens": 30_000, "skip_from": 30_000, "skip_to": 34_000, "tokens": 50_000, "step": 9, "time": 1e9}
     lines = [
@@ -93,7 +93,7 @@ def test_a_return_undoes_the_validation_behind_it_and_is_told(folder, tmp_path):
     assert "1 of 2 by itself" in told
 
 
-def test_a_run_that_broke_off_has_no_final_loss_to_compare(folder):
+def test_an_interrupted_run_has_no_final_loss(folder):
     run = folder / "runs/copied"
     lines = [line for line in (run / "events.jsonl").read_text().splitlines() if '"finish"' not in line]
     stop = {"event": "stop", "step": 300, "tokens": 9, "time": 1.76e9, "why": "the loss is nan"}
@@ -104,10 +104,10 @@ def test_a_run_that_broke_off_has_no_final_loss_to_compare(folder):
     demo = read_demo(folder)
     assert demo.arms[1].loss is None
     assert demo.arms[1].run.stopped == "the loss is nan"
-    assert demo.rival.key == "untuned"
+    assert demo.baseline.key == "untuned"
 
 
-def test_a_loss_that_is_no_number_is_a_gap(folder):
+def test_a_loss_that_is_not_finite_is_a_gap(folder):
     run = folder / "runs/transferred"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1]) | {"loss": float("nan"), "grad_norm": float("inf")}
@@ -123,7 +123,7 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
         (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json), check (check"),
         (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: passed is missing"),
-        (lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"), "a check that has not ended"),
+        (lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"), "a check that has not finished"),
         (lambda folder: (folder / "demo.json").write_text("{"), "demo.json: not JSON"),
         (lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
         (lambda folder: (folder / "demo.json").write_text('{"name": "x"}'), "neither a study nor a run"),
@@ -140,23 +140,9 @@ def test_a_loss_that_is_no_number_is_a_gap(folder):
         (lambda folder: (folder / "runs/copied/metrics.jsonl").write_text('{"step": 0}\n'), "tokens is missing"),
     ],
 )
-def test_what_cannot_be_read_is_named_in_one_line(folder, breaking, message):
+def test_an_unreadable_folder_is_a_one_line_error(folder, breaking, message):
     breaking(folder)
     with pytest.raises(InputError) as error:
         read_folder(folder)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_an_arm_without_a_run_is_shown_without_one(folder):
-    shutil.rmtree(folder / "runs/untuned")
-    demo = read_demo(folder)
-    assert demo.arms[2].run is None
-    assert demo.arms[0].run is not None
-
-
-def test_trials_come_in_the_order_of_their_numbers(folder):
-    document = json.loads((folder / "proxy/study.json").read_text())
-    document["trials"].reverse()
-    (folder / "proxy/study.json").write_text(json.dumps(document))
-    assert [trial.number for trial in read_study(folder / "proxy").trials] == list(range(20))

@@ -17,13 +17,7 @@ def test_layers_with_equal_values_are_one_group():
     assert len(found) == len({g.label for g in found})
 
 
-def test_groups_cover_every_row_once():
-    table = resolve(target(proxy()))
-    covered = [(g.label, layer) for g in groups(table.rows) for layer in range(g.first or 0, (g.last or 0) + 1)]
-    assert len(covered) == len(set(covered)) == len(table.rows)
-
-
-def test_a_row_stands_beside_the_base_row_at_its_relative_depth():
+def test_a_row_is_beside_the_base_row_at_its_relative_depth():
     small = proxy()
     found = {(g.label, g.first): g for g in groups(resolve(target(small)).rows, resolve(small))}
     assert found["mlp.in", 0].base.layer == 0
@@ -53,7 +47,7 @@ def test_a_reason_names_the_cell_and_its_value():
 
 
 @pytest.mark.parametrize("quantity", ["lr", "weight_decay", "eps", "init_std", "multiplier"])
-def test_reasons_are_what_the_table_did(quantity):
+def test_the_factor_in_a_reason_is_target_over_base(quantity):
     """The factor that is told is the ratio between the resolved values of target and base."""
     small = proxy().replace({"hyperparameters.depth": {}})
     recipe = target(small)

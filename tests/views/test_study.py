@@ -24,7 +24,7 @@ from leaven.views.page import write_page
 from leaven.views.study_page import UNSURE, changes, durations, study_page, tune_command, word
 
 
-def told(page: str) -> str:
+def words(page: str) -> str:
     """The words of a page."""
     body = re.sub(r"<[^>]+>", " ", page.partition("<main>")[2].partition("<noscript>")[0])
     return " ".join(html.unescape(body).split())
@@ -40,13 +40,13 @@ def study(state, tmp_path_factory):
     return read_study(studied.write(tmp_path_factory.mktemp("studies") / "modules", state))
 
 
-def test_what_is_written_is_read(state, study):
+def test_a_written_study_is_read_back(state, study):
     assert {name: getattr(study, name) for name in vars(state)} == vars(state)
 
 
-def test_the_page_says_what_came_out_first(study, state, tmp_path):
+def test_the_page_states_the_result_first(study, state, tmp_path):
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
-    text = told(page.read_text())
+    text = words(page.read_text())
     assert f"{len(state.idle)} of 31 were not worth tuning: resetting all of them to the start costs less" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
     assert f"{state.gain:.3f} below the start" in text
@@ -59,13 +59,13 @@ def test_the_page_says_what_came_out_first(study, state, tmp_path):
 
 def test_an_answer_that_is_the_start_claims_no_gain(study):
     at_start = tuple(replace(each, best=0.0, gain=0.0, worth=False) for each in study.coordinates)
-    text = told(study_page(replace(study, coordinates=at_start, gain=0.0)))
+    text = words(study_page(replace(study, coordinates=at_start, gain=0.0)))
     assert "the start itself: nothing was found that is known to be better" in text
     assert "No point was found that is better than the start, so no value has gained anything" in text
     assert "What mattered" not in text
 
 
-def test_each_kind_of_trial_has_a_mark_of_its_own(study):
+def test_trials_are_grouped_by_kind_and_the_answer_has_its_interval(study):
     kinds = study_charts.by_kind(study)
     ended = Counter(trial.purpose for trial in study.trials if trial.state == "complete")
     assert {name: len(trials) for name, trials in kinds.items()} == {
@@ -73,12 +73,6 @@ def test_each_kind_of_trial_has_a_mark_of_its_own(study):
         "noise": 4, "rerun": ended["rerun"], "best": 1,
     }  # fmt: skip
     chart = go.Figure(study_charts.search(study))
-    marks = {trace.marker.symbol: list(trace.x) for trace in chart.data if trace.mode == "markers"}
-    assert marks["circle-open"] == [1, 2, 3, 4]
-    assert marks["diamond-open"] == [trial.number for trial in kinds["rerun"]]
-    line = next(trace for trace in chart.data if trace.mode == "lines")
-    # The lowest so far is of the search alone: a lucky rerun does not count.
-    assert line.y[-1] == pytest.approx(min(trial.loss for trial in kinds["complete"] + kinds["best"]), abs=1e-5)
     answer = next(trace for trace in chart.data if trace.error_y.array is not None)
     low, high = study.best.interval
     assert [answer.y[0] - answer.error_y.arrayminus[0], answer.y[0] + answer.error_y.array[0]] == pytest.approx(
@@ -86,27 +80,7 @@ def test_each_kind_of_trial_has_a_mark_of_its_own(study):
     )
 
 
-def test_a_slice_shows_its_cliff_its_flat_part_and_one_scale_for_all(study):
-    height, kinds = study_charts.slice_frame(study), study_charts.by_kind(study)
-    charts = {c.path: go.Figure(study_charts.slice_chart(study, c, height)) for c in study.coordinates[:12]}
-    assert len({chart.layout.yaxis.range for chart in charts.values()}) == 1
-    for coordinate in study.coordinates[:12]:
-        chart = charts[coordinate.path]
-        flat, start = chart.layout.shapes[:2]
-        assert (flat.x0, flat.x1) == coordinate.flat
-        assert start.x0 == start.x1 == 0
-        hills = [trace for trace in chart.data if trace.fillcolor == "var(--risk)"]
-        risks = [point.risk for point in coordinate.slice]
-        assert bool(hills) == (max(risks) > 0.05)
-        if hills:
-            bottom, top = chart.layout.yaxis.range
-            assert [(y - bottom) / (top - bottom) for y in hills[0].y] == pytest.approx(risks, abs=1e-3)
-        lost = {round(t.octaves[coordinate.path], 2) for t in kinds["diverged"] if t.purpose == "search"}
-        crosses = [trace for trace in chart.data if trace.marker.symbol == "x-thin"]
-        assert {place for trace in crosses for place in trace.x} == lost
-
-
-def test_the_picture_has_what_the_parameters_really_get(study):
+def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
     best = study.best_recipe
     plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
@@ -135,7 +109,7 @@ def test_a_module_without_a_multiplier_has_no_band():
     assert recipe_view.multipliers_view(recipe.replace({"hyperparameters.depth": {}}), ()) is None
 
 
-def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
+def test_curves_relative_to_the_best_end_at_the_difference_in_loss(study):
     known = study_charts.known_curves(study)
     ahead = study_charts.against_best(study)
     assert set(ahead) == set(known) == {trial.number for trial in study.trials}
@@ -144,14 +118,9 @@ def test_curves_are_thin_and_the_best_is_no_better_than_itself(study):
     ended = [trial for trial in study.trials if trial.state == "complete"]
     final = [ahead[trial.number][-1][1] for trial in ended]
     assert final == pytest.approx([trial.loss - study.best_trial.loss for trial in ended], abs=0.02)
-    chart = go.Figure(study_charts.curves(study, known, "loss"))
-    drawn = sum(x is not None for trace in chart.data if trace.mode == "lines" for x in trace.x)
-    assert drawn <= 60 * len(known) + 80
-    ends = next(trace for trace in chart.data if trace.marker.symbol == "triangle-down-open")
-    assert set(ends.x) == {0.4 * studied.TOKENS}
 
 
-def test_loss_against_cost_is_drawn_where_durations_are_compared(study):
+def test_loss_against_cost_is_drawn_if_durations_differ(study):
     assert study_charts.front(study) is None
     compared = studied.durations(study)
     ends, steps, answer = go.Figure(study_charts.front(compared)).data
@@ -166,18 +135,18 @@ def test_loss_against_cost_is_drawn_where_durations_are_compared(study):
     assert study_charts.front(near) is None
 
 
-def test_the_fewest_changes_stand_beside_the_best(study):
+def test_the_point_with_the_fewest_changes_is_shown_beside_the_best(study):
     rows = changes(study)["rows"]
     kept = [path for path, octaves in study.fewest_octaves.items() if abs(octaves) > points.UNMOVED]
     moved = [path for path, octaves in study.best_trial.octaves.items() if abs(octaves) > points.UNMOVED]
     assert [row["path"] for row in rows if row["fewest"]] == sorted(kept, key=[r["path"] for r in rows].index)
     assert len(rows) == len(moved)
     alone = replace(study, fewest_octaves=study.best_trial.octaves)
-    assert "fewest changes" in told(study_page(study))
-    assert "fewest changes" not in told(study_page(alone))
+    assert "fewest changes" in words(study_page(study))
+    assert "fewest changes" not in words(study_page(alone))
 
 
-def test_octaves_of_a_beta_are_those_of_its_exponent(study):
+def test_octaves_of_a_beta_scale_its_exponent(study):
     """So that beta stays below 1, and a doubling forgets twice as fast: as the search moves it."""
     assert points.value(Dimension("hyperparameters.beta1", 0.9, -2, 2), 1.0, 64) == pytest.approx(0.81)
     assert points.value(Dimension("hyperparameters.beta2", 0.95, -2, 2), -2.0, 64) == pytest.approx(0.95**0.25)
@@ -187,7 +156,7 @@ def test_octaves_of_a_beta_are_those_of_its_exponent(study):
 
 
 @pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
-def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
+def test_shown_values_are_rounded_as_the_search_rounds_them(study, octaves):
     """A batch of whole sequences, a warm-up of whole tokens: as the search has them."""
     start, searched = study.centre, space(study.centre, "global")
     here = searched.values(dict.fromkeys(searched.paths, octaves))
@@ -197,20 +166,20 @@ def test_a_value_that_was_not_run_is_one_that_a_recipe_can_have(study, octaves):
     assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
 
 
-def test_the_lowest_of_each_duration_is_said_to_be_one_run(study):
+def test_the_lowest_loss_of_each_duration_is_marked_as_a_single_run(study):
     compared = studied.durations(study)
     searched = [trial for trial in compared.trials if trial.branches and trial.purpose == "search"]
     found = durations(compared)
     assert [loss for _, _, loss in found] == [min(trial.branches[i][1] for trial in searched) for i in range(3)]
-    text = told(study_page(compared))
+    text = words(study_page(compared))
     assert text.count("one run, of the seed that chose it") == 3
     assert "the answer: mean of 3 fresh seeds" in text
     unjudged = replace(compared, best=replace(study.best, fresh=0))
-    assert "the answer: mean" not in told(study_page(unjudged))
+    assert "the answer: mean" not in words(study_page(unjudged))
     assert durations(study) == []
 
 
-def test_not_worth_tuning_is_what_may_go_back_together(study):
+def test_idle_values_are_called_not_worth_tuning(study):
     words = {each.path: word(each, study) for each in study.coordinates}
     assert {path for path, said in words.items() if said == "not worth tuning"} == set(study.idle)
     unsure = [each for each in study.coordinates if words[each.path] == UNSURE]
@@ -218,68 +187,33 @@ def test_not_worth_tuning_is_what_may_go_back_together(study):
     assert not any(each.worth for each in unsure)
 
 
-def test_what_is_not_known_is_not_said_to_be_small(tmp_path):
+def test_an_uncertain_gain_is_not_called_small(tmp_path):
     """A gain of five times the noise with a large deviation did not gain less than the noise."""
     state = studied.study(6, 24)
     first, *others = (replace(each, worth=False) for each in state.coordinates)
     first = replace(first, gain=5 * studied.NOISE, gain_deviation=6 * studied.NOISE)
     doubtful = replace(state, coordinates=(first, *others), idle=tuple(each.path for each in others))
-    text = told(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html").read_text())
+    text = words(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html").read_text())
     assert "none is known to have gained more than the noise by itself" in text
     assert "1 is not known to have gained more than the noise: −0.0155 nats." in text
     assert "gained less than the noise:" not in text
     assert "small" not in [word(each, doubtful) for each in doubtful.coordinates]
 
 
-def test_a_run_of_the_start_is_one_however_late_it_is(study):
+def test_a_late_run_of_the_start_counts_as_noise(study):
     again = replace(study.trials[0], number=64, purpose="rerun", confirms=True, seed=9)
     with_it = replace(study, trials=(*study.trials, again))
     kinds = study_charts.by_kind(with_it)
     assert [trial.number for trial in kinds["noise"]] == [1, 2, 3, 4, 64]
     assert 64 not in [trial.number for trial in kinds["rerun"]]
-    assert points.told(again, with_it, 72) == points.told(again, with_it, 72, study.best_trial)
-    assert points.told(again, with_it, 72) == "the start again, seed +9"
+    assert points.summary(again, with_it, 72) == points.summary(again, with_it, 72, study.best_trial)
+    assert points.summary(again, with_it, 72) == "the start again, seed +9"
 
 
-def test_a_rerun_of_a_point_that_was_never_run_says_its_seed(study):
-    octaves = dict(study.trials[-1].octaves) | {"hyperparameters.lr": 2.5}
-    promise = replace(study.trials[-1], number=64, seed=1, octaves=octaves, values={"hyperparameters.lr": 9.0})
-    with_it = replace(study, trials=(*study.trials, promise))
-    for room in (30, 72):
-        said = points.told(promise, with_it, room)
-        assert said.startswith("lr x5.66")
-        assert said.endswith(", seed +1")
-        assert len(said) <= room
-    assert points.told(replace(promise, seed=0), with_it, 72).startswith("lr x5.66")
-
-
-def test_a_slice_below_the_best_is_inside_its_frame(study):
-    first = study.coordinates[0]
-    for depth in (0.4, 1.0, 3.0):  # of the frame's height
-        height = study_charts.slice_frame(study)[1]
-        low = min(first.slice, key=lambda point: abs(point.octaves - first.best))
-        curve = tuple(replace(p, loss=-depth * height) if p is low else p for p in first.slice)
-        dipped = replace(study, coordinates=(replace(first, slice=curve), *study.coordinates[1:]))
-        chart = go.Figure(study_charts.slice_chart(dipped, dipped.coordinates[0], study_charts.slice_frame(dipped)))
-        line = next(trace for trace in chart.data if trace.line.width == 2)
-        bottom, top = chart.layout.yaxis.range
-        assert bottom < min(line.y) <= -min(depth, 1.0) * height + 1e-4
-        assert bottom > -1.5 * height  # however far it goes, the others can still be read
-        assert top > height
-        ticks = next(trace for trace in chart.data if trace.marker.symbol == "line-ns-open")
-        assert bottom < ticks.y[0] < min(line.y)
-
-
-def test_what_was_judged_and_chosen_by_the_same_runs_is_not_called_unjudged(study):
-    said = told(study_page(replace(study, best=replace(study.best, fresh=0, runs=2))))
-    assert f"Trial {study.best.number} is the best of" in said
-    assert "the mean of the 2 runs by which it was chosen among several" in said
-
-
-def test_what_no_fresh_seed_has_judged_is_said_to_be_too_low(tmp_path):
+def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     state = studied.unjudged(studied.study(6, 24))
     page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
-    text = told(page.read_text())
+    text = words(page.read_text())
     assert "has the lowest loss of" in text
     assert "without runs with fresh seeds: expect a higher one" in text
     assert "the mean of" not in text
@@ -327,12 +261,12 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
         ),
     ],
 )
-def test_a_study_of_any_kind_has_a_page(tmp_path, made, said):
+def test_incomplete_studies_have_a_page(tmp_path, made, said):
     page = write_page(studied.write(tmp_path / "study", made(studied.study(6, 24))), tmp_path / "study.html")
-    assert said in told(page.read_text())
+    assert said in words(page.read_text())
 
 
-def test_a_loss_that_is_no_number_is_none_however_it_is_written(tmp_path):
+def test_a_loss_that_is_not_finite_is_read_as_none(tmp_path):
     folder = studied.write(tmp_path / "study", studied.study(6, 24))
     document = json.loads((folder / "study.json").read_text())
     lost = next(trial for trial in document["trials"] if trial["state"] == "diverged")

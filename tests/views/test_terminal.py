@@ -15,11 +15,10 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 from written import proxy, target
 
-from leaven.catalogue.laws import LAWS
 from leaven.catalogue.runs import load_runs
 from leaven.cli import main
 from leaven.documents.checks import CheckDocument
-from leaven.documents.runs import DemoDocument, ShowDocument
+from leaven.documents.runs import ShowDocument
 from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
@@ -28,7 +27,6 @@ from leaven.views.points import changes
 from leaven.views.tables import Column, Facts, RowByRow, Table, at_point
 from leaven.views.terminal import console
 from leaven.views.terminal.checks import check_screen
-from leaven.views.terminal.files import demo_summary
 from leaven.views.terminal.recipe import recipe_screen
 from leaven.views.terminal.study import TuneScreen, answer_lines
 from leaven.views.terminal.training import EVENTS, TrainScreen
@@ -55,7 +53,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
 # --- tables
 
 
-def test_columns_drop_then_narrow_their_gaps_then_say_once_what_all_rows_share() -> None:
+def test_a_wide_table_drops_columns_narrows_gaps_and_moves_equal_columns() -> None:
     columns = [Column(name, align="point") for name in ("one", "two", "three")]
     rows = [("1", "0.25", "0.9", "a"), ("2", "0.25", "0.95", "b")]
     table = Table([*columns, Column("text", align="left", drop=1)], rows)
@@ -64,16 +62,16 @@ def test_columns_drop_then_narrow_their_gaps_then_say_once_what_all_rows_share()
     assert printed(table, 10) == ["one three", "  1  0.9", "  2  0.95", "all rows: two 0.25"]
 
 
-def test_facts_fold_between_parts_and_long_parts_between_words() -> None:
+def test_facts_wrap_between_parts_and_long_parts_between_words() -> None:
     facts = Facts([("a", ["one two", Text("three")]), ("long", ["four five six seven eight nine ten"])])
     assert printed(facts, 30) == ["a     one two · three", "long  four five six seven", "      eight nine ten"]
 
 
-def test_numbers_stand_at_their_points() -> None:
+def test_numbers_are_aligned_at_their_points() -> None:
     assert at_point(["0.004", "2.83e-4", "1e-8", "16"]) == [" 0.004  ", " 2.83e-4", " 1e-8   ", "16      "]
 
 
-def test_rows_that_come_one_at_a_time_leave_out_what_has_no_room() -> None:
+def test_row_by_row_tables_drop_columns_that_do_not_fit() -> None:
     columns = [Column("a", width=5), Column("b", width=5, drop=2), Column("c", width=5, drop=1)]
     assert RowByRow(columns, 19).header.plain == "    a      b      c"
     assert RowByRow(columns, 18).line({"a": "1", "b": "2", "c": "3"}).plain == "    1      3"
@@ -81,7 +79,7 @@ def test_rows_that_come_one_at_a_time_leave_out_what_has_no_room() -> None:
     assert free.line({"a": "1", "b": "long text"}).plain == "    1  long…"
 
 
-def test_without_a_terminal_output_is_120_wide_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_piped_output_is_120_columns_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "47")
     made = console._console(stderr=False)
     assert (made.width, made.color_system) == (120, None)
@@ -122,11 +120,11 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         "plan RECIPE --gpus cpu",
     ],
 )
-def test_a_screen_fits_80_columns_and_says_something(read: Read, tiny_file: Path, command: str) -> None:
+def test_a_screen_fits_80_columns(read: Read, tiny_file: Path, command: str) -> None:
     assert len(read(*command.replace("RECIPE", str(tiny_file)).split())) > 5
 
 
-def test_published_runs_are_a_line_each_with_all_numbers(read: Read) -> None:
+def test_published_runs_are_one_line_each(read: Read) -> None:
     head, _, *rows = read("recipes", "list")
     assert all(title in head for title in ("run", "params", "active", "tokens", "peak lr", "batch"))
     by_id = {row.split()[0]: row for row in rows}
@@ -136,17 +134,7 @@ def test_published_runs_are_a_line_each_with_all_numbers(read: Read) -> None:
         assert ("*" in by_id[run.id]) is (run.peak_lr is not None and not run.lr_comparable)
 
 
-def test_laws_are_told_in_full_with_the_spread_last(read: Read) -> None:
-    lines = read("laws", "--params", "1B", "--tokens", "20B")
-    flowing = " ".join(" ".join(lines).split())
-    for law in LAWS:
-        assert any(line.startswith(law.name + " ") for line in lines)
-        assert law.conditions in flowing
-        assert law.source in flowing
-    assert "3.5e-4 .. 2.1e-3, a spread of 6.12x" in flowing
-
-
-def test_the_parameter_table_has_units_and_a_line_a_group() -> None:
+def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
     recipe = target(proxy().replace({"hyperparameters.depth": {}}))
     shown = ShowDocument(**describe(recipe, 0), warnings=[], next=[])
     lines = printed(recipe_screen(shown), 80)
@@ -158,7 +146,7 @@ def test_the_parameter_table_has_units_and_a_line_a_group() -> None:
     assert float(row[-6]) == pytest.approx(resolve(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
 
 
-def test_a_check_says_a_note_once_and_its_conclusion_last() -> None:
+def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
     row = {"axis": "width", "slope": 0.3, "limit": 0.15, "passed": False, "parts": {"change": 0.3}, "note": "GROWS"}
     rows = [row | {"module": name, "beyond": 0.15, "undecided": False} for name in ("mlp.in", "mlp.out")]
     check = {"check": "coordinates", "subject": "x", "quantity": "slope", "curves": [], "measured": [], "advice": ""}
@@ -170,22 +158,6 @@ def test_a_check_says_a_note_once_and_its_conclusion_last() -> None:
     assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: · mlp.in, mlp.out"]
     assert lines[-2] == "checked on small models; changed for that: d_head 16"
     assert lines[-1].startswith("FAILED: 2 of 2 lines, mlp.in most. ")
-
-
-def test_a_demo_is_told_in_ten_lines() -> None:
-    arms = [
-        {"key": key, "title": f"{key} (a way)", "run": f"runs/{key}", "loss": loss, "why": ""}
-        for key, loss in (("transferred", 3.0), ("copied", 3.14), ("untuned", None))
-    ]
-    parts = [{"name": "tune", "seconds": 224.0}, {"name": "train", "seconds": 100.0}]
-    text = {"source": "python-stdlib", "bytes": 1e6, "train_tokens": 9, "validation_tokens": 1, "vocab_size": 320}
-    demo = DemoDocument(
-        report="report.html", verdict="It ends.", arms=arms, parts=parts, text=text, moved={"width": (64, 192)}
-    )
-    lines = printed(demo_summary(demo), 80)
-    assert len(lines) <= 10
-    for said in ("+0.1400", "no run", "tune 3 min 44 s", "width 64 -> 192", "python-stdlib", "report.html"):
-        assert said in "\n".join(lines)
 
 
 # --- while a run trains
@@ -206,7 +178,7 @@ STEP = SimpleNamespace(
 )
 
 
-def test_rows_of_training_stand_under_their_headers(seen: StringIO, tiny_file: Path) -> None:
+def test_training_rows_are_aligned_with_their_headers(seen: StringIO, tiny_file: Path) -> None:
     """One that is asked for and validated is one row; the noise scale stays between measurements."""
     recipe = read_recipe(tiny_file, ["stability.noise_scale_every_tokens=1024"])
     with TrainScreen(recipe, log_every=2) as screen:
@@ -225,7 +197,7 @@ def test_rows_of_training_stand_under_their_headers(seen: StringIO, tiny_file: P
     assert max(map(len, (head, row, last))) <= 80
 
 
-def test_every_event_has_its_line(seen: StringIO, tiny_file: Path) -> None:
+def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
     values: dict[str, Any] = dict(tokens=5_000, why="loss rose", loss=9.0, grad_norm=3.0, step=7, lr=0.5, attempt=1)
     values |= dict(attempts=3, from_tokens=1_000, skip_from=2_000, skip_to=3_000, writer="wandb", slowest=3)
     values |= dict(micro_batch=4, batch_tokens=256, times_the_median=2.0, damaged_checkpoints=["tokens-1"])
@@ -248,7 +220,7 @@ def test_every_event_has_its_line(seen: StringIO, tiny_file: Path) -> None:
     assert text.count("  rank 3 takes 2.0 times") == 1
 
 
-def test_on_a_terminal_every_step_is_seen_and_none_stays(monkeypatch: pytest.MonkeyPatch, tiny_file: Path) -> None:
+def test_steps_are_shown_live_and_not_kept(monkeypatch: pytest.MonkeyPatch, tiny_file: Path) -> None:
     written = StringIO()
     monkeypatch.setattr(console, "errors", Console(width=80, file=written, force_terminal=True, color_system=None))
     with TrainScreen(read_recipe(tiny_file)) as screen:
@@ -303,7 +275,7 @@ def after(count: int) -> StudyDocument:
     return NEW.model_copy(update=found)
 
 
-def test_a_trial_is_a_line_however_much_it_changes(seen: StringIO) -> None:
+def test_a_trial_is_one_line(seen: StringIO) -> None:
     with TuneScreen(after(0), 6, 2) as screen:
         for number in range(6):
             screen.started(number, f"thread {number % 2}")
@@ -326,7 +298,7 @@ def test_a_trial_is_a_line_however_much_it_changes(seen: StringIO) -> None:
     assert all(len(row) <= 80 for row in rows)
 
 
-def test_trials_of_other_commands_are_seen_too_and_none_twice(seen: StringIO) -> None:
+def test_trials_of_other_commands_are_shown_once(seen: StringIO) -> None:
     with TuneScreen(after(1), 6, 1) as screen:
         screen.started(2, "mine")
         screen.ended(after(4))  # 1 and 3 are of another command
@@ -337,7 +309,7 @@ def test_trials_of_other_commands_are_seen_too_and_none_twice(seen: StringIO) ->
     assert workers == {"1": "w2", "2": "w1", "3": "w2", "4": "w3"}
 
 
-def test_below_the_rows_stands_who_does_what_and_how_long_it_takes(seen: StringIO) -> None:
+def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
     at_work = replace(TRIALS[0], number=7, state="running", loss=None, seconds=None, worker="other:99")
     screen = TuneScreen(after(0), 8, 2)
     screen.started(6, "a")
@@ -356,7 +328,7 @@ def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:
     return TuneScreen(state, limits.pop("trials", None), workers, **limits)._time_left()
 
 
-def test_the_time_left_is_that_to_the_first_limit() -> None:
+def test_the_time_left_is_until_the_first_limit() -> None:
     # Six runs of 60 seconds, ended a second apart: 65 seconds in which some were going on.
     runs = after(6).model_copy(update={"trials": tuple(replace(trial, flops=1e15) for trial in TRIALS)})
     assert left(runs, trials=10) == "2 min 00 s left"
@@ -368,7 +340,7 @@ def test_the_time_left_is_that_to_the_first_limit() -> None:
     assert left(after(0), flops=1e16, hours=1.0) == ""
 
 
-def test_changes_are_whole_as_long_as_one_fits() -> None:
+def test_changes_are_cut_between_values() -> None:
     moved = {"hyperparameters.init_std": -0.2515, "hyperparameters.lr": 1.0, "hyperparameters.eps": 0.001}
     searched = [Dimension(path, 1.0, -3.0, 3.0) for path in moved]
     assert changes(searched, {}, moved, 40) == "lr x2.00, init_std x0.84"

@@ -170,8 +170,8 @@ class DemoStage(Entry):
 class DemoArm(Entry):
     key: str
     title: str
-    run: str
-    loss: float | None  # nats a token; null if it diverged
+    run: str  # its folder
+    loss: float | None = None  # nats per token; null if it diverged
     why: str = ""
 
 

@@ -35,7 +35,7 @@ class CatalogueChart:
 
     key: str
     title: str
-    told: str  # below the title
+    note: str  # below the title
     unit: str  # of the y axis
     hover: str  # a point's value in words
     of_run: Callable[[PublishedRun], float | None]
@@ -79,22 +79,22 @@ def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 _AT_20 = f"at {TOKENS_PER_PARAMETER:g} tokens a parameter; dotted beyond their fit"
 CHARTS = (
     CatalogueChart(
-        key="lr", title="Peak learning rate", told=f"Thin lines: laws {_AT_20}.", unit="peak lr",
+        key="lr", title="Peak learning rate", note=f"Thin lines: laws {_AT_20}.", unit="peak lr",
         hover="peak lr {}", of_run=lambda run: run.peak_lr, group=lambda run: run.schedule, field="peak_lr",
         lines=_laws("lr"),
     ),
     CatalogueChart(
-        key="batch", title="Batch", told=f"The final one. Thin lines: optimal and critical batches by laws {_AT_20}.",
+        key="batch", title="Batch", note=f"The final one. Thin lines: optimal and critical batches by laws {_AT_20}.",
         unit="tokens a step", hover="batch {} tokens", of_run=lambda run: run.batch_tokens,
         group=lambda run: run.batch, field="global_batch_tokens", lines=_laws("batch_tokens"),
     ),
     CatalogueChart(
-        key="tokens", title="Duration", told="Tokens of the whole run. The thin line: compute-optimal by Chinchilla.",
+        key="tokens", title="Duration", note="Tokens of the whole run. The thin line: compute-optimal by Chinchilla.",
         unit="tokens", hover="{} tokens", of_run=lambda run: run.tokens, group=lambda run: run.data,
         field="tokens_total", lines=_chinchilla,
     ),
     CatalogueChart(
-        key="init", title="Init std", told="Of the matrices that read the residual stream. Thin lines: rules of the "
+        key="init", title="Init std", note="Of the matrices that read the residual stream. Thin lines: rules of the "
         f"width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
         of_run=lambda run: run.init_std, group=lambda run: run.init, field="std", lines=_inits,
     ),
@@ -186,8 +186,8 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
         shapes = [symbol(run) for run, _ in members]
         marker = {"color": colour, "size": 9, "opacity": 0.85, "symbol": shapes, "line": {"color": edges, "width": 1}}
         x, y = [run.params_total for run, _ in members], [value for _, value in members]
-        told = [hover_text(quantity, run, value) for run, value in members]
-        traces.append(charts.scatter(x, y, "markers", legendgroup=name, marker=marker, hovertext=told))
+        hovers = [hover_text(quantity, run, value) for run, value in members]
+        traces.append(charts.scatter(x, y, "markers", legendgroup=name, marker=marker, hovertext=hovers))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
         "parameters",
@@ -208,21 +208,21 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
     """Id, value, lineage and source of a point."""
     spell = numbers.quantity if value >= 1 else numbers.value
-    told = [
+    lines = [
         f"{quantity.hover.format(spell(value))}, {numbers.quantity(run.params_total)} parameters",
         f"lineage {run.lineage.name}",
     ]
     if run.kind == "moe":
-        told.append(f"experts, {numbers.quantity(run.params_active)} active")
+        lines.append(f"experts, {numbers.quantity(run.params_active)} active")
     if "square" in symbol(run):
-        told.append(f"with {run.optimizer}")
+        lines.append(f"with {run.optimizer}")
     if run.schedule and run.schedule.parametrisation:
-        told.append(run.schedule.parametrisation)
+        lines.append(run.schedule.parametrisation)
     if group := quantity.group(run):
         known = group.provenance(quantity.field)
-        told += [f"{source} ({known.confidence})" for source in known.sources]
-    lines = [line for part in told for line in textwrap.wrap(part, 46, break_on_hyphens=False)]
-    return "<br>".join([f"<b>{charts.text(run.id)}</b>", *map(charts.text, lines)])
+        lines += [f"{source} ({known.confidence})" for source in known.sources]
+    wrapped = [line for part in lines for line in textwrap.wrap(part, 46, break_on_hyphens=False)]
+    return "<br>".join([f"<b>{charts.text(run.id)}</b>", *map(charts.text, wrapped)])
 
 
 def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:

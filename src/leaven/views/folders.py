@@ -12,13 +12,14 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from leaven.documents.checks import CheckDocument
+from leaven.documents.runs import DemoArm, DemoCorpus, DemoStage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
 from leaven.tuning.document import UNDER_WAY, StudyDocument, StudyTrial
 
-Kind = TypeVar("Kind")
+Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def _finite(value: Any) -> Any:
@@ -48,42 +49,22 @@ class StepMetrics(StoredEntry):
     noise_scale: Number = None
 
 
-class DemoPart(StoredEntry):
-    """One part of a demo and how long it took."""
+class RunEvent(StoredEntry):
+    """One line of events.jsonl.
 
-    name: str
-    seconds: float
-
-
-class DemoText(StoredEntry):
-    source: str
-    bytes: int
-    documents: int | None = None
-    train_tokens: int
-    validation_tokens: int
-    vocab_size: int
-
-
-class DemoMachine(StoredEntry):
-    processor: str | None = None
-    cores: int | None = None
-    memory_gib: float | None = None
-    python: str | None = None
-    torch: str | None = None
-    platform: str | None = None
-    leaven: str | None = None
-
-
-class RunReturn(StoredEntry):
-    """A rollback or manual rewind (``event``) of a run, in tokens: from ``tokens`` back to ``to_tokens``. The
-    stream from ``skip_from`` to ``skip_to`` is skipped afterwards."""
+    A rollback or manual rewind goes from ``tokens`` back to ``to_tokens``; the stream from ``skip_from`` to
+    ``skip_to`` is skipped afterwards.
+    """
 
     event: str
-    tokens: int
-    to_tokens: int
-    skip_from: int
-    skip_to: int
+    tokens: int = 0
+    time: Number = None  # seconds since the epoch
+    loss: Number = None
+    seconds: Number = None
     why: str | None = None
+    to_tokens: int | None = None
+    skip_from: int = 0
+    skip_to: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +82,7 @@ class RunView:
     seconds: float | None
     finished: bool
     stopped: str | None = None
-    returns: tuple[RunReturn, ...] = ()
+    returns: tuple[RunEvent, ...] = ()  # rollbacks and manual rewinds
     key: str = "run"
 
     @property
@@ -172,9 +153,38 @@ class StudyView(StudyDocument):
         return sum(losses) / len(losses) if losses else None
 
 
+class DemoMachine(StoredEntry):
+    processor: str | None = None
+    cores: int | None = None
+    memory_gib: float | None = None
+    python: str | None = None  # versions
+    torch: str | None = None
+    platform: str | None = None
+    leaven: str | None = None
+
+
+class _StudyLink(StoredEntry):
+    study: str  # its folder
+
+
+class DemoFile(StoredEntry):
+    """The content of demo.json; folders are relative to it."""
+
+    name: str
+    verdict: str = "The demo has not finished; run the same command again to resume."
+    size: str | None = None
+    source: str | None = None
+    arms: tuple[DemoArm, ...] = ()
+    proxy: _StudyLink | None = None
+    target: str | None = None  # the recipe's file
+    parts: tuple[DemoStage, ...] = ()
+    corpus: DemoCorpus | None = None
+    machine: DemoMachine | None = None
+
+
 @dataclass(frozen=True)
 class ArmView:
-    """One of the runs that a demo compares. ``run`` is None before its first step."""
+    """One of the runs that a demo compares. ``run`` is None before its first step, ``loss`` before its end."""
 
     key: str
     title: str
@@ -186,39 +196,43 @@ class ArmView:
 
 @dataclass(frozen=True)
 class DemoView:
-    name: str
-    verdict: str
+    """A demo: its file, and what the folders hold that the file names."""
+
+    file: DemoFile
     arms: tuple[ArmView, ...]
     study: StudyView | None
-    study_folder: str
     target: Recipe | None
-    target_path: str
-    command: str
-    parts: tuple[DemoPart, ...]
-    corpus: DemoText | None
-    machine: DemoMachine | None
 
     @property
     def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts)
+        return sum(part.seconds for part in self.file.parts)
+
+    @property
+    def study_folder(self) -> str:
+        return self.file.proxy.study if self.file.proxy else ""
+
+    @property
+    def command(self) -> str:
+        options = (("--run", "."), ("--size", self.file.size), ("--source", self.file.source))
+        return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
 
     @property
     def transferred(self) -> ArmView | None:
         return next((arm for arm in self.arms if arm.key == "transferred"), None)
 
     @property
-    def rival(self) -> ArmView | None:
+    def baseline(self) -> ArmView | None:
         """The best of the other arms."""
         others = [arm for arm in self.arms if arm.key != "transferred" and arm.loss is not None]
         return min(others, key=lambda arm: arm.loss or 0.0, default=None)
 
     @property
     def gain(self) -> float | None:
-        """How many nats the transferred arm is better than the best other one (below 0: worse)."""
-        mine, rival = self.transferred, self.rival
-        if mine is None or mine.loss is None or rival is None or rival.loss is None:
+        """How many nats the transferred arm is better than the baseline (below 0: worse)."""
+        mine, baseline = self.transferred, self.baseline
+        if mine is None or mine.loss is None or baseline is None or baseline.loss is None:
             return None
-        return rival.loss - mine.loss
+        return baseline.loss - mine.loss
 
 
 FolderView = DemoView | StudyView | RunView | CheckDocument
@@ -231,25 +245,21 @@ def read_folder(folder: Path) -> FolderView:
         InputError: if it is not the folder of a run, study, check or demo, has no data yet, or a file is broken.
     """
     if not folder.exists():
-        store = re.match(r"[a-z+]+:/", str(folder))
-        hint = (
-            "; what is known of a study in a store is in studies/NAME, or where leaven tune --out said"
-            if store
-            else ""
-        )
-        raise InputError(f"{folder}: no such folder{hint}")
+        store = "; the results of a study in a database are in studies/NAME or in the folder of leaven tune --out"
+        raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
     if not folder.is_dir():
         raise InputError(f"{folder}: a file; give the folder of a run, a study, a check or a demo")
-    if (folder / "demo.json").exists():
-        return read_demo(folder)
-    if (folder / "study.json").exists():
-        return read_study(folder)
-    if (folder / "metrics.jsonl").exists():
-        return read_run(folder)
-    if (folder / "check.json").exists():
-        return _document(folder / "check.json", CheckDocument.model_validate)
+    kinds: dict[str, Callable[[Path], FolderView]] = {
+        "demo.json": read_demo,
+        "study.json": read_study,
+        "metrics.jsonl": read_run,
+        "check.json": lambda folder: _document(folder / "check.json", CheckDocument),
+    }
+    for file, read in kinds.items():
+        if (folder / file).exists():
+            return read(folder)
     if (folder / "runs.jsonl").exists():
-        raise InputError(f"{folder}: runs of a check that has not ended; the same leaven check goes on with them")
+        raise InputError(f"{folder}: a check that has not finished; run the same leaven check again to resume it")
     if not any(folder.iterdir()):
         raise InputError(f"{folder}: empty; give the folder of a run, a study, a check or a demo")
     raise InputError(
@@ -261,20 +271,18 @@ def read_folder(folder: Path) -> FolderView:
 def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunView:
     """Return the run in a folder; its title is by default the recipe's name."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
-    steps = [_valid(StepMetrics.model_validate, line, folder / "metrics.jsonl") for line in written.metrics()]
+    steps = [_valid(StepMetrics, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
-    path, lines = folder / "events.jsonl", written.events()
-    events = [_valid(_Event.model_validate, line, path) for line in lines]
-    returns = [_valid(RunReturn.model_validate, line, path) for line in lines if line["event"] in RETURNS]
+    events = [_valid(RunEvent, line, folder / "events.jsonl") for line in written.events()]
     validation: dict[int, float] = {}
     for event in events:
         if event.event == "validation" and event.loss is not None:
             validation[event.tokens] = event.loss
-        elif event.to_tokens is not None:  # what lies behind it is undone
+        elif event.to_tokens is not None:  # later validations are undone
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event.to_tokens}
     end = written.finish()
-    finish = _valid(_Event.model_validate, end, folder / "events.jsonl") if end else None
+    finish = _valid(RunEvent, end, folder / "events.jsonl") if end else None
     stop = events[-1].why if events and events[-1].event == "stop" else None
     points = tuple(sorted(validation.items()))
     last = points[-1][1] if points else None
@@ -287,22 +295,12 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunVie
         seconds=finish.seconds if finish and finish.seconds is not None else _elapsed(events),
         finished=finish is not None,
         stopped=None if finish else stop,
-        returns=tuple(returns),
+        returns=tuple(event for event in events if event.event in RETURNS),
         key=key,
     )
 
 
-class _Event(StoredEntry):
-    event: str
-    tokens: int = 0
-    time: Number = None
-    loss: Number = None
-    seconds: Number = None
-    why: str | None = None
-    to_tokens: int | None = None
-
-
-def _elapsed(events: list[_Event]) -> float | None:
+def _elapsed(events: list[RunEvent]) -> float | None:
     """Return the sum of the seconds between the first and the last event of each start or resume, without pauses."""
     total, begun = 0.0, None
     last: float | None = None
@@ -317,7 +315,7 @@ def _elapsed(events: list[_Event]) -> float | None:
 
 
 def read_study(folder: Path) -> StudyView:
-    state = _document(folder / "study.json", StudyDocument.model_validate)
+    state = _document(folder / "study.json", StudyDocument)
     if not state.trials:
         raise InputError(f"{folder / 'study.json'}: no trials yet; run leaven tune first")
     best = folder / "best.toml"
@@ -329,87 +327,46 @@ def read_study(folder: Path) -> StudyView:
     )
 
 
-class _ArmLink(StoredEntry):
-    key: str
-    title: str
-    run: str
-    loss: Number = None
-    why: str = ""
-
-
-class _StudyLink(StoredEntry):
-    study: str
-
-
-class _DemoFile(StoredEntry):
-    name: str
-    verdict: str = "The demo is not finished: the same command goes on with it."
-    size: str | None = None
-    source: str | None = None
-    arms: tuple[_ArmLink, ...] = ()
-    proxy: _StudyLink | None = None
-    target: str | None = None
-    parts: tuple[DemoPart, ...] = ()
-    corpus: DemoText | None = None
-    machine: DemoMachine | None = None
-
-
 def read_demo(folder: Path) -> DemoView:
     if not (folder / "demo.json").exists():
         raise InputError(f"{folder}: no demo.json in it; give the folder that leaven demo wrote")
-    document = _document(folder / "demo.json", _DemoFile.model_validate)
-    arms = tuple(_arm(folder, entry) for entry in document.arms)
-    study_folder = document.proxy.study if document.proxy else ""
-    has_study = bool(study_folder) and (folder / study_folder / "study.json").exists()
-    has_target = document.target is not None and (folder / document.target).exists()
+    file = _document(folder / "demo.json", DemoFile)
+    arms = tuple(_arm(folder, arm) for arm in file.arms)
+    study = folder / file.proxy.study if file.proxy else None
+    has_study = study is not None and (study / "study.json").exists()
+    has_target = file.target is not None and (folder / file.target).exists()
     if not has_study and not any(arm.run for arm in arms):
         raise InputError(f"{folder / 'demo.json'}: neither a study nor a run in it yet; run leaven demo again")
     return DemoView(
-        name=document.name,
-        verdict=document.verdict,
+        file=file,
         arms=arms,
-        study=read_study(folder / study_folder) if has_study else None,
-        study_folder=study_folder,
-        target=read_recipe(folder / str(document.target)) if has_target else None,
-        target_path=document.target or "",
-        command=_command(document),
-        parts=document.parts,
-        corpus=document.corpus,
-        machine=document.machine,
+        study=read_study(study) if study and has_study else None,
+        target=read_recipe(folder / str(file.target)) if has_target else None,
     )
 
 
-def _command(document: _DemoFile) -> str:
-    options = (("--run", "."), ("--size", document.size), ("--source", document.source))
-    return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
+def _arm(folder: Path, arm: DemoArm) -> ArmView:
+    begun = RunFolder(folder / arm.run).metrics()
+    run = read_run(folder / arm.run, arm.title, arm.key) if begun else None
+    # The last validation of an interrupted run is not its final loss, so it is not compared.
+    loss = arm.loss if arm.loss is not None else (run.loss if run and run.finished else None)
+    return ArmView(arm.key, arm.title, arm.why, loss, arm.run, run)
 
 
-def _arm(folder: Path, entry: _ArmLink) -> ArmView:
-    begun = RunFolder(folder / entry.run).metrics()
-    run = read_run(folder / entry.run, entry.title, entry.key) if begun else None
-    # The last validation of a run that broke off is no final loss: it is not compared with any.
-    loss = entry.loss if entry.loss is not None else (run.loss if run and run.finished else None)
-    return ArmView(entry.key, entry.title, entry.why, loss, entry.run, run)
-
-
-def _document(path: Path, validate: Callable[[Any], Kind]) -> Kind:
+def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise InputError(f"{path}: not JSON; write it again with the verb that made the folder") from None
-    return _valid(validate, document, path)
+    return _valid(kind, document, path)
 
 
-def _valid(validate: Callable[[Any], Kind], value: Any, path: Path) -> Kind:
+def _valid(kind: type[Kind], value: Any, path: Path) -> Kind:
     try:
-        return validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
-        raise InputError(f"{path}: {_explain(error)}") from None
-
-
-def _explain(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    where = ".".join(str(key) for key in fault["loc"]) or "the document"
-    if fault["type"] == "missing":
-        return f"{where} is missing; write the file again with the verb that made it"
-    return f"{where}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+        fault = error.errors()[0]
+        where = ".".join(str(key) for key in fault["loc"]) or "the document"
+        if fault["type"] == "missing":
+            raise InputError(f"{path}: {where} is missing; write the file again with the verb that made it") from None
+        raise InputError(f"{path}: {where}: {fault['msg'][0].lower()}{fault['msg'][1:]}") from None

@@ -68,10 +68,6 @@ def quantity(number: float | None) -> str:
     return NONE if number is None else format_quantity(number)
 
 
-def text_size(size: int, documents: int | None) -> str:
-    return f"{size / 1e6:.1f} MB" + (f" in {documents:,} documents" if documents else "")
-
-
 def tick(number: float) -> str:
     """A count beside an axis: ``2.5 M``, where prose would have 2.50 M."""
     digits, _, suffix = format_quantity(number).partition(" ")

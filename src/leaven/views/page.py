@@ -55,7 +55,7 @@ def demo_page(demo: DemoView) -> str:
         "demo.html.j2",
         (run_charts(runs) if runs else {}) | drawn,
         kind="demo",
-        title=demo.name,
+        title=demo.file.name,
         demo=demo,
         arms=runs,
         colours=COLOURS,
@@ -72,10 +72,10 @@ def _demo_commands(demo: DemoView) -> list[str]:
     if study and target:
         scale = ["--width", target.model.d_model, "--depth", target.model.n_layers]
         scale += ["--batch-tokens", target.batch.tokens, "--tokens", target.data.tokens]
-        moved = ["leaven", "transfer", f"{demo.study_folder}/best.toml", *scale, "-o", demo.target_path, "--force"]
+        moved = ["leaven", "transfer", f"{demo.study_folder}/best.toml", *scale, "-o", demo.file.target, "--force"]
         lines += [tune_command(study, f"{demo.study_folder}/centre.toml", demo.study_folder)]
         lines += [shlex.join(map(str, moved))]
     for arm in demo.arms:
-        recipe = demo.target_path if arm.key == "transferred" and target else f"{arm.folder}/recipe.toml"
+        recipe = str(demo.file.target) if arm.key == "transferred" and target else f"{arm.folder}/recipe.toml"
         lines.append(shlex.join(["leaven", "train", recipe, "--run", arm.folder]))
     return [*lines, "leaven report . -o report.html"]

@@ -41,14 +41,14 @@ def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float 
     ``end`` is the end of an x axis; the labels are on the side with more room.
     """
     shapes, notes = [], []
-    for gib, said, dash in (
+    for gib, label, dash in (
         (capacity_gib, f"{capacity_gib:g} GiB: all of it", "solid"),
         (usable_gib, f"{usable_gib:.3g} GiB: planned with", "dot"),
     ):
         other, early = "x" if axis == "y" else "y", axis == "x" and gib < end / 2
         shapes.append(charts.mark_line(axis, gib, dash=dash, width=1.2))
         notes.append(
-            {f"{other}ref": "paper", other: 1, axis: math.log10(gib) if log else gib, "text": said,
+            {f"{other}ref": "paper", other: 1, axis: math.log10(gib) if log else gib, "text": label,
              "xanchor": "left" if early else "right", "xshift": (4 if early else -4) if axis == "x" else 0,
              # Of two levels the words of the dotted one lie within: below it, or beside it and lower.
              "yanchor": "top" if dash == "dot" else "bottom", "font": {"size": 11.5}}
@@ -283,7 +283,7 @@ def ramp(plan: RampPlan) -> Figure:
         "line": {"width": 1, "color": colour},
         "symbol": ["circle" if point.filled else "circle-open" for point in plan.points],
     }
-    told = [
+    hovers = [
         f"<b>{point.global_batch:,} sequences, {numbers.quantity(point.batch_tokens)} tokens</b><br>"
         f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's<br>"
         f"micro-batch {point.micro_batch}, accumulate {point.grad_accumulation}, "
@@ -292,7 +292,7 @@ def ramp(plan: RampPlan) -> Figure:
         for point in plan.points
     ]
     x, y = [point.batch_tokens for point in plan.points], [point.tflops_per_gpu for point in plan.points]
-    curve = charts.line(x, y, colour, hovertext=told) | {"mode": "lines+markers", "marker": marker}
+    curve = charts.line(x, y, colour, hovertext=hovers) | {"mode": "lines+markers", "marker": marker}
     # The curve rises: labels are below it to the right of their point, or above it to the left.
     early = start.batch_tokens < math.sqrt(plan.points[0].batch_tokens * full.batch_tokens)
     words = [
@@ -311,10 +311,10 @@ def ramp(plan: RampPlan) -> Figure:
              "line": {"color": INK, "width": 1.2, "dash": "dot"}}
         ],
         notes=[
-            {"x": math.log10(point.batch_tokens), "y": point.tflops_per_gpu, "text": said,
+            {"x": math.log10(point.batch_tokens), "y": point.tflops_per_gpu, "text": label,
              "xanchor": "left" if right else "right", "yanchor": "top" if right else "bottom",
              "xshift": 8 if right else -4, "yshift": -4 if right else 7}
-            for point, said, right in words
+            for point, label, right in words
         ],
         margin={"l": 48, "r": 30, "t": 26, "b": 44},
     )  # fmt: skip

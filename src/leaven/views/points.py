@@ -40,14 +40,14 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
         for d, to, origin in sorted(moved, key=lambda each: -abs(each[1] - each[2]))
         if abs(to - origin) > UNMOVED
     ]
-    said = ", ".join(names)
-    while len(said) > room and len(names) > 1:
+    text = ", ".join(names)
+    while len(text) > room and len(names) > 1:
         names.pop()
-        said = ", ".join([*names, "…"])
-    return cut(said, room)
+        text = ", ".join([*names, "…"])
+    return cut(text, room)
 
 
-def told(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
+def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
     """A trial in one line: its changes against ``best`` or the start, or which point it runs again."""
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -56,8 +56,8 @@ def told(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | 
     if seed and first != trial.number:
         return cut(f"trial {first} again{seed}", room)
     before = (best and best.octaves) or {}
-    told = changes(state.dimensions, before, trial.octaves or {}, room - len(seed))
-    return (told or f"nothing: {'the best' if best is not None else 'the start'}") + seed
+    moved = changes(state.dimensions, before, trial.octaves or {}, room - len(seed))
+    return (moved or f"nothing: {'the best' if best is not None else 'the start'}") + seed
 
 
 def at_start(trial: StudyTrial) -> bool:

@@ -78,7 +78,7 @@ def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
                 "x": (row.layer or 0) + (gap / 2 if inside else 0),
                 "width": 1 - (gap if inside else 0),
                 "colour": shade(factor, reach),
-                "told": f"{row.name.removesuffix('.weight')}: lr {numbers.value(row.lr)}, {numbers.ratio(factor)} "
+                "label": f"{row.name.removesuffix('.weight')}: lr {numbers.value(row.lr)}, {numbers.ratio(factor)} "
                 f"the base lr of {numbers.value(base)}; init std {numbers.value(row.init_std)}, "
                 f"weight decay {numbers.value(row.weight_decay)}",
             }
@@ -191,11 +191,11 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
     ) -> Mapping[str, Any] | None:
         if factors is None:
             return None
-        told = f"{name}: {numbers.ratio(factors[0])}"
+        label = f"{name}: {numbers.ratio(factors[0])}"
         if len(set(factors)) > 1:
-            told = f"{name}, layer by layer: {', '.join(map(numbers.ratio, factors))}"
-        told += "; not searched" if state == "left" else ""
-        return {"told": told, "cells": [shade(f, reach) for f in factors], "state": state, "number": number}
+            label = f"{name}, layer by layer: {', '.join(map(numbers.ratio, factors))}"
+        label += "; not searched" if state == "left" else ""
+        return {"label": label, "cells": [shade(f, reach) for f in factors], "state": state, "number": number}
 
     rows = []
     if depth:
@@ -229,9 +229,9 @@ def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
         x = [last * n / fine for n in range(fine + 1)]
         traces.append(charts.line(x, [DepthProfile.at(points, n, fine + 1) for n in range(fine + 1)], colour))
         marker = {"color": colour, "size": 8, "line": {"color": PAPER, "width": 1.5}}
-        told = f"<b>{KINDS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
+        hover = f"<b>{KINDS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
         layers = list(range(last + 1))
-        traces.append(charts.scatter(layers, over_depth(recipe, kind), "markers", marker=marker, hovertemplate=told))
+        traces.append(charts.scatter(layers, over_depth(recipe, kind), "markers", marker=marker, hovertemplate=hover))
         place = {"x": last, "xshift": 8, "xanchor": "left", "y": math.log10(points[-1])}
         notes.append({**place, "text": KINDS[kind], "font": {"color": colour}})
     every = [point for points in found.values() for point in points] + [1.0]

@@ -137,9 +137,9 @@ def _log_tokens(runs: Sequence[RunView]) -> Figure:
 def _line(
     run: RunView, points: Points, unit: str = "", spell: str = ".4~g", width: float = 2, **style: Any
 ) -> Figure:
-    told = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}<br>at %{{customdata}} tokens<extra></extra>"
+    hover = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}<br>at %{{customdata}} tokens<extra></extra>"
     x, y = [x for x, _ in points], [y for _, y in points]
-    style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": told, "legendgroup": run.key}
+    style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": hover, "legendgroup": run.key}
     return charts.line(x, y, COLOURS.get(run.key, OTHER), width, name=charts.text(run.title), **style)
 
 

@@ -17,7 +17,7 @@ from leaven.views.folders import StudyView
 class TrialMark:
     """How a kind of trial is drawn, and what the key above a chart calls it."""
 
-    told: str
+    label: str
     symbol: str  # of plotly; the macro `mark` in search.html.j2 draws the same in a line of text
     colour: str
     size: int = 8
@@ -91,7 +91,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
         lines.append(f"{numbers.loss(trial.loss)} nats per token{' expected' if trial.state == 'stopped' else ''}")
     if trial.state != "complete":
         lines.append(f"{trial.state} {points.share(trial, study)}".strip())
-    return "<br>".join([*lines, *(charts.text(part) for part in points.told(trial, study, 150).split(", "))])
+    return "<br>".join([*lines, *(charts.text(part) for part in points.summary(trial, study, 150).split(", "))])
 
 
 def search(study: StudyView) -> Figure:
@@ -121,14 +121,14 @@ def search(study: StudyView) -> Figure:
         traces.append(charts.line(x, y, ACCENT, shape="hv"))
     for name, trials in by_kind(study).items():
         y = [top if trial.loss is None or name == "diverged" else min(trial.loss, top) for trial in trials]
-        told = [hover(trial, study) for trial in trials]
-        traces.append(MARKS[name].on([trial.number for trial in trials], y, told))
+        hovers = [hover(trial, study) for trial in trials]
+        traces.append(MARKS[name].on([trial.number for trial in trials], y, hovers))
     if best:
         judged = f"fresh seeds: {best.fresh}"
         if not best.fresh:
             judged = "the lowest of the search; expect worse" if study.unjudged else "of runs that chose it"
-        told = [f"<b>the answer</b><br>{numbers.loss(best.loss)} nats per token<br>{judged}"]
-        answer = TrialMark("", "diamond", ACCENT, 9).on([last + 1.2 * room], [best.loss], told)
+        hovers = [f"<b>the answer</b><br>{numbers.loss(best.loss)} nats per token<br>{judged}"]
+        answer = TrialMark("", "diamond", ACCENT, 9).on([last + 1.2 * room], [best.loss], hovers)
         if study.interval:
             answer["hovertext"][0] += "<br>95%: {:.4f} to {:.4f}".format(*study.interval)
             low_end, high_end = study.interval
@@ -193,14 +193,14 @@ def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, fl
     outline([min(point.loss + point.deviation, 3 * height) for point in inside])
     below = [min(point.loss - point.deviation, 3 * height) for point in inside]
     outline(below, fill="tonexty", fillcolor="var(--band)")
-    told = [
+    hovers = [
         f"<b>{points.change(dimension, point.octaves)}</b>"
         f"<br>{numbers.delta(point.loss)} ± {point.deviation:.4f} nats"
         + (f"<br>{point.risk:.0%} diverge" if point.risk > 0.005 else "")
         for point in inside
     ]
     y = [min(max(point.loss, depth), 3 * height) for point in inside]
-    traces.append(charts.line(x, y, ACCENT, hovertext=told))
+    traces.append(charts.line(x, y, ACCENT, hovertext=hovers))
 
     def trials(places: Iterable[float], y: float, **marker: Any) -> None:
         if at := sorted(set(places)):  # a place that many trials share is one mark
@@ -287,8 +287,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
         traces.append(charts.line(x, y, MARKS[name].colour, 1, opacity=faint))
         if name in {"stopped", "diverged"}:
             ends = [curve[-1] for _, curve in drawn]
-            told = [hover(trial, study) for trial, _ in drawn]
-            traces.append(MARKS[name].on([tokens for tokens, _ in ends], [loss for _, loss in ends], told))
+            hovers = [hover(trial, study) for trial, _ in drawn]
+            traces.append(MARKS[name].on([tokens for tokens, _ in ends], [loss for _, loss in ends], hovers))
     if best in known:
         whose = f"<b>trial {best}, the best</b><br>%{{y:.4f}} nats per token<extra></extra>"
         tokens_at, losses_at = [tokens for tokens, _ in known[best]], [loss for _, loss in known[best]]
@@ -311,11 +311,11 @@ def front(study: StudyView) -> Figure | None:
         return None
     counted = all(one.flops for one in study.front)
 
-    def told(number: int, loss: float, tokens: int) -> str:
+    def label(number: int, loss: float, tokens: int) -> str:
         return f"<b>trial {number}</b><br>{loss:.4f} nats per token<br>{numbers.quantity(tokens)} tokens"
 
     ends = [
-        (trial.flops * at / trial.tokens if counted else at, loss, told(trial.number, loss, at))
+        (trial.flops * at / trial.tokens if counted else at, loss, label(trial.number, loss, at))
         for trial in study.trials
         for at, loss in trial.branches or ((trial.tokens, trial.loss),)
         if trial.state == "complete" and trial.tokens and loss is not None
@@ -323,8 +323,8 @@ def front(study: StudyView) -> Figure | None:
     steps = sorted((one.flops if counted else one.tokens, one.loss, one) for one in study.front)
     x, y = [float(cost) for cost, _, _ in steps], [loss for _, loss, _ in steps]
     marker = {"color": ACCENT, "size": 10, "line": {"color": PAPER, "width": 1.5}}
-    hovered = [told(one.number, one.loss, one.tokens) for _, _, one in steps]
-    line = charts.line(x, y, ACCENT, shape="hv", hovertext=hovered) | {"mode": "lines+markers", "marker": marker}
+    hovers = [label(one.number, one.loss, one.tokens) for _, _, one in steps]
+    line = charts.line(x, y, ACCENT, shape="hv", hovertext=hovers) | {"mode": "lines+markers", "marker": marker}
     traces = [MARKS["complete"].on(*zip(*ends, strict=True)), line]
     if study.best and study.best.fresh and study.best_trial and study.best_trial.tokens:
         whole = max((at for at, _ in study.best_trial.branches), default=study.best_trial.tokens)

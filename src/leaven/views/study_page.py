@@ -14,7 +14,7 @@ from leaven.views.folders import StudyView
 from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
 from leaven.views.render import render
 
-FIRST = 14  # values that are told before the others are folded away
+FIRST = 14  # rows of the table of values that are not folded away
 SHOWN = 30  # rows of the table of trials, in whatever order it is in, before the others are asked for
 MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
@@ -120,7 +120,7 @@ def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
         "flat": span(*coordinate.flat),
         "start": at(0.0),
         "best": at(coordinate.best),
-        "told": f"best {best}, against the start; flat from {first} to {last}; shown from {lowest} to {highest}",
+        "label": f"best {best}, against the start; flat from {first} to {last}; shown from {lowest} to {highest}",
     }
 
 
@@ -183,7 +183,7 @@ def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
             "behind": trial.loss - lowest if trial.loss is not None and lowest is not None else None,
             "best": trial is best,
             "worker": names.get(trial.worker or "", numbers.NONE),
-            "told": points.told(trial, study, 72, best),
+            "changes": points.summary(trial, study, 72, best),
         }
         for trial in ranked
     ]

@@ -34,8 +34,8 @@
   }
   for (const event of ["pointerover", "click"]) {
     addEventListener(event, ({ target }) => {
-      const told = target.closest?.("[data-told]")?.dataset.told;
-      if (told) target.closest("section").querySelector(".readout").textContent = told;
+      const text = target.closest?.("[data-readout]")?.dataset.readout;
+      if (text) target.closest("section").querySelector(".readout").textContent = text;
     });
   }
 

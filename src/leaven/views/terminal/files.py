@@ -34,8 +34,8 @@ def adopted(path: Path, recipe: Recipe, weights: Path, architecture: str) -> Ite
         "batch": f"{format_quantity(recipe.batch.tokens)} tokens   {why['batch.tokens']}",
         "lr": f"{recipe.hyperparameters.lr:g} peak   {why['hyperparameters.lr']}",
     }
-    for what, said in lines.items():
-        yield f"{what:<{LABEL}}{said}"
+    for label, text in lines.items():
+        yield f"{label:<{LABEL}}{text}"
     yield wrote(path, recipe)
 
 

@@ -115,7 +115,7 @@ class TuneScreen(LiveScreen):
                 "against best": against,
                 "tokens/s": format_quantity(trial.tokens_per_second) if trial.tokens_per_second else "-",
                 "worker": running.worker if running else self._name(trial.worker or "-"),
-                CHANGED: expected + points.told(trial, self._state, room - len(expected), self._best),
+                CHANGED: expected + points.summary(trial, self._state, room - len(expected), self._best),
             }
         )
         if _leads(trial, self._best):

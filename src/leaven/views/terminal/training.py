@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
     from leaven.training.step import Step
 
-SLOW = 1.5  # times the median of the ranks, above which a rank is said to be slow
+SLOW = 1.5  # times the median of the ranks, above which a rank is reported as slow
 LONGEST_SILENCE = 60.0  # seconds without a row
 
-# What is said of an event of a run, by its name; :q is a quantity, :v any value.
+# The message of an event, by its name; :q is a quantity, :v any value.
 EVENTS = {
     "resume": "resumed at {tokens:q} tokens",
     "micro_batch": "micro-batch {micro_batch}, {why}",
@@ -77,7 +77,7 @@ class TrainScreen(LiveScreen):
         self._recipe = recipe
         self._log_every = log_every
         self._last: Step | None = None
-        self._waiting: Step | None = None  # asked for, and said with its validation if one comes
+        self._waiting: Step | None = None  # to be printed, with its validation if one follows
         self._spoken = time.monotonic()
         self._noise_scale: float | None = None
         self._left = ""
@@ -104,9 +104,9 @@ class TrainScreen(LiveScreen):
             self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
-        if event not in {"validation", "checkpoint", "ranks"}:  # of the others mostly nothing is said
+        if event not in {"validation", "checkpoint", "ranks"}:  # frequent, and mostly without a message
             self._say_waiting()
-        said = dict(values)
+        fields = dict(values)
         match event:
             case "validation" if self._last is not None:
                 self._say(self._last, f"{values['loss']:.4f}")
@@ -115,12 +115,12 @@ class TrainScreen(LiveScreen):
             case "ranks" if values["times_the_median"] > SLOW:
                 event = "slow_rank"
             case "rollback":
-                said["lower"] = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
+                fields["lower"] = f", lr x{values['lr']:g}" if values["lr"] < 1 else ""
             case "layout":
                 changes = (f"{each['path']} {each['before']} -> {each['after']}" for each in values["changes"])
-                said["changed"] = ", ".join(changes)
+                fields["changed"] = ", ".join(changes)
         if event in EVENTS:
-            self.line(f"  {_Quantities().vformat(EVENTS[event], (), said)}")
+            self.line(f"  {_Quantities().vformat(EVENTS[event], (), fields)}")
         for source, epochs in values.get("epochs", {}).items():
             self.line(f"  {epochs:.3g} epochs of {source}")
         if values.get("mfu_convention"):
