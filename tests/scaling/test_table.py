@@ -122,7 +122,11 @@ def test_gains_and_biases_are_decayed_if_requested_with_multipliers_by_module(ti
         ("biases", "weight_decay", "biases is not decayed"),
         ("norm.query", "init_std", "norm.query has no init_std"),
         ("biases", "init_std", "biases has no init_std"),
-        ("embedding", "residual", "embedding ends no branch and has no residual; attention.out and mlp.out do"),
+        (
+            "embedding",
+            "residual",
+            "embedding does not end a branch and has no residual; attention.out and mlp.out do",
+        ),
     ],
 )
 def test_a_multiplier_without_effect_is_refused(tiny: Recipe, module: str, quantity: str, says: str) -> None:

@@ -21,7 +21,7 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
-    """The source of a value. ``file``: read in that file; ``secondary``: read in notes about it; else from memory."""
+    """The source of a value, and its confidence: read in that file, in notes about it, or known from memory."""
 
     source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
     confidence: Confidence

@@ -1,7 +1,7 @@
-"""Empirical laws (``laws.toml``): what each says about a run, another batch, and a budget of FLOPs.
+"""Empirical laws (``laws.toml``): their values for a run, for another batch, and for a budget of FLOPs.
 
-A law is a fit to somebody's runs. Its units, its definition of N and the setting it was fitted in (``conditions``)
-are part of it; outside of its fitted range it is a guess.
+A law is a fit to published runs. Its units, its definition of N and the setting of the fit (``conditions``) belong to
+it; outside its fitted range it is a guess.
 """
 
 import math
@@ -24,7 +24,7 @@ Trust = Literal["verified", "read", "secondary", "memory"]
 TRUST: dict[Trust, str] = {
     "verified": "read in the paper or its code, and recomputed",
     "read": "read in the paper, not recomputed",
-    "secondary": "read in somebody else's text",
+    "secondary": "read in another text about it",
     "memory": "not read again; confirm it first",
 }
 Range = Annotated[tuple[float, float], Field(strict=False)]
@@ -70,7 +70,7 @@ class LogLinear(Part):
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return the value at a point, or None where it is not positive: the law has no answer there."""
+        """Return the value at a point, or None where it is not positive, so that the law gives no value."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
@@ -145,7 +145,7 @@ class Sourced(Part):
     doubt: str = ""  # what is uncertain about the constants
     fitted: Fitted = Fitted()
 
-    def judged(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
+    def common_fields(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
         """Return the fields that a :class:`LawRow` and an :class:`OptimumRow` share, for a point."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
@@ -172,8 +172,8 @@ class Law(Sourced):
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: above it more saves little time
     loss: LossLaw | None = None
     tau: Power | None = None  # the best AdamW timescale B / (lr x weight decay x D), as a share of the run
-    says: str = ""  # what a law without a number says: how a value moves
-    form_of: str | None = None  # the law that this is another form of; it does not count twice
+    says: str = ""  # the statement of a law without a number: how a value moves
+    form_of: str | None = None  # another form of this law, which is counted only once
 
 
 class Frontier(Sourced):
@@ -207,7 +207,7 @@ REPLICATION = _loss_law("Besiroglu 2024 replication")
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
-    """Return what every law says about a run of ``tokens`` tokens with ``params`` parameters.
+    """Return the values of every law for a run of ``tokens`` tokens with ``params`` parameters.
 
     Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``: a good
     approximation above 1B, but 45% too high for GPT-2 124M.
@@ -231,7 +231,7 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
         batch = law.batch.at(point) if law.batch else None
         results.append(
             LawRow(
-                **law.judged(n, tokens, point.compute),
+                **law.common_fields(n, tokens, point.compute),
                 params_definition=law.params_definition,
                 lr=law.lr.at(point) if law.lr else None,
                 lr_batch_tokens=(law.lr_batch or batch) if law.lr else None,
@@ -310,7 +310,7 @@ def compute_optimal(flops: float) -> list[OptimumRow]:
             raise InputError(f"no law covers {flops:g} FLOPs: not enough for one parameter; type for example 1e22")
         found.append(
             OptimumRow(
-                **frontier.judged(params, tokens, flops),
+                **frontier.common_fields(params, tokens, flops),
                 params=params,
                 tokens=tokens,
                 tokens_per_param=tokens / params,

@@ -23,7 +23,7 @@ FACTOR = 4.0
 NEAREST = 3
 """Minimum number of lineages that vote, however far away: one lineage alone decides nothing."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are within `FACTOR`, the reach is this factor beyond the `NEAREST`-th."""
+"""If fewer than `NEAREST` lineages are within `FACTOR`, weights reach 0 at this factor beyond the farthest voter."""
 LEAST_WEIGHT = 1e-6
 """Weight of a vote at the edge; not 0, so that a single vote still counts."""
 # An octave of tokens counts as an eighth of one of parameters: published choices hardly depend on the tokens.
@@ -103,7 +103,7 @@ def near_run(run: PublishedRun, distance: float, params: int, factor: float, wan
 
 @dataclass(frozen=True)
 class Votes:
-    """A value made from many: their middle or the most frequent, and the value of each voter."""
+    """A value chosen from several (their middle, or the most frequent one), and the value of each voter."""
 
     value: Any
     by: Mapping[str, Any]  # run id or name of a law -> its value
@@ -196,8 +196,8 @@ class Neighbours:
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weights of votes by run id.
 
-        A weight is 1 at the size and falls with the logarithm of the distance to 0 at the reach, so that no value
-        jumps when a lineage comes in. Weights are equal with a reference, or if no run is within `FACTOR`.
+        A weight is 1 at the model's size and falls to 0 with the logarithm of the size ratio, so that no value jumps
+        when a lineage enters. Weights are equal with a reference, or if no run is within `FACTOR`.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)

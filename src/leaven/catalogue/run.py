@@ -1,4 +1,4 @@
-"""One published run: groups of values with their sources, and the same values in leaven's own terms."""
+"""One published run: groups of values with their sources, and the same values under leaven's names."""
 
 import math
 from typing import Annotated, Any, Literal, NamedTuple
@@ -42,7 +42,7 @@ _DECAYS: dict[str, Decay] = {
 }
 # Sources and free text: not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
-# A layer adds to the residual stream twice, so both say the same.
+# Both names mean the same: a layer has two residual branches.
 _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
@@ -68,7 +68,7 @@ class Stack(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``output, qk-norm, adamw``; what is None is left out."""
+        """The stack in one line, for example ``output, qk-norm, adamw``; None is left out."""
         qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[self.qk_norm]
         return ", ".join(part for part in (self.norm_placement, qk_norm, self.optimizer) if part)
 
@@ -76,8 +76,8 @@ class Stack(NamedTuple):
 class PublishedRun(Part):
     """A published run, or a base that leaven tuned itself (:attr:`tuning`).
 
-    The groups hold what the source says; the properties say it in leaven's terms. A property is None where the value
-    is not known.
+    The groups hold the values of the source; the properties have leaven's names and units. A property is None if the
+    value is not known.
     """
 
     id: str
@@ -100,7 +100,7 @@ class PublishedRun(Part):
     parallel: Parallel | None = None
     hardware: Hardware | None = None
     throughput: PublishedThroughput | None = None
-    tuning: TunedBase | None = None  # of leaven's own bases alone
+    tuning: TunedBase | None = None  # only for bases that leaven tuned itself
     instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
     notes: Texts = ()
 

@@ -13,8 +13,7 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
     """Return the first batch of published ramps as a share of the last, and their length as a share of the run, by
     run id.
 
-    Each family has one vote, its largest run, because a ramp is chosen by who runs it and not copied with a learning
-    rate.
+    Each family has one vote, its largest run: a team chooses its own ramp, even if it copies a learning rate.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -67,7 +66,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
 
 
 def stage_begins(run: PublishedRun) -> list[float] | None:
-    """The tokens consumed before each stage of the run; None where one is not published."""
+    """Return the tokens consumed before each stage of the run, or None if one is not published."""
     begins, steps = [0.0], 0
     for before, stage in pairwise((run.ramp and run.ramp.stages) or ()):
         if "from_tokens" in stage:
@@ -83,7 +82,7 @@ def stage_begins(run: PublishedRun) -> list[float] | None:
 
 
 def warmup_tokens(run: PublishedRun) -> float | None:
-    """The run's warm-up in tokens; one in steps is counted in the batches of those steps."""
+    """Return the run's warm-up in tokens; a warm-up in steps is converted with the batches of those steps."""
     if run.warmup_fraction is not None and run.tokens:
         return run.warmup_fraction * run.tokens
     steps, begins = run.schedule.warmup_steps if run.schedule else None, stage_begins(run)
@@ -97,7 +96,7 @@ def warmup_tokens(run: PublishedRun) -> float | None:
 
 
 def cooldown_share(run: PublishedRun) -> float | None:
-    """The share of the run over which a constant lr fell at the end; None with another schedule."""
+    """Return the share of the run that a final cooldown took; None if the schedule is not wsd."""
     schedule = run.schedule
     if schedule is None or schedule.shape != "wsd":
         return None

@@ -1,4 +1,4 @@
-"""A published run and a recipe in the same terms, the paths of a recipe, so that they can be compared."""
+"""Published runs and recipes in the same terms, the paths of a recipe, to compare them."""
 
 import tomllib
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def _clip(recipe: Recipe) -> float | None:
 def _optimizer(recipe: Recipe) -> str:
     """Return the optimizer, with L2 decay distinguished from decoupled decay.
 
-    Papers call AdamW Adam, too; a recipe's adam adds its decay to the gradient, which no published run did.
+    In papers Adam may mean AdamW. A recipe's adam adds its decay to the gradient, as no published run did.
     """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
@@ -108,7 +108,7 @@ def diff_in_terms(
 
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
-    """Return what is known, by the paths of a recipe."""
+    """Return the known values of a run or recipe, by the paths of a recipe."""
     values = {
         path: term.of_run(of) if isinstance(of, PublishedRun) else term.of_recipe(of) for path, term in TERMS.items()
     }

@@ -16,7 +16,7 @@ RampRule = Literal["fixed", "scaled"]
 
 
 class Ramp(Part):
-    """The batch grows in equal increments, spread evenly over the first part of the run.
+    """A batch that grows in equal increments, spread evenly over the first part of the run.
 
     This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens. SAMPLES is the length of the whole
     ramp, not of one increment: BLOOM's 192 16 9765625 is 116 increments of about 84,186 samples each.
@@ -45,7 +45,7 @@ class Batch(Part):
     micro_batch: Count | Literal["auto"] = "auto"  # sequences per forward pass of a rank; auto: chosen at the start
 
     @model_validator(mode="after")
-    def _reaches_its_size(self) -> "Batch":
+    def _validate_growth(self) -> "Batch":
         if self.ramp is not None and self.stages:
             raise ValueError("a batch has a ramp or stages, not both; remove one")
         if self.stages_rule and not self.stages:
@@ -65,7 +65,7 @@ class Batch(Part):
         if self.stages:
             starts = [stage.from_tokens for stage in self.stages]
             if starts[0] != 0 or starts != sorted(set(starts)):
-                raise ValueError(f"stages start at 0 and go up, not {starts}")
+                raise ValueError(f"stages must start at 0 and increase, not {starts}")
             if self.stages[-1].tokens != self.tokens:
                 raise ValueError(
                     f"the last stage has {self.stages[-1].tokens:,} tokens, [batch] tokens says {self.tokens:,}; "

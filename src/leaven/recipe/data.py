@@ -1,4 +1,4 @@
-"""Where the text comes from, in which proportions, and how much of it is consumed."""
+"""The text of a run: its sources, their proportions, and the number of tokens."""
 
 from fractions import Fraction
 from math import lcm
@@ -45,7 +45,7 @@ class Data(Part):
     corrupt_share: float = Field(default=0.001, ge=0, le=1)  # lines, and files, of a source that may be unreadable
 
     @model_validator(mode="after")
-    def _can_be_mixed(self) -> "Data":
+    def _validate_weights(self) -> "Data":
         names = [source.source for source in self.sources]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

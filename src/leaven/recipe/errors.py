@@ -9,7 +9,7 @@ class InputError(ValueError):
 
 
 class Settled(InputError):
-    """An input error that every process of a run raises; only one of them prints it."""
+    """An input error that all processes of a run raise; only one of them prints it."""
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -230,14 +230,14 @@ def make_folder(path: Path) -> None:
     """Create a folder and its parents.
 
     Raises:
-        InputError: if something else is there, or it cannot be made.
+        InputError: if a file has this name, or the folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be made: {error.strerror}; use another folder") from None
+        raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
 
 
 def finite(document: Any) -> Any:

@@ -101,19 +101,19 @@ class Hyperparameters(Part):
     depth: DepthProfile = DepthProfile()
 
     @model_validator(mode="after")
-    def _one_init(self) -> "Hyperparameters":
+    def _validate_init(self) -> "Hyperparameters":
         if self.init == "rule" and self.init_std is None:
             names = ", ".join(INITS)
             raise ValueError(f"init_std: missing; give it, or name a published init in its place: init = {names}")
         if self.init != "rule" and self.init_std is not None:
             raise ValueError(
                 f'init = "{self.init}" sets every standard deviation itself; take init_std out (on the command line: '
-                "--set hyperparameters.init_std=), multipliers of modules and depth still act"
+                "--set hyperparameters.init_std=), multipliers of modules and depth still apply"
             )
         return self
 
     @model_validator(mode="after")
-    def _decay_is_a_shrinking(self) -> "Hyperparameters":
+    def _validate_decay(self) -> "Hyperparameters":
         if self.optimizer == "adamw" and self.lr * self.weight_decay >= 1:
             raise ValueError(
                 f"lr x weight_decay = {self.lr * self.weight_decay:g} erases a weight in one step; keep it below 1"
@@ -140,7 +140,7 @@ class Hyperparameters(Part):
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             return f"{where}: no module {module!r} in this model; {hint}"
         if quantity == "residual" and module not in BRANCH_ENDS:
-            return f"{where}: {module} ends no branch and has no residual; {' and '.join(BRANCH_ENDS)} do"
+            return f"{where}: {module} does not end a branch and has no residual; {' and '.join(BRANCH_ENDS)} do"
         if known[module].is_matrix:
             return None
         if quantity == "init_std":

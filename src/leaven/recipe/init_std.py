@@ -213,10 +213,11 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
     if wider:
         raise ValueError(
-            f'init = "{init}" and rule {rule} both move the init with the width, and the base has another; {instead}'
+            f'init = "{init}" and rule {rule} both scale the init with the width, and the base has another width; '
+            f"{instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
             f'init = "{init}" starts the ends of branches at {INITS[init].outputs.text}, and rule {rule} multiplies '
-            f"branches by L^-alpha as well: the depth would count twice, for the base has another; {instead}"
+            f"branches by L^-alpha as well: the depth would count twice, since the base has another depth; {instead}"
         )

@@ -27,14 +27,14 @@ class Layout(Part):
     timeout_seconds: int = Field(default=600, gt=0)  # if a process keeps the others waiting longer, the run ends
 
     @model_validator(mode="after")
-    def _goes_together(self) -> "Layout":
+    def _validate_combination(self) -> "Layout":
         if self.dp % self.dp_replicate:
             raise ValueError(f"dp_replicate = {self.dp_replicate} does not divide dp = {self.dp}; take a divisor")
         if self.dp * self.cp % self.ep:
             raise ValueError(f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}; take a divisor")
         if self.zero == 0 and self.dp_replicate > 1:
             raise ValueError(
-                "zero = 0 replicates everything, so dp_replicate says nothing; leave it out, or set zero"
+                "dp_replicate has no effect with zero = 0, which replicates everything; leave it out, or set zero"
             )
         if self.pp == 1 and (self.schedule != "1f1b" or self.stages_per_rank > 1):
             raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or set pp")
@@ -46,11 +46,11 @@ class Layout(Part):
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
             raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch 2.13 frees gathered parameters before it computes the weights' gradients: silently wrong.
-            # And gradients that are sharded after each micro-batch are missing in the second half of its pass.
+            # torch 2.13 frees gathered parameters before it computes the gradients of the weights: they are wrong
+            # without an error. Gradients that are sharded after each micro-batch are missing in the second half.
             raise ValueError(
-                f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} gives up '
-                "what the second one needs; set zero = 1"
+                f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} frees '
+                "what the second half needs; set zero = 1"
             )
         return self
 

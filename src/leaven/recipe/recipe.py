@@ -24,8 +24,8 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where the parameters start: at the initial values of the table, or at given weights.
 
-    With weights, the start is their function: the multipliers that the rule applies in the forward pass are divided
-    out of them (:func:`leaven.scaling.table.folding`).
+    With weights, the model starts with their function: the multipliers that the rule applies in the forward pass are
+    divided out of them (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format with a model of this shape.
@@ -100,11 +100,11 @@ class Stability(Part):
     )  # interval between measurements of the gradient noise scale
 
     @model_validator(mode="after")
-    def _a_lower_lr_rises_again(self) -> "Stability":
+    def _validate_rollback_lr(self) -> "Stability":
         if (self.rollback_lr < 1) != (self.rollback_lr_tokens is not None):
             raise ValueError(
-                "rollback_lr and rollback_lr_tokens go together: the lr is multiplied by the one (below 1) and rises "
-                "back over the other; set both or neither"
+                "rollback_lr (below 1) and rollback_lr_tokens go together: after a rollback the lr is multiplied by "
+                "rollback_lr and returns to its full value over rollback_lr_tokens; set both or neither"
             )
         return self
 
@@ -179,7 +179,7 @@ class Recipe(Part):
     why: dict[str, str] = {}
 
     @model_validator(mode="after")
-    def _parts_fit_together(self) -> "Recipe":
+    def _validate_parts(self) -> "Recipe":
         seq_len = self.model.seq_len
         for tokens in {size for _, size in self.batch.sizes}:
             if tokens < seq_len:
@@ -196,8 +196,8 @@ class Recipe(Part):
         if self.batch.rule == "scaled" and self.scaling.rule not in BATCH_RULES:
             key = "ramp.rule" if self.batch.ramp else "stages_rule"
             raise ValueError(
-                f'[batch] {key} = "scaled": scaling rule {self.scaling.rule} moves nothing with the batch; set it to '
-                f'"fixed", or scaling.rule to {BATCH_RULES[0]}'
+                f'[batch] {key} = "scaled": scaling rule {self.scaling.rule} does not scale anything with the batch; '
+                f'set it to "fixed", or scaling.rule to {BATCH_RULES[0]}'
             )
         if self.schedule.warmup_tokens > self.data.tokens:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The learning-rate schedule: a pure function of tokens consumed, so it does not depend on the batch."""
+"""The learning-rate schedule as a function of the tokens consumed; it does not depend on the batch."""
 
 import math
 from typing import Literal
@@ -11,7 +11,7 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """Linear warm-up, then a decay. It multiplies the peak lr of each parameter group, so their ratios stay."""
+    """Linear warm-up, then a decay: one factor on the peak lr of every parameter group."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
@@ -20,9 +20,9 @@ class Schedule(Part):
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")
-    def _rsqrt_starts_somewhere(self) -> "Schedule":
+    def _require_warmup(self) -> "Schedule":
         if self.decay == "inverse_sqrt" and self.warmup_tokens == 0:
-            raise ValueError("decay inverse_sqrt is counted from the end of the warm-up; set warmup_tokens above 0")
+            raise ValueError("decay inverse_sqrt starts at the end of the warm-up; set warmup_tokens above 0")
         return self
 
     def multiplier(self, tokens: float, horizon: int) -> float:

@@ -1,4 +1,4 @@
-"""The shape of the model, and the parameters that it implies.
+"""The shape of the model and its parameters.
 
 Only this file knows which parameters a model has. The torch model, the parameter table and the planner use
 :meth:`ModelShape.parameters`, and a test compares the torch model with it name by name.
@@ -22,7 +22,7 @@ BRANCH_ENDS = ("attention.out", "mlp.out")
 
 
 class Role(StrEnum):
-    """What a parameter is to a scaling rule: which of its dimensions grow with the width."""
+    """The role of a parameter in a scaling rule: which of its dimensions grow with the width."""
 
     EMBEDDING = "embedding"  # finite -> width: token and learned position embeddings
     EMBEDDING_NORM = "embedding_norm"  # gain over the width, ahead of the first block
@@ -35,7 +35,7 @@ class Role(StrEnum):
     FINAL_BIAS = "final_bias"  # bias of the final norm
     UNEMBEDDING = "unembedding"  # width -> finite
     UNEMBEDDING_BIAS = "unembedding_bias"  # -> finite; leaven's own models have none
-    TIED_EMBEDDING = "tied_embedding"  # both ends in one matrix
+    TIED_EMBEDDING = "tied_embedding"  # embedding and unembedding in one matrix
 
     @property
     def is_matrix(self) -> bool:
@@ -84,7 +84,7 @@ class ModelShape(Part):
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _heads_fill_the_width(self) -> "ModelShape":
+    def _validate_heads(self) -> "ModelShape":
         stated = "d_attention" if self.d_attention else "d_model"
         width, heads = self.d_attention or self.d_model, self.n_heads * self.d_head
         if width != heads:

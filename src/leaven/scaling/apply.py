@@ -22,9 +22,12 @@ class Factors:
     half_life: float  # on the number of steps that the Adam moments look back
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """``beta ** (multiplier / half_life)``: to first order ``1 - beta`` is multiplied by ``multiplier`` and
-        divided by ``half_life``, but beta never leaves (0, 1). The linear form does so for beta1 = 0.9 as soon as the
-        run has ten times fewer steps; over batch ratios of 1/4 to 8 the two gave the same loss."""
+        """Return ``base ** (multiplier / half_life)``.
+
+        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, but beta stays within (0, 1). The
+        linear form leaves it for beta1 = 0.9 if the run has ten times fewer steps; over batch ratios of 1/4 to 8 both
+        forms gave the same loss.
+        """
         return float(base ** (multiplier / self.half_life))
 
 

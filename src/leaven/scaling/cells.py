@@ -1,13 +1,13 @@
 """A cell of a rule's table: how one quantity moves, as a product of powers of the ratios target / base.
 
-It is written as it is printed, a letter a ratio::
+It is written as in the papers, with a letter for each ratio::
 
     I  fan in       O  fan out      H  head dimension
     L  depth        B  batch        D  tokens
 
 ``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``. An exponent is a sum of numbers and of ``alpha`` (the depth
-exponent), ``t`` (the token exponent) and ``w`` (1 - alpha where decay is moved with depth, else 0). ``1`` does not
-move.
+exponent), ``t`` (the token exponent) and ``w`` (1 - alpha where decay is moved with depth, else 0). ``1`` means
+that the quantity does not move.
 """
 
 import re

@@ -17,7 +17,7 @@ from leaven.scaling.table import ParameterRow, ParameterTable, ramp_factors, res
 
 @dataclass(frozen=True)
 class ModuleStart:
-    """The matrices of a module with the same initial standard deviation."""
+    """The initial standard deviation of the matrices of a module, or of those in one of its blocks."""
 
     module: str
     layers: str  # the blocks they are in; "" outside the blocks

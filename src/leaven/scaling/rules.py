@@ -1,22 +1,22 @@
 """The rules as data: how each quantity of each role moves with scale, a source for every cell.
 
-:mod:`leaven.scaling.cells` has the letters, :mod:`leaven.scaling.apply` applies a table without knowing which it is,
-and ``leaven show --rule NAME`` prints it. Three things hold for all tables:
+:mod:`leaven.scaling.cells` defines the letters, :mod:`leaven.scaling.apply` applies any of the tables, and
+``leaven show --rule NAME`` prints one. Three things hold for all tables:
 
-- **Per-tensor ratios.** The papers print one ratio m_N, for they grow every width together. Here initial variance,
-  lr and weight decay move with the tensor's fan in (Adam moves each entry by lr, and an output entry sums them over
-  the fan in) and eps with its fan out (a gradient entry is backward signal times forward signal, and the backward
-  signal is of order 1 / width of the tensor's output). Where every width grows together the two are m_N.
-- **Shared QK gains.** One gain for all heads sums the gradients of all heads, so its eps does not move with width:
-  its fan out is the head dimension. Gains per head are ordinary hidden norms, and their fan out is the width.
-- **Decay of gains and biases.** The rows are the printed ones; whether they are decayed at all is a hyperparameter,
-  ``decay_norm_and_bias``. It is off by default: decay pulls a gain towards 0, not its neutral 1, and published
-  recipes leave it off (nanoGPT, OLMo 2).
+- **Per-tensor ratios.** The papers print one ratio m_N because they scale all widths together. Here initial variance,
+  lr and weight decay move with the tensor's fan in (Adam moves each entry by lr, and an output sums the changes over
+  the fan in), and eps with its fan out (a gradient entry is a forward activation times a backward signal, which is of
+  order 1 / width of the tensor's output). If all widths grow together, both ratios are m_N.
+- **Shared QK gains.** The gradient of a gain that all heads share is a sum over the heads, so its eps does not move
+  with width: its fan out is the head dimension. Gains per head are ordinary hidden norms, whose fan out is the width.
+- **Decay of gains and biases.** The rows are the printed ones. Whether gains and biases are decayed at all is the
+  hyperparameter ``decay_norm_and_bias``, off by default: decay pulls a gain towards 0 and not towards its neutral
+  value 1, and published recipes leave it off (nanoGPT, OLMo 2).
 
-``complete-d-p`` departs from the printed table in one row, the eps of the final norm, where Table 1 has 1 ("Output
+``complete-d-p`` differs from the printed table in one row, the eps of the final norm, where Table 1 has 1 ("Output
 weights/biases/norms"). The gradient of that gain is ``sum_v W_u[v, i] delta_v`` with ``W_u`` of order 1/N, hence of
-order 1/N itself (measured exponent -1.05 at initialisation, -0.91 after 150 steps), and eps has to fall with it.
-The difference is small while eps is small against the gradient.
+order 1/N itself (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its eps must fall with 1/N.
+The difference is small as long as eps is much smaller than the gradient.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ def _rows(text: str, source: str, *roles: Role) -> dict[Role, Cell]:
 
 _TIED = "derived: the unembedding's row under the symmetry forward x c, std / c, lr / c, eps x c, decay x c, c = 1/N"
 _STARTS = "derived: not in the table; the gain starts at 1, the bias at 0"
-_STREAM = "derived: not in the table; like the embedding it moves the stream itself, ahead of all blocks"
+_STREAM = "derived: not in the table; like the embedding, it acts on the residual stream before all blocks"
 _SAME = "practice: the same value at every scale"
 _DIVIDED = Cell("H^-1/2", "Yang et al. 2022, arXiv 2203.03466, definition 4.1: logits q.k / d, constant kept at base")
 
@@ -91,7 +91,7 @@ STANDARD = Rule(
 
 _TP5 = "Tensor Programs V, Table 3: "
 _MUP = "Complete(d)P, Table 1, muP column, "
-_NOT_MUP = "muP says nothing of depth, batch or tokens"
+_NOT_MUP = "muP does not cover depth, batch or tokens"
 
 MUP = Rule(
     name="mup",
@@ -157,7 +157,7 @@ MUP = Rule(
 )
 
 _DEY = "Table 1, "
-_UNSAID = f"{_DEY}AdamW eps: residual blocks only; what is left unsaid stays at the base value"
+_UNSAID = f"{_DEY}AdamW eps: residual blocks only; all other parameters keep the base value"
 
 COMPLETE_P = Rule(
     name="completep",
@@ -206,7 +206,7 @@ COMPLETE_P = Rule(
     },
     residual=Cell("L^-alpha", f"{_DEY}residual: x + m_L^-alpha Block(x)"),
     attention=_DIVIDED,
-    half_life=Cell("1", "CompleteP says nothing of batch or tokens"),
+    half_life=Cell("1", "CompleteP does not cover batch or tokens"),
 )
 
 _T1 = "Table 1, "
@@ -255,7 +255,7 @@ COMPLETE_D_P = Rule(
             **_rows(
                 "O^-1", "measured: gradient exponent -1.05 (init), -0.91 (step 150); Table 1 has 1", Role.FINAL_NORM
             ),
-            **_rows("O^-1", "derived: the sum that the final norm's gain has, without its input", Role.FINAL_BIAS),
+            **_rows("O^-1", "derived: as the final norm's gain, whose gradient has one factor more", Role.FINAL_BIAS),
             **_rows("O^-1", _TIED, Role.TIED_EMBEDDING),
         },
         "weight_decay": {

@@ -1,6 +1,6 @@
 """Warnings about a transferred recipe that leaves the range in which its rule was tested.
 
-They are not errors, since larger ratios have to be tried before they can be known. Each says what to watch.
+They are not errors: larger ratios must be tried before anybody knows whether they work. Each states what to watch.
 """
 
 import math

@@ -34,8 +34,8 @@ class Check:
     """An entry of ``checks.toml``."""
 
     name: str
-    reads: str  # what it reads from a recipe
-    path: str  # of the value that a finding is about
+    reads: str  # the values of a recipe that it reads
+    path: str  # path of the value that a finding is about
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Bounds | None = None
     outside: Bounds | None = None
@@ -95,18 +95,18 @@ def findings(
     found = _all(Case(recipe, resolve(recipe), corpus_tokens))
     known = {one.check: one.severity for one in found}
 
-    def brings(suggestion: Suggestion, check: str) -> int | None:
-        """Return how many notes a suggestion adds; None if its finding stays or another is more than a note."""
+    def added_notes(suggestion: Suggestion, check: str) -> int | None:
+        """Return how many notes a suggestion adds; or None if it does not fix its finding or adds another fault."""
         try:
             changed = recipe.replace(suggestion)
-        except ValueError:  # of the recipe, or of its base's shape
+        except ValueError:  # the changed recipe is invalid, or its base's shape is
             return None
         left = {one.check: one.severity for one in _all(Case(changed, resolve(changed), corpus_tokens))}
         worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]
         return None if check in left or any(severity != "note" for severity in worse) else len(worse)
 
     def tried(one: FindingRow) -> FindingRow:
-        notes = [(count, each) for each in one.mends if (count := brings(each, one.check)) is not None]
+        notes = [(count, each) for each in one.mends if (count := added_notes(each, one.check)) is not None]
         return one.model_copy(update={"mends": [each for _, each in sorted(notes, key=lambda pair: pair[0])]})
 
     return [tried(one) for one in sorted(found, key=lambda one: _rank(one.severity))]

@@ -1,6 +1,6 @@
-"""What a check reads of a recipe, of the published runs, and what to write to change a value.
+"""The recipe and the published runs as a check sees them, and suggestions that change a value.
 
-What is compared is what the recipe's matrices really get after its scaling rule, as a published value is.
+The compared values are those that the matrices get after the scaling rule, as in a published run.
 """
 
 import math
@@ -24,12 +24,12 @@ Suggestion = Mapping[str, Any]
 
 VOTES = 5
 """A finding names at most so many lineages."""
-# Runs within these factors (in batch, if known) are alike: what one of them did is not a mistake here.
+# Runs within these factors (in batch, if known) are alike: a value that one of them had is not a mistake.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
 class CheckedRow(Protocol):
-    """What one parameter gets: a row of the resolved parameter table."""
+    """A row of the resolved parameter table: the values of one parameter."""
 
     @property
     def role(self) -> Role: ...

@@ -1,7 +1,7 @@
-"""What each check compares: how a quantity is read from a recipe and from a published run, and what to set instead.
+"""How each check reads its quantity from a recipe and from a published run, and what it suggests.
 
-A function has the name of its check and returns None if there is nothing to judge. What its entry in ``checks.toml``
-states (fixed limits, the published value, what to set, messages) it leaves out.
+A function has the name of its check and returns None if there is nothing to compare. It leaves out what its entry in
+``checks.toml`` states: fixed limits, the published value, suggestions, messages.
 """
 
 import math
@@ -44,7 +44,7 @@ def upward(usual: float, outside: float, far: float) -> CheckLimits:
 class Reading:
     """One quantity of a recipe beside the published runs.
 
-    Without limits, here or in ``checks.toml``, it is a note: a choice that has caused somebody trouble.
+    Without limits, here or in ``checks.toml``, a finding is a note: the choice has caused trouble in published runs.
     """
 
     value: float | None = None

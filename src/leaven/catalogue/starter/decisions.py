@@ -22,7 +22,7 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class LawVotes(Votes):
-    """What laws say, and how many of them are applied within the range they were fitted on."""
+    """The values of laws, and how many of the laws apply within their fitted range."""
 
     inside: int
 
@@ -55,7 +55,7 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """What each law says at this scale, one form of each law."""
+        """The values of each law at this scale, one form of each law."""
         model = self.model
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]
@@ -76,7 +76,7 @@ class StarterScale:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What laws and published runs say about one value."""
+    """The values of laws and of published runs for one quantity."""
 
     laws: LawVotes
     runs: Votes

@@ -34,14 +34,13 @@ ADAM = {
     "hyperparameters.weight_decay": 0.1,
     "hyperparameters.grad_clip": 1.0,
 }
-"""What nearly all published runs have: used if no neighbour publishes the value."""
+"""The values of nearly all published runs, used if no neighbour publishes one."""
 
 
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor on a published lr for another batch: the square root of the ratio, bounded.
 
-    Runs of about the same size have batches that differ by a factor of a hundred, so an unbounded factor would move
-    lr too far.
+    Batches of runs of the same size differ by up to a factor of a hundred: without a bound the lr would move too far.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)

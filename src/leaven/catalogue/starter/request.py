@@ -1,4 +1,4 @@
-"""The request of `leaven new`: its limits, and which published runs can be a reference."""
+"""The request of `leaven new`: its limits, and the published runs that can be a reference."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from leaven.recipe.units import format_quantity
 
 LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
-# What a recipe need not state because every run has it, or states under another path.
+# Groups whose values a recipe has under other paths.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
@@ -92,7 +92,7 @@ def _lacks(run: PublishedRun) -> str | None:
 
 
 def left_behind(run: PublishedRun) -> Iterator[str]:
-    """Yield what a run has that a recipe cannot express."""
+    """Yield the properties of a run that a recipe cannot express."""
     arch = run.arch
     growth_known = True
     if run.batch_grew and run.tokens and run.batch_tokens:
