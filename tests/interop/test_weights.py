@@ -324,7 +324,7 @@ def test_what_config_json_says_and_what_it_leaves_to_a_default(tmp_path: Path, t
     path = f"{tmp_path}/config.json"
     assert reasons == [
         (0.3, f"initializer_range of {path}"),
-        (0.02, f"what a LlamaForCausalLM has: {path} is silent"),
+        (0.02, f"default of LlamaForCausalLM, not in {path}"),
     ]
     (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": -1}))
     with pytest.raises(InputError, match=r"not a valid recipe: \[hyperparameters\] init_std"):

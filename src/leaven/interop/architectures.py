@@ -1,8 +1,9 @@
-"""Architectures of Hugging Face: which shapes they hold, what their config.json says, where each weight is.
+"""Architectures of Hugging Face: the shapes that they support, their config.json, and their tensors.
 
-The architectures themselves are data, ``architectures.toml``; so are the names that their modules go by.
+They are data in ``architectures.toml``, together with the names of their modules.
 """
 
+import json
 import math
 import sys
 import tomllib
@@ -18,7 +19,7 @@ from leaven.recipe.files import explain
 from leaven.recipe.shape import ModelShape
 
 Config = dict[str, Any]
-# By the type that a key has in a shape. None is another's subtype: true is no count.
+# For each type of a key of a shape: its name in messages, and whether a value has it. True is not a count.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
     float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
@@ -26,7 +27,6 @@ _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     str: ("a word", lambda value: type(value) is str),
     dict: ("a table", lambda value: type(value) is dict),
 }
-_IMPLIED = ("n_kv_heads", "d_head", "d_ff")
 _PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (rotary_pct = 1)"
 
 
@@ -57,15 +57,16 @@ class Architecture:
     name: str
     model_type: str
     blocks: str  # the path of the list of blocks
-    holds: Mapping[str, list[Any]]  # values that a key of a shape may have; the first is what is read
-    keys: Mapping[str, list[str]]  # their keys that say the same as a key of a shape; none if the others imply it
-    defaults: Config  # what a key means that is not in config.json
-    ends: Mapping[str, str]  # the paths of our modules outside the blocks
-    block: Mapping[str, str]  # and inside a block
-    words: Mapping[str, list[str]] = field(default_factory=dict)  # their names of activations; the first is written
-    says: Config = field(default_factory=dict)  # what else config.json has to say
-    heads_together: bool = False  # query, key and value of a head lie together, not all queries, all keys, ...
-    conv1d: bool = False  # matrices of a block are (fan in, fan out)
+    holds: Mapping[str, list[Any]]  # the values that a key of a shape may have; the first is the one that is read
+    keys: Mapping[str, list[str]]  # keys of config.json for each key of a shape; empty if other keys imply it
+    defaults: Config  # values of keys that are missing in config.json
+    ends: Mapping[str, str]  # the paths of leaven's modules outside the blocks
+    block: Mapping[str, str]  # the paths of leaven's modules inside a block
+    words: Mapping[str, list[str]] = field(default_factory=dict)  # names of activations; the first is written
+    says: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
+    heads_together: bool = False  # the fused matrix has query, key and value of each head side by side
+    conv1d: bool = False  # matrices of a block have the shape (fan in, fan out)
+    scaled_branch_ends: bool = False  # matrices that end a branch start at initializer_range / sqrt(2 L)
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # ends of names that older versions saved besides weights
 
     def whole_name(self, name: str) -> str:
@@ -75,9 +76,7 @@ class Architecture:
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
         """Return the keys of a shape that this architecture cannot represent, each with a value that it can."""
-        heads, width = shape.n_heads, shape.d_model
-        implied = {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
-        found = {}
+        implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
             held = self.holds.get(key, (default,))
@@ -87,20 +86,17 @@ class Architecture:
                 found[key] = next(iter(self.words))
         return found
 
-    def config(self, shape: ModelShape) -> dict[str, Any]:
+    def config(self, shape: ModelShape) -> Config:
+        """Return the config.json of a shape. Rotary keys are written for versions 4 and 5 of transformers."""
         values = shape.model_dump()
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         written |= {theirs: self.words[shape.activation][0] for theirs in self.keys.get("activation", ())}
-        return {"architectures": [self.name], "model_type": self.model_type} | written | self._rope(shape) | self.says
-
-    def _rope(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the rotary keys of transformers 5; those of version 4 are written as well."""
-        if shape.positions != "rope":
-            return {}
-        parameters = {"rope_type": "default", "rope_theta": shape.rope_theta}
-        if "rotary_pct" not in self.defaults:
-            return {"rope_parameters": parameters}
-        return {"rotary_pct": 1.0, "rope_parameters": parameters | {"partial_rotary_factor": 1.0}}
+        if shape.positions == "rope":
+            rotary = {"rope_type": "default", "rope_theta": shape.rope_theta}
+            if "rotary_pct" in self.defaults:
+                written["rotary_pct"] = rotary["partial_rotary_factor"] = 1.0
+            written["rope_parameters"] = rotary
+        return {"architectures": [self.name], "model_type": self.model_type} | written | self.says
 
     def given(self, config: Config) -> Config:
         """Return the known keys of a config.json, with defaults for missing ones, after a check of their types.
@@ -109,8 +105,8 @@ class Architecture:
             InputError: naming the first key with a wrong type.
         """
         given = self.defaults | {key: value for key, value in config.items() if value is not None}
-        for key in (theirs for ours in _IMPLIED for theirs in self.keys.get(ours, ())):
-            if config.get(key, ...) is None:  # follows from the others, whatever it is where it is absent
+        for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
+            if config.get(key, ...) is None:  # null means that it follows from the others; a missing key may not
                 given.pop(key, None)
         kinds = {key: ModelShape.model_fields[ours].annotation for ours, keys in self.keys.items() for key in keys}
         kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict}
@@ -140,30 +136,24 @@ class Architecture:
             if stated:
                 values[ours] = next(iter(stated.values()))
         if "activation" in self.keys:
-            values["activation"] = self._activation(values["activation"])
-        values |= self._theta(given)
-        heads, width = values["n_heads"], values["d_model"]
-        implied = {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
-        for key in ("norm_eps", "dropout"):
-            values[key] = float(values[key])
-        values = implied | values
-        if "d_attention" in self.keys and heads * values["d_head"] != width:
-            values["d_attention"] = heads * values["d_head"]
+            theirs = values["activation"]
+            values["activation"] = next((ours for ours, words in self.words.items() if theirs in words), None)
+            if values["activation"] is None:
+                known = ", ".join(word for words in self.words.values() for word in words)
+                raise InputError(f"config.json: activation {theirs!r}: leaven reads {self.name} with {known}")
+        if self.holds["positions"] == ["rope"]:
+            values["rope_theta"] = self._theta(given)
+        values |= {key: float(values[key]) for key in ("norm_eps", "dropout")}
+        values = _implied(values["n_heads"], values["d_model"]) | values
+        if "d_attention" in self.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
+            values["d_attention"] = values["n_heads"] * values["d_head"]
         try:
             return ModelShape.model_validate(values)
         except ValidationError as error:
             raise InputError(f"config.json: not a shape that leaven supports: {explain(error)}") from None
 
-    def _activation(self, theirs: str) -> str:
-        for ours, words in self.words.items():
-            if theirs in words:
-                return ours
-        known = ", ".join(word for words in self.words.values() for word in words)
-        raise InputError(f"config.json: activation {theirs!r}: leaven reads {self.name} with {known}")
-
-    def _theta(self, given: Config) -> dict[str, float]:
-        if self.holds["positions"] != ["rope"]:
-            return {}
+    def _theta(self, given: Config) -> float:
+        """Return the base of the rotary positions, in either spelling."""
         both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
         for stated in both:
             kind = stated.get("rope_type", stated.get("type", "default"))
@@ -180,7 +170,7 @@ class Architecture:
         if theta is None:
             theta = given[self.keys["rope_theta"][0]]
         _require("rope_theta", theta, float)
-        return {"rope_theta": float(theta)}
+        return float(theta)
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
         """Return the tensors of a checkpoint, including biases that this architecture always has."""
@@ -201,16 +191,20 @@ class Architecture:
             yield Stored(name, parts, shapes, heads=shape.n_heads if fused else 1, transposed=turned)
 
 
+def _implied(heads: int, width: int) -> dict[str, int]:
+    """Return the sizes of a shape that follow from heads and width where config.json does not have them."""
+    return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
+
+
 def _require(key: str, value: Any, kind: Any) -> None:
     """Raise InputError for a value of the wrong type, which would otherwise fail later without its name."""
-    wanted, fits = _KINDS.get(kind, _KINDS[str])  # what is chosen from is a word
+    wanted, fits = _KINDS.get(kind, _KINDS[str])  # a choice is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r}: has to be {wanted}")
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
-LLAMA, QWEN3, GPT2, GPT_NEOX, BLOOM = ARCHITECTURES
 
 
 def module_names() -> Mapping[str, set[str]]:
@@ -232,10 +226,10 @@ def holding(shape: ModelShape) -> Architecture:
     misfits = {architecture.name: architecture.misfits(shape) for architecture in ARCHITECTURES}
     name, wanted = min(misfits.items(), key=lambda item: len(item[1]))
     if wanted:
-        changes = ", ".join(f"{key} = {_toml(value)}" for key, value in wanted.items())
+        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in wanted.items())
         raise InputError(
-            f"no Hugging Face architecture that leaven writes holds this model; for the nearest, {name}, "
-            f"set [model] {changes}"
+            "no Hugging Face architecture that leaven writes can represent this model; for the nearest one, "
+            f"{name}, set [model] {changes}"
         )
     return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
 
@@ -257,5 +251,32 @@ def named(config: Config) -> Architecture:
     raise InputError(f"config.json: architecture {stated}: leaven reads {known}")
 
 
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else f"{value}"
+def read_config(path: Path) -> tuple[Architecture, Config, ModelShape]:
+    """Return the architecture in a config.json, the whole document, and the shape.
+
+    Raises:
+        InputError: if it cannot be read, or leaven's transformer does not support the model.
+    """
+    config = read_json(path)
+    try:
+        architecture = named(config)
+        return architecture, config, architecture.shape(config)
+    except InputError as error:
+        raise InputError(f"{path.parent}/{error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder.
+
+    Raises:
+        InputError: if the file is missing, damaged, or something else.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{path}: not a JSON object")
+    return document

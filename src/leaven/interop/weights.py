@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
-from leaven.interop.architectures import Architecture, Stored, holding, named
+from leaven.interop.architectures import Architecture, Stored, holding, read_config, read_json
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder
@@ -29,8 +29,8 @@ from leaven.storage import new_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
+# Keys of a shape that may differ between a recipe and its start weights, since no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
-"""Keys of a shape that may differ between a recipe and its start weights, since no tensor depends on them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,20 @@ def write_huggingface(
         raise InputError(f"{folder} exists already and is not empty; give a new or an empty folder")
     folder = folder.absolute()
     make_folder(folder.parent)
-    documents = _documents(architecture, shape, end_of_text, dtype)
+    token, id = end_of_text
+    ends = {"bos_token_id": id, "eos_token_id": id}  # as in GPT-2, the same token begins and ends a document
+    documents: dict[str, dict[str, Any]] = {
+        # "torch_dtype" is what every version reads; newer ones write "dtype".
+        "config.json": architecture.config(shape) | ends | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")},
+        "generation_config.json": ends | {"pad_token_id": id},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": token,
+            "eos_token": token,
+            "model_max_length": shape.seq_len,
+            "clean_up_tokenization_spaces": False,
+        },
+    }
     numbers, factors = DTYPES[dtype], folding(shape, table)
     shards = _shards(architecture.tensors(shape), shard_bytes // numbers.itemsize)
     if len(shards) > 1:
@@ -85,7 +98,7 @@ def write_huggingface(
         with new_folder(folder) as temporary:
             for name, text in (texts | {"tokenizer.json": tokenizer}).items():
                 (temporary / name).write_text(text, encoding="utf-8")
-            mode = (temporary / "config.json").stat().st_mode  # safetensors' own lets nobody else read
+            mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
             for file, shard in shards.items():
                 tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
@@ -94,26 +107,6 @@ def write_huggingface(
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InputError(f"{folder}: cannot be written: {reason}; nothing was written") from None
     return architecture
-
-
-def _documents(
-    architecture: Architecture, shape: ModelShape, end_of_text: tuple[str, int], dtype: str
-) -> dict[str, dict[str, Any]]:
-    """Return the JSON files besides weights and tokenizer. As in GPT-2, the same token begins and ends a document."""
-    token, id = end_of_text
-    ends = {"bos_token_id": id, "eos_token_id": id}
-    return {
-        # "torch_dtype" is what every version reads; newer ones write "dtype".
-        "config.json": architecture.config(shape) | ends | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")},
-        "generation_config.json": ends | {"pad_token_id": id},
-        "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": token,
-            "eos_token": token,
-            "model_max_length": shape.seq_len,
-            "clean_up_tokenization_spaces": False,
-        },
-    }
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
@@ -137,18 +130,13 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
         for name, shape in zip(stored.parts, stored.shapes, strict=True)
     ]
-    return _join(stored, parts)
-
-
-def _join(stored: Stored, parts: Sequence[Tensor]) -> Tensor:
-    """Join the parts of a Hugging Face tensor."""
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
     return joined.T if stored.transposed else joined
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a Hugging Face tensor into its parts."""
+    """Return the parts of a Hugging Face tensor, the reverse of :func:`_folded` without factors."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.shapes]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -167,19 +155,15 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
-    config = _json(folder / "config.json")
-    try:
-        architecture = named(config)
-        plain = HuggingFaceModel(folder, architecture, config, architecture.shape(config))
-    except InputError as error:
-        raise InputError(f"{folder}/{error}") from None
+    architecture, config, shape = read_config(folder / "config.json")
+    plain = HuggingFaceModel(folder, architecture, config, shape)
     with _opened(plain) as tensors:
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        shapes = {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in tensors.items()}
     for stored in architecture.tensors(plain.shape):
         found = shapes.pop(stored.name, None)
         if found != stored.shape:
             what = "is missing" if found is None else f"is {found}, not the {stored.shape} of config.json"
-            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged, or from another model")
+            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged or mixed from two models")
     if plain.shape.tied_embeddings:  # some save the same matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
@@ -227,9 +211,9 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     draft.why["hyperparameters.init_std"] += "; with [start] weights nothing is drawn"
     draft.set("start.weights", str(plain.folder), f"a {plain.architecture.name}; multipliers are divided out of it")
     draft.values["data.source"] = source
-    draft.set("data.tokenizer", str(tokenizer), "the model's own: to these weights another one's ids mean nothing")
+    draft.set("data.tokenizer", str(tokenizer), "the model's own: its weights know no other token ids")
     duration = tokens or TOKENS_PER_PARAMETER * shape.params
-    guess = f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes (Chinchilla); less may do here"
+    guess = f"{TOKENS_PER_PARAMETER} a parameter, as for a run from scratch (Chinchilla); fewer may be enough here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)
     draft.set("schedule.warmup_tokens", duration // 100, "1% of the run: the moments of Adam start from 0")
     draft.set("batch.tokens", *likely_batch(shape, duration))
@@ -237,8 +221,8 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     draft.set(
         "hyperparameters.lr",
         lr,
-        f"{why}, for config.json has none: trained weights are best raised again to about the peak of their "
-        "pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune it",
+        f"{why}; config.json has none. Continued pre-training works best when the lr rises again to about the peak "
+        "of pre-training (Ibrahim et al. 2024, arXiv 2403.08763); tune it",
     )
     return draft.recipe(name)
 
@@ -255,7 +239,8 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
     with _opened(plain) as tensors:
         for stored in plain.architecture.tensors(shape):
             try:
-                found = tensors[stored.name].read()
+                file, there = tensors[stored.name]
+                found = file.get_tensor(there)
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{folder}: {stored.name} cannot be read: {error}") from None
             for name, part in zip(stored.parts, _split(stored, found), strict=True):
@@ -266,27 +251,15 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
     assert not pieces, f"no weights for {sorted(pieces)}"
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor in an open safetensors file."""
-
-    file: Any
-    name: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.file.get_slice(self.name).get_shape())
-
-    def read(self) -> Tensor:
-        tensor: Tensor = self.file.get_tensor(self.name)
-        return tensor
-
-
 @contextmanager
-def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, _Tensor]]:
-    """Open the files of a folder and yield its tensors by their name in the full model."""
-    index = plain.folder / "model.safetensors.index.json"
-    files = _files(index) if index.exists() else ["model.safetensors"]
+def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
+    """Open the files of a folder. Yields the file of each tensor, and its name there, by its name in the model."""
+    files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
+    if index.exists():
+        places = read_json(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise InputError(f"{index}: weight_map must map tensors to files; save the model again")
+        files = sorted(set(places.values()))
     tensors = {}
     with ExitStack() as stack:
         for file in files:
@@ -297,27 +270,7 @@ def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, _Tensor]]:
                     f"{plain.folder}: no {file}; save the model there with save_pretrained of transformers"
                 ) from None
             except (OSError, SafetensorError) as error:
-                raise InputError(f"{plain.folder / file}: damaged or no safetensors file ({error})") from None
-            for name in opened.keys():  # noqa: SIM118  # no mapping
-                tensors[plain.architecture.whole_name(name)] = _Tensor(opened, name)
+                raise InputError(f"{plain.folder / file}: damaged, or not a safetensors file ({error})") from None
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
+                tensors[plain.architecture.whole_name(name)] = (opened, name)
         yield tensors
-
-
-def _files(index: Path) -> list[str]:
-    """Return the files named in an index."""
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise InputError(f"{index}: weight_map must map tensors to files; save the model again")
-    return sorted(set(places.values()))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; give a folder that save_pretrained of transformers wrote") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(document, dict):
-        raise InputError(f"{path}: not a JSON object")
-    return document

@@ -59,10 +59,10 @@ def test_a_script_of_blooms_kind() -> None:
     assert recipe.schedule.warmup_tokens == 183_105 * 2048
     assert (recipe.hyperparameters.lr, recipe.schedule.min_lr_ratio) == (6e-5, 0.1)
     assert recipe.hyperparameters.weight_decay == 0.01
-    assert "waits for $WD" in recipe.why["hyperparameters.weight_decay"]
+    assert "$WD is unknown" in recipe.why["hyperparameters.weight_decay"]
     assert recipe.why["hyperparameters.lr"] == "--lr"
     assert "parses and ignores" in recipe.why["batch.ramp"]
-    assert "--weight-decay: $WD is not set in the file" in found.unknown
+    assert "--weight-decay: $WD is unknown until the script runs" in found.unknown
     assert "--tokenizer-name-or-path" in found.unread
     assert any("409,600,000,000 tokens" in line for line in found.unread)
     out = resolve(recipe)["layers.3.mlp.out.weight"]
@@ -106,10 +106,10 @@ def test_steps_and_fractions_are_tokens() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--num-experts 8", "--num-experts: leaven has no mixtures of experts"),
-        ("--moe-router-topk 2", "--moe-router-topk: leaven has no mixtures of experts"),
+        ("--num-experts 8", "--num-experts: leaven does not have mixtures of experts"),
+        ("--moe-router-topk 2", "--moe-router-topk: leaven does not have mixtures of experts"),
         ("--multi-latent-attention", "multi-latent attention"),
-        ("--use-mup", "--use-mup: leaven has no Megatron's muP"),
+        ("--use-mup", "--use-mup: leaven does not have a rule with"),
         ("--optimizer sgd", "--optimizer sgd: leaven has adam"),
         ("--rotary-percent 0.5", "--rotary-percent: leaven rotates whole heads"),
         ("--position-embedding-type none", "--position-embedding-type none: leaven reads rope, learned_absolute"),
@@ -123,19 +123,28 @@ def test_steps_and_fractions_are_tokens() -> None:
         ("--group-query-attention --num-query-groups 3", "not a shape that leaven supports"),
         ("--lr-decay-style exponential", "--lr-decay-style exponential"),
         ("--lr 0.1 --weight-decay 20", "not a valid recipe"),
-        ("--global-batch-size 8 --rampup-batch-size 3 2 100", "no batch of leaven's"),
+        ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
-        ("--apply-residual-connection-post-layernorm", "leaven has no residual connection that starts behind"),
-        ("--rotary-interleaved", "--rotary-interleaved: leaven has no rotary positions of neighbouring pairs"),
+        ("--apply-residual-connection-post-layernorm", "leaven does not have residual connections that start after"),
+        ("--rotary-interleaved", "--rotary-interleaved: leaven does not have interleaved"),
         ("--glu-activation geglu", "--glu-activation geglu: leaven reads swiglu"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: two activations; take one away"),
-        ("--num-layers $((2*3))", "--num-layers waits for the output of a command; write the number"),
-        ("--num-layers `wc -l <x`", "--num-layers waits for the output of a command; write the number"),
-        ("--ffn-hidden-size $FFN", "--ffn-hidden-size waits for $FFN; write the number"),
-        ("--kv-channels $(nproc)", "--kv-channels waits for the output of a command; write the number"),
-        ("--num-layers=$DEPTH", "--num-layers waits for $DEPTH; write the number"),
-        ("--save 'x", "cannot be read as a shell's words"),
+        (
+            "--num-layers $((2*3))",
+            "--num-layers is the output of a command, unknown until",
+        ),
+        (
+            "--num-layers `wc -l <x`",
+            "--num-layers is the output of a command, unknown until",
+        ),
+        ("--ffn-hidden-size $FFN", "--ffn-hidden-size is $FFN, unknown until the script runs; write the number"),
+        (
+            "--kv-channels $(nproc)",
+            "--kv-channels is the output of a command, unknown until",
+        ),
+        ("--num-layers=$DEPTH", "--num-layers is $DEPTH, unknown until the script runs; write the number"),
+        ("--save 'x", "cannot be split into words"),
     ],
 )
 def test_what_no_recipe_holds_is_refused_by_name(more: str, says: str) -> None:
@@ -172,7 +181,7 @@ def test_groups_of_queries_that_megatron_does_not_read() -> None:
 def test_what_is_no_argument_list() -> None:
     with pytest.raises(InputError, match="no --flag in it"):
         from_megatron.read("just words", "x.txt", "x")
-    with pytest.raises(InputError, match="no --num-attention-heads, without which"):
+    with pytest.raises(InputError, match="--num-attention-heads is missing, and a recipe needs it"):
         from_megatron.read("--lr 1", "x.txt", "x")
 
 
@@ -354,11 +363,12 @@ def test_gpt2_starts_its_outputs_smaller(tmp_path: Path) -> None:
     [
         ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
         (CONFIG | {"hidden_size": "wide"}, None, "hidden_size = 'wide': has to be a count"),
-        (CONFIG, {"learning_rate": "fast"}, "learning_rate = 'fast': has to be a number"),
+        (CONFIG, {"learning_rate": "fast"}, "learning_rate fast: has to be a number"),
+        (CONFIG, {"learning_rate": 0, "lr_scheduler_type": "polynomial"}, "learning_rate 0: has to be above 0"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "has to be a whole number"),
-        (CONFIG, {"optim": "adafactor"}, "optim = 'adafactor': leaven has adamw and adam"),
-        (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "no schedule of leaven's"),
-        (CONFIG, {"lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs = 3: has to be a table"),
+        (CONFIG, {"optim": "adafactor"}, "optim adafactor: leaven has adamw and adam"),
+        (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven has no such schedule"),
+        (CONFIG, {"lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs 3: has to be a table"),
         (None, {"learning_rate": 1.0}, "no config.json beside it"),
     ],
 )

@@ -41,7 +41,7 @@ FLAGS: dict[str, Any] = {
 def flags_of(recipe: Recipe) -> dict[str, Any]:
     """As argparse would read them, by the table above."""
     read = {}
-    for name, words in shell.parse(export("megatron", recipe).files[""], "args").values.items():
+    for name, words in shell.parse(export("megatron", recipe).files[""], "args").items():
         kind = FLAGS[name]
         if kind is None:
             assert words == []

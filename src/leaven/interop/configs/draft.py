@@ -1,5 +1,12 @@
-"""A recipe out of somebody else's files: values, each with the key that it has there, and guesses for the rest."""
+"""Build a recipe from the configuration of another training code.
 
+:class:`Settings` are the keys or flags of that configuration, with their defaults there. :class:`Draft` collects the
+values of the recipe, each with the key that it came from, and estimates the values that a recipe needs and the
+configuration does not have.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,7 +14,7 @@ from pydantic import ValidationError
 
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import nearest
-from leaven.interop.architectures import Architecture
+from leaven.interop.architectures import Architecture, Config
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, set_path
@@ -40,24 +47,19 @@ class Draft:
         self.values[path] = value
         self.why[path] = why
 
-    def set_architecture(
-        self, architecture: Architecture, config: dict[str, Any], shape: ModelShape, file: str
-    ) -> None:
+    def set_architecture(self, architecture: Architecture, config: Config, shape: ModelShape, file: str) -> None:
         """Set the shape and the initial std from a config.json; ``file`` is its name in the reasons."""
 
         def origin(*keys: str) -> str:
             there = [key for key in keys if config.get(key) is not None]
-            return (
-                f"{' and '.join(there)} of {file}" if there else f"what a {architecture.name} has: {file} is silent"
-            )
+            return f"{' and '.join(there)} of {file}" if there else f"default of {architecture.name}, not in {file}"
 
-        for key, value in shape.model_dump(exclude_none=True).items():
-            self.values[f"model.{key}"] = value
+        self.values |= {f"model.{key}": value for key, value in shape.model_dump(exclude_none=True).items()}
         for key, theirs in architecture.keys.items():
             if theirs:
                 more = ("rope_scaling", "rope_parameters") if key == "rope_theta" else ()
                 self.why[f"model.{key}"] = origin(*theirs, *more)
-        self.why |= {f"model.{key}": f"what a {architecture.name} is" for key in architecture.holds}
+        self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
         std = float(architecture.given(config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
@@ -69,15 +71,9 @@ class Draft:
         """
         values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
         try:
-            shape = ModelShape.model_validate(values)
+            return ModelShape.model_validate(values)
         except ValidationError as error:
             raise InputError(f"{self.origin}: not a shape that leaven supports: {explain(error)}") from None
-        return shape
-
-    def guess(self, path: str, value: Any, why: str) -> None:
-        """Set a value that a recipe needs and that is missing in the files."""
-        self.set(path, value, f"not in {self.origin}: {why}")
-        self.unknown.append(f"{path}: {why}")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
         """Return the recipe, with estimates for a missing duration, batch or lr.
@@ -85,14 +81,19 @@ class Draft:
         Raises:
             InputError: if the values are not a valid recipe.
         """
+
+        def guess(path: str, value: Any, why: str) -> None:
+            self.set(path, value, f"not in {self.origin}: {why}")
+            self.unknown.append(f"{path}: {why}")
+
         if "data.tokens" not in self.values:
             tokens = TOKENS_PER_PARAMETER * shape.params
-            self.guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes")
+            guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes")
         tokens = self.values["data.tokens"]
         if "batch.tokens" not in self.values:
-            self.guess("batch.tokens", *likely_batch(shape, tokens))
+            guess("batch.tokens", *likely_batch(shape, tokens))
         if "hyperparameters.lr" not in self.values:
-            self.guess("hyperparameters.lr", *likely_lr(shape, tokens))
+            guess("hyperparameters.lr", *likely_lr(shape, tokens))
         self.unknown.append("data.source: any text of your own; the default is used")
         # A configuration describes a model at its own scale, where no rule changes anything.
         self.values.setdefault("scaling.rule", "standard")
@@ -113,6 +114,96 @@ class Draft:
             raise InputError(f"{self.origin}: not a valid recipe: {explain(error)}") from None
 
 
+@dataclass
+class Settings:
+    """The settings of another training code: the given values, and its defaults for the others.
+
+    A row of ``table`` has
+
+    - ``kind``: "count", "number", "word", "switch" or "table";
+    - ``default``: a number without one is required;
+    - ``path``: the key of a recipe that means the same;
+    - ``values``: the recipe's value for each word, or for a switch that is off and on;
+    - ``optional``: the path is set only if the setting is given.
+    """
+
+    origin: str  # the file, for messages
+    table: Mapping[str, Mapping[str, Any]]  # a row for each setting
+    default: str  # the reason of a value that is a default, with {} for the name of the setting
+    prefix: str = ""  # what is written before the name of a setting
+    suffix: str = ""  # what is written after the names of settings in a reason
+    given: dict[str, Any] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)  # variables without a value, by the setting that has them
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.given
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value of a setting, or its default.
+
+        Raises:
+            InputError: if there is neither, or the value is of another kind.
+        """
+        row, label = self.table[name], f"{self.origin}: {self.prefix}{name}"
+        value = self.given.get(name, row.get("default"))
+        match row["kind"]:
+            case "switch":
+                return bool(value)
+            case "word":
+                return str(value or "")
+            case "table":
+                if not isinstance(value or {}, dict):
+                    raise InputError(f"{label} {value!r}: has to be a table")
+                return value or {}
+        if value is None and name in self.unset:
+            raise InputError(f"{label} is {self.unset[name]}, unknown until the script runs; write the number")
+        if value is None:
+            raise InputError(f"{label} is missing, and a recipe needs it; add it")
+        number = as_number(value, label)
+        if row["kind"] == "count" and number != int(number):
+            raise InputError(f"{label} {value:g}: has to be a whole number")
+        return int(number) if row["kind"] == "count" else number
+
+    def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
+        """Return leaven's value for the value of a setting."""
+        if not isinstance(known, Mapping):  # those of a switch that is off, and on
+            return known[self[name]]
+        if self[name] not in known:
+            raise InputError(f"{self.origin}: {self.prefix}{name} {self[name]}: leaven reads {', '.join(known)}")
+        return known[self[name]]
+
+    def why(self, *names: str) -> str:
+        """Return the reason for a value that follows from these settings."""
+        there = [f"{self.prefix}{name}" for name in names if name in self.given]
+        for name in names:
+            if name in self.unset:
+                return f"{self.default.format(name)}: {self.unset[name]} is unknown until the script runs"
+        return " and ".join(there) + self.suffix if there else self.default.format(names[0])
+
+    def copy_to(self, draft: Draft) -> None:
+        """Set the values of all settings that mean the same as a key of a recipe, except those set already."""
+        for name, row in self.table.items():
+            path = row.get("path")
+            if path and path not in draft.values and not (row.get("optional") and name not in self):
+                value = self.choice(name, row["values"]) if "values" in row else self[name]
+                draft.set(path, value, self.why(name))
+
+
+def as_number(value: Any, label: str) -> float:
+    """Return a value as a number.
+
+    Raises:
+        InputError: beginning with ``label``, if it is not a finite number.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{label} {value}: has to be a number") from None
+    if not math.isfinite(number):
+        raise InputError(f"{label} {value}: has to be a finite number")
+    return number
+
+
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
     """Return the batch in tokens by the step law, rounded to whole sequences, and the reason."""
     laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
@@ -126,7 +217,6 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
     """Return the peak lr of the published run nearest in size, and the reason."""
-    for neighbour, _ in nearest(shape.params, tokens, limit=99):
-        if neighbour.peak_lr is not None:
-            return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"
-    raise AssertionError("no published run tells its lr")
+    neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
+    assert neighbour.peak_lr is not None
+    return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"

@@ -1,12 +1,11 @@
-"""Flags of a shell script or of a list of flags, one a line or all in one.
+"""Parse the flags in a shell script or in a list of flags.
 
 Comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself sets are read. Commands
-are not run: their output, and variables that the file does not set, are reported as open.
+are not run: their output, and variables that the file does not set, stay open.
 """
 
 import re
 import shlex
-from dataclasses import dataclass, field
 
 from leaven.recipe.errors import InputError
 
@@ -18,27 +17,19 @@ _COMMAND = "$_COMMAND_"
 _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 
 
-@dataclass
-class ShellFlags:
-    """The flags and variables of a shell script."""
-
-    # the words after each flag, where it occurs last; a word with a $ is open
-    values: dict[str, list[str]] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
-
-
-def parse(text: str, origin: str) -> ShellFlags:
-    """Parse the flags in a shell script.
+def parse(text: str, origin: str) -> dict[str, list[str]]:
+    """Return the flags in a shell script, each with the words after its last occurrence; open words contain a $.
 
     Raises:
         InputError: if a quote is not closed, or there is no flag.
     """
-    flags = ShellFlags()
+    flags: dict[str, list[str]] = {}
+    variables: dict[str, str] = {}
     joined = re.sub(r"\\\r?\n", " ", text)
     try:
         words = _words(_COMMANDS.sub(_COMMAND, joined))
     except ValueError as error:
-        raise InputError(f"{origin}: cannot be read as a shell's words: {error}") from None
+        raise InputError(f"{origin}: cannot be split into words as a shell does: {error}") from None
     current: list[str] | None = None
     while words:
         word = words.pop(0)
@@ -49,17 +40,17 @@ def parse(text: str, origin: str) -> ShellFlags:
             if value.lstrip("(").lstrip().startswith("--"):
                 words[:0] = _words(value.lstrip("("))
             elif value not in {"", "("}:
-                flags.variables[name] = _expand(value, flags.variables)
+                variables[name] = _expand(value, variables)
         elif word in _ENDS:
             current = None
         elif word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            current = flags.values[name.rstrip(")")] = [_expand(value, flags.variables)] if equals else []
+            current = flags[name.rstrip(")")] = [_expand(value, variables)] if equals else []
         elif current is not None:
             bare = word if "$" in word else word.rstrip(")")
             if bare:
-                current.append(_expand(bare, flags.variables))
-    if not flags.values:
+                current.append(_expand(bare, variables))
+    if not flags:
         raise InputError(f"{origin}: no --flag in it; give a Megatron script or argument list")
     return flags
 
