@@ -63,7 +63,7 @@ def test_refused_before_anything_starts(changes: dict[str, Any], said: str, tiny
 def test_a_schedule_that_computes_wrong_gradients_is_refused(zero: int, tiny_text: str) -> None:
     """ZeRO 2 and 3 have freed what the second half of the backward pass needs."""
     text = tiny_text + f'[layout]\ndp = 2\npp = 2\nzero = {zero}\nschedule = "zero-bubble"\n'
-    with pytest.raises(InputError, match=rf"zero-bubble.* in two halves, and zero = {zero} gives up .* set zero = 1"):
+    with pytest.raises(InputError, match=rf"zero-bubble.* in two halves, and zero = {zero} frees .* set zero = 1"):
         parse_recipe(text, "recipe.toml")
 
 

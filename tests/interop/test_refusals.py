@@ -227,7 +227,7 @@ def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
         ({"hyperparameters": {"lr": 0.1}, "initialise": True}, "init_std: missing"),
         ({"hyperparameters": {"lr": 0.1, "weight_decy": 0.1}}, "weight_decy: no such key"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.ou": {"lr": 2.0}}}}, "did you mean mlp.out"),
-        ({"hyperparameters": TUNED | {"modules": {"mlp.in": {"residual": 2.0}}}}, "ends no branch"),
+        ({"hyperparameters": TUNED | {"modules": {"mlp.in": {"residual": 2.0}}}}, "does not end a branch"),
         ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the two models say 2"),
         ({"ratios": leaven.Ratios(tokens=0)}, "ratios.tokens is 0; .* above 0"),
         ({"ratios": leaven.Ratios(tokens=math.nan)}, "ratios.tokens is nan"),

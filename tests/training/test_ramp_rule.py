@@ -164,6 +164,6 @@ def test_scaled_ramps_need_a_rule_with_the_batch(tiny: Recipe) -> None:
     for name in RULES.keys() - BATCH_RULES:
         ramped(tiny, "fixed", **{"scaling.rule": name})
         with pytest.raises(
-            ValidationError, match=r'ramp.rule = "scaled": scaling rule .* moves nothing with the batch'
+            ValidationError, match=r'ramp.rule = "scaled": scaling rule .* does not scale anything with the batch'
         ):
             ramped(tiny, "scaled", **{"scaling.rule": name})
