@@ -115,7 +115,7 @@ def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int,
         trial, against = trials[number], Baseline(best.curve, best.loss, noise)
         for points in range(1, len(trial.curve)):
             curve = trial.curve[:points]
-            if rule.out_of_reach(curve, against):
+            if rule.should_prune(curve, against):
                 share, off = curve[-1][0] / best.curve[-1][0], rule.expected(curve, against) - trial.loss
                 stopped[number] = (share, off, trial.loss - best.loss)
                 break

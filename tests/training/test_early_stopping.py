@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from leaven.training.early_stopping import DivergenceMonitor, comparable, expected, gap, out_of_reach
+from leaven.training.early_stopping import DivergenceMonitor, comparable, expected, gap, should_prune
 from leaven.training.outcome import Baseline, Curve
 
 UNIFORM = math.log(256)
@@ -28,12 +28,12 @@ UNIFORM = math.log(256)
 )
 def test_a_run_that_stays_worse_than_a_uniform_guess_has_diverged(losses: list[float], lost: bool) -> None:
     monitor = DivergenceMonitor(256, 1024 * 128)
-    assert any([monitor.lost(loss, 128) for loss in losses]) is lost
+    assert any([monitor.has_diverged(loss, 128) for loss in losses]) is lost
 
 
 def test_the_last_large_batch_alone_is_the_mean() -> None:
     monitor = DivergenceMonitor(256, 1024)
-    assert [monitor.lost(loss, 256) for loss in (9.0, 9.0, 5.0)] == [False, True, False]
+    assert [monitor.has_diverged(loss, 256) for loss in (9.0, 9.0, 5.0)] == [False, True, False]
 
 
 BEST: Curve = tuple((point * 100, 6 * math.exp(-3 * point / 32) + 2) for point in range(1, 33))
@@ -46,7 +46,7 @@ def behind(by: float, points: int) -> Curve:
 
 def pruned_at(by: float) -> int | None:
     """Returns the point at which a trial is pruned that is always behind by so much."""
-    return next((points for points in range(1, 33) if out_of_reach(behind(by, points), BASELINE)), None)
+    return next((points for points in range(1, 33) if should_prune(behind(by, points), BASELINE)), None)
 
 
 def test_trials_further_behind_are_pruned_sooner() -> None:
@@ -61,13 +61,13 @@ def test_trials_within_the_noise_or_ahead_are_never_pruned() -> None:
     assert pruned_at(0.03) is None
     assert pruned_at(-0.5) is None
     noisy = Baseline(BEST, 2.4, noise=1.0)
-    assert not any(out_of_reach(behind(1.5, points), noisy) for points in range(1, 33))
+    assert not any(should_prune(behind(1.5, points), noisy) for points in range(1, 33))
 
 
 def test_one_bad_interval_does_not_prune() -> None:
     odd = (*BEST[:19], (BEST[19][0], BEST[19][1] + 1.5))
-    assert not out_of_reach(odd, BASELINE)
-    assert out_of_reach(behind(1.5, 20), BASELINE)
+    assert not should_prune(odd, BASELINE)
+    assert should_prune(behind(1.5, 20), BASELINE)
 
 
 def test_a_run_of_other_batches_is_compared_at_its_own_tokens() -> None:

@@ -20,7 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, by_thumb, even, needed_memory, settle, sizes
+from leaven.training.micro_batch import GIB, by_rule_of_thumb, even, needed_memory, settle, sizes
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -270,8 +270,8 @@ def test_a_ramp_has_a_micro_batch_for_each_batch_and_a_resume_keeps_them(
 def test_runs_side_by_side_do_not_time_each_other(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     """The rule of thumb, also in a run long enough to be timed; a run that was begun with another number keeps it."""
     recipe = tiny.replace(LONG | {"batch.tokens": 32 * 100, "data.tokens": 32 * 100 * micro_batch.TIMED_STEPS})
-    by_rule = by_thumb(recipe, tmp_path / "run")
+    by_rule = by_rule_of_thumb(recipe, tmp_path / "run")
     assert by_rule.batch.micro_batch == 2_048 // 32
     assert by_rule.why["batch.micro_batch"] == "auto: about 2,048 tokens a forward, not timed"
     train(recipe.replace({"batch.micro_batch": 7}), tokens, tmp_path / "run", stop=lambda: True)
-    assert by_thumb(recipe, tmp_path / "run").batch.micro_batch == 7
+    assert by_rule_of_thumb(recipe, tmp_path / "run").batch.micro_batch == 7

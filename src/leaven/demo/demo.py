@@ -25,7 +25,7 @@ from leaven.recipe.units import format_quantity, format_seconds
 from leaven.scaling.transfer import transfer
 from leaven.training.device import machine
 from leaven.training.engine import Training
-from leaven.training.run_folder import LOCK, held
+from leaven.training.run_folder import LOCK, locked_folder
 from leaven.training.worker import Pool, run_in
 from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
@@ -150,7 +150,7 @@ class Demo:
         """
         self._open()
         tokens = self._text()  # first, so that a wrong source leaves no folder behind
-        with held(self.folder, "demo folder"):
+        with locked_folder(self.folder, "demo folder"):
             self._locked = True
             self._save()  # first, so that a demo killed during its study is recognised
             best = self._tune(tokens)

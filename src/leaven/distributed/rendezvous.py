@@ -29,7 +29,7 @@ def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))
     if rank == 0:
-        return _lead(store, word, size, until)
+        return _propose(store, word, size, until)
     while time.monotonic() < until:
         proposal = _read(store, "proposal")
         if proposal is not None and proposal["words"][rank : rank + 1] == [word]:
@@ -40,7 +40,7 @@ def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     raise TimeoutError(f"rank {rank}: rank 0 did not come within {timeout}")
 
 
-def _lead(store: Any, word: str, size: int, until: float) -> Any:
+def _propose(store: Any, word: str, size: int, until: float) -> Any:
     proposal: dict[str, Any] = {"words": [], "name": ""}
     while time.monotonic() < until:
         words = [word, *(_read(store, f"hello/{rank}") for rank in range(1, size))]

@@ -11,7 +11,7 @@ from leaven.training.device import peak_memory, time_fixed_work
 from leaven.training.loop import Callback
 from leaven.training.metrics import Curves
 from leaven.training.rewind import oldest_checkpoint, rollback
-from leaven.training.spikes import Anomaly, Limits, SpikeDetector, left_out
+from leaven.training.spikes import Anomaly, Limits, SpikeDetector, was_skipped
 from leaven.training.step import Step
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class SpikeGuard(RunCallback):
         if anomaly is not None:
             self.trainer.loop.discard()
             self._respond(anomaly)
-        elif left_out(step):
+        elif was_skipped(step):
             values = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
             self.trainer.event("skip", **values, limits=asdict(self.guard.limits(step.step)))
 

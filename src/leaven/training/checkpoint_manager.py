@@ -19,7 +19,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.rewind import firsts, staying
+from leaven.training.rewind import checkpoints_to_keep, first_in_each_interval
 
 GIVE_UP = 5.0
 """Seconds for which :meth:`CheckpointManager.close` waits for other processes. A checkpoint is still being written
@@ -118,6 +118,6 @@ class CheckpointManager:
 
     def _superfluous(self, good_tokens: int) -> list[Path]:
         there = checkpoints(self._folder)
-        due = firsts([tokens_of(path) for path in there], self._every, -1)
-        stay = staying(due, good_tokens, self._keep, self._keep_every)
+        due = first_in_each_interval([tokens_of(path) for path in there], self._every, -1)
+        stay = checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)
         return [path for path in there[:-1] if tokens_of(path) not in stay]

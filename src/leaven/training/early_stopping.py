@@ -48,10 +48,10 @@ class DivergenceMonitor(Callback[StepResult]):
     curve: Curve = ()
 
     def after_step(self, step: StepResult) -> None:
-        if (self.at_once and step.diverged) or self.lost(step.loss, step.batch_tokens):
+        if (self.at_once and step.diverged) or self.has_diverged(step.loss, step.batch_tokens):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
-    def lost(self, loss: float, batch_tokens: int) -> bool:
+    def has_diverged(self, loss: float, batch_tokens: int) -> bool:
         """Add a step. Returns whether the run has diverged."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
@@ -97,8 +97,8 @@ class Pruning(Callback[StepResult]):
 
     def after_step(self, step: StepResult) -> None:
         curve = self.monitor.curve
-        ranks_to_check = len(curve) > self._points and self.monitor.done > self.warmup_tokens
-        if ranks_to_check and out_of_reach(curve, self.baseline):
+        new_point = len(curve) > self._points and self.monitor.done > self.warmup_tokens
+        if new_point and should_prune(curve, self.baseline):
             raise Pruned(expected(curve, self.baseline))
 
 
@@ -114,7 +114,7 @@ CATCHES_UP = 1.5
 """A trial that is this far behind keeps half of its gap, as a share of what the baseline's loss still falls."""
 
 
-def out_of_reach(curve: Curve, baseline: Baseline) -> bool:
+def should_prune(curve: Curve, baseline: Baseline) -> bool:
     """Return whether a trial with this curve so far cannot reach the baseline."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:

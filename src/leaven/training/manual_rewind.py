@@ -8,7 +8,15 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of
 from leaven.training.rewind import Rewind, position
-from leaven.training.run_folder import HYPERPARAMETERS, SECTIONS, RunFolder, changeable, changes_of, held, listed
+from leaven.training.run_folder import (
+    HYPERPARAMETERS,
+    SECTIONS,
+    RunFolder,
+    changeable,
+    changes_of,
+    describe_changes,
+    locked_folder,
+)
 
 
 @dataclass(frozen=True)
@@ -30,14 +38,14 @@ class ManualRewind:
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
         if refused:
             raise InputError(
-                f"--rewind-to: {listed(refused)}; a run can change [{'], ['.join(SECTIONS)}] and "
+                f"--rewind-to: {describe_changes(refused)}; a run can change [{'], ['.join(SECTIONS)}] and "
                 f"{', '.join(HYPERPARAMETERS)} with --rewind-to, and nothing else; use another --run"
             )
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
         """Record the rewind, and write the recipe that holds from there on."""
-        with held(run.path, "run folder"):
+        with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()
             start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len

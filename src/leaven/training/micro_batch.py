@@ -105,7 +105,7 @@ def _most(recipe: Recipe) -> int:
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
 
-def as_begun(recipe: Recipe, folder: Path) -> Recipe:
+def as_started(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe with the micro-batch of the run in this folder, if there is one and the recipe says "auto".
 
     A run keeps it wherever it is resumed, since the order of a sum decides its last bits.
@@ -120,9 +120,9 @@ def as_begun(recipe: Recipe, folder: Path) -> Recipe:
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
 
-def by_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
+def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
     """Return the recipe with the micro-batch of the run in this folder, or else by the rule of thumb."""
-    recipe = as_begun(recipe, folder) if folder is not None else recipe
+    recipe = as_started(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
     size = rule_of_thumb(recipe, "cuda" if torch.cuda.is_available() else "cpu")

@@ -66,8 +66,8 @@ def oldest_checkpoint(
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
-        due = firsts([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens, -1)
-        return staying(due, good_tokens, stability.keep, stability.keep_every_tokens)
+        due = first_in_each_interval([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens, -1)
+        return checkpoints_to_keep(due, good_tokens, stability.keep, stability.keep_every_tokens)
 
     there = [0]
     for rewind in rewinds:
@@ -79,15 +79,15 @@ def oldest_checkpoint(
     return kept(there, anomaly.step, batches.tokens_at_step(anomaly.onset - 1))[0]
 
 
-def staying(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
+def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
     """Return the checkpoints to keep, in tokens: the newest, the last good one, and those kept for ever."""
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
-        stay |= {*firsts(due, keep_every_tokens, 0)}
+        stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}
     return sorted(stay)
 
 
-def firsts(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
+def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
     """Return the first count in each interval of ``every_tokens`` after interval number ``last``."""
     found = []
     for tokens in there:

@@ -27,7 +27,7 @@ HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 
 @contextmanager
-def held(folder: Path, kind: str) -> Iterator[None]:
+def locked_folder(folder: Path, kind: str) -> Iterator[None]:
     """Create a folder and lock it for this process; the lock ends with the process, even if that is killed.
 
     Raises:
@@ -86,7 +86,7 @@ class RunFolder:
             possible = all(changeable(path) for path, _, _ in changes)
             or_back = ", or --rewind-to to change it from a checkpoint on" if possible else ""
             raise InputError(
-                f"run folder {self.path} holds another recipe: {listed(changes)}; use another --run{or_back}"
+                f"run folder {self.path} holds another recipe: {describe_changes(changes)}; use another --run{or_back}"
             )
 
     def check_text(self, fingerprint: str) -> None:
@@ -106,7 +106,7 @@ class RunFolder:
     def opened(self, recipe: Recipe) -> Iterator["RunFolder"]:
         """Lock the folder for this process, and write the resolved recipe if it is new."""
         self.check(recipe)
-        with held(self.path, "run folder"):
+        with locked_folder(self.path, "run folder"):
             self.check(recipe)
             for file in (self.recipe_file, self.plan_file):
                 for torn in self.path.glob(f".{file.name}.*.tmp"):
@@ -239,7 +239,7 @@ def changeable(path: str) -> bool:
     return section in SECTIONS or (section == "hyperparameters" and keys[0] in HYPERPARAMETERS)
 
 
-def listed(changes: list[Difference]) -> str:
+def describe_changes(changes: list[Difference]) -> str:
     """Return differences of recipes as a sentence."""
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 

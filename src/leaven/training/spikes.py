@@ -111,7 +111,7 @@ class SpikeDetector:
 
     def observe(self, step: "Step") -> Anomaly | None:
         """Add a step. Returns the anomaly that it completes, if any."""
-        if left_out(step):
+        if was_skipped(step):
             return self._leave_out(step)
         if step.skipped:  # the loss scale was too large, and adjusts itself
             return None
@@ -180,7 +180,7 @@ class SpikeDetector:
         self._limits = [(step, Limits(loss, grad_norm)) for step, loss, grad_norm in state["limits"]]
 
 
-def left_out(step: "Step") -> bool:
+def was_skipped(step: "Step") -> bool:
     """Return whether a step was skipped because it was not finite or above the limits, not for its loss scale
     alone."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

@@ -31,7 +31,7 @@ from leaven.training.device import (
 from leaven.training.engine import StopRequested, Training, check_trainable
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
-from leaven.training.micro_batch import as_begun, by_thumb, require_memory, settle
+from leaven.training.micro_batch import as_started, by_rule_of_thumb, require_memory, settle
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_profile import RunProfile
@@ -82,7 +82,7 @@ def train(
     if timed:
         require_memory(recipe)
     if timed and group is not SINGLE_PROCESS:  # several devices would have to run out of memory together
-        recipe, timed = by_thumb(recipe), False
+        recipe, timed = by_rule_of_thumb(recipe), False
     memory_before = held_memory(default_device())
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     training = Training(recipe, tokens, group=group)
@@ -292,7 +292,7 @@ def check(
     Raises:
         InputError: if the folder cannot hold this run, or the rewind is not possible.
     """
-    run, recipe = RunFolder(folder), as_begun(recipe, folder)
+    run, recipe = RunFolder(folder), as_started(recipe, folder)
     if back is not None and not back.done(run, recipe):
         back.check(run, recipe)
         return run, recipe, back

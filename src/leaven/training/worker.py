@@ -34,13 +34,13 @@ def run_in(folder: Path, recipe: Recipe) -> float | None:
     """Train a recipe in a run folder. Returns its validation loss, or None if it diverged (see events.jsonl)."""
     from leaven.data.tokens import prepare
     from leaven.training.loop import Diverged
-    from leaven.training.micro_batch import by_thumb
+    from leaven.training.micro_batch import by_rule_of_thumb
     from leaven.training.trainer import train
 
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     try:
         # Runs side by side would disturb each other's timings.
-        return train(by_thumb(recipe, folder), tokens, folder, history=False).loss
+        return train(by_rule_of_thumb(recipe, folder), tokens, folder, history=False).loss
     except Diverged:
         return None
 

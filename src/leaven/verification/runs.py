@@ -18,7 +18,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
-from leaven.training.run_folder import held
+from leaven.training.run_folder import locked_folder
 from leaven.training.worker import Pool
 
 LINES = "runs.jsonl"
@@ -110,7 +110,7 @@ class RunStore:
 
     def _open(self) -> Pool:
         if self._pool is None:
-            self._resources.enter_context(held(self.folder, "--run"))
+            self._resources.enter_context(locked_folder(self.folder, "--run"))
             self._ended = _read(self.folder / LINES)
             self._pool = self._resources.enter_context(Pool(self._workers))
         return self._pool

@@ -27,7 +27,7 @@ from leaven.recipe.files import make_folder, read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
-from leaven.training.run_folder import listed
+from leaven.training.run_folder import describe_changes
 from leaven.training.trial import branches_of, cooldown_start, train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.algorithm.trust_region import Axes
@@ -126,7 +126,7 @@ class Study:
 
     def _check_recipe(self, there: Recipe, what: str) -> None:
         if changes := differences(there, self.recipe):
-            raise InputError(f"{what} has another recipe: {listed(changes)}; use another --study")
+            raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
 
     def __enter__(self) -> "Study":
         optuna.logging.set_verbosity(optuna.logging.WARNING)
