@@ -1,6 +1,6 @@
-"""Writing that survives kills, power cuts and full disks: files, folders, JSON lines and locks.
+"""Writes files, folders and JSON lines so that they survive kills, power cuts and full disks; and locks.
 
-Whatever leaven keeps on a disk is written here. A function that raises OSError leaves what was there before.
+All files that leaven keeps are written here. A function that raises OSError leaves the old content in place.
 """
 
 import json
@@ -44,14 +44,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Replace a file, or make it: after a crash it holds the old content or the new."""
+    """Create or replace a file. After a crash it holds the old content or the new, never a part."""
     with replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``path``, whole, when the block ends. An empty folder may be there."""
+    """Yield a temporary folder that becomes ``path`` when the block ends. An empty folder there is replaced."""
     path = path.absolute()
     _remove_leftovers(path)
     temporary = _temporary(path)
@@ -68,7 +68,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename a temporary folder, whose files are synced; an empty folder may be in its place."""
+    """Rename a temporary folder whose files are synced. An empty folder at ``final`` is replaced."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -77,13 +77,13 @@ def place_folder(temporary: Path, final: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Make what was written to a file last through a power cut."""
+    """Flush a file to the disk, so that its content survives a power cut."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last through a power cut, on systems where that can be asked for."""
+    """Flush the names in a folder to the disk, so that they survive a power cut. No-op on Windows."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -95,7 +95,7 @@ def sync_folder(folder: Path) -> None:
 
 @cache
 def _machine() -> str:
-    """A short name of this machine and its process namespace: elsewhere a process id means another process."""
+    """Return a short name of this machine and its process namespace, within which process ids are unique."""
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")
@@ -107,7 +107,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files and folders of writes of ``path`` by processes of this machine that were killed."""
+    """Remove what processes of this machine that were killed left while they wrote ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         if _is_gone(int(left.name.split("-")[-1].removesuffix(".tmp"))):
             with suppress(OSError):
@@ -123,13 +123,13 @@ def _is_gone(pid: int) -> bool:
         return True
     except OSError:
         return False
-    return pid == os.getpid()  # a killed process of the same number
+    return pid == os.getpid()  # a killed process had the same id
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
-    """Append whole lines, each with its end, after repairing a last line that a crash has torn.
+    """Append lines that end with a newline, after repairing a last line that a crash cut short.
 
-    One process at a time: hold a lock. With an error, complete lines may be there; a torn one is cut off.
+    Hold a lock, so that one process appends at a time. After an error the file may hold some of the lines, each whole.
     """
     flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0) | getattr(os, "O_BINARY", 0)
     with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666)) as file:
@@ -159,7 +159,7 @@ def _end(file: FileIO) -> int:
 
 
 def _torn(file: FileIO) -> bytes:
-    """What is after the last end of a line."""
+    """Return the bytes after the last newline."""
     tail, start = b"", _end(file)
     while start and b"\n" not in tail:
         size = min(start, 2**16)
@@ -172,17 +172,15 @@ def _torn(file: FileIO) -> bytes:
 
 @dataclass(frozen=True)
 class JsonLines:
-    """What is in a file of JSON objects, one a line."""
+    """The content of a file with one JSON object per line."""
 
     documents: list[dict[str, Any]]
-    torn: bool
-    """Whether the last line has no end: a crash in the middle of an append, which the next append repairs."""
-    damaged: list[int]
-    """Numbers, from 1, of the other lines that hold no JSON object."""
+    torn: bool  # whether a crash cut the last line short; the next append repairs it
+    damaged: list[int]  # numbers, from 1, of the other lines that hold no JSON object
 
 
 def read_json_lines(path: Path) -> JsonLines:
-    """The JSON objects in a file of lines, none if there is no file. Blank lines are passed over."""
+    """Return the JSON objects in a file, one per line; none if the file does not exist. Blank lines are ignored."""
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
     try:
@@ -195,7 +193,7 @@ def read_json_lines(path: Path) -> JsonLines:
             documents.append(document)
         elif line.strip():
             damaged.append(number)
-    last = json_object(tail)  # one that only lacks its end counts
+    last = json_object(tail)  # a line that lacks only its newline counts
     return JsonLines(documents if last is None else [*documents, last], bool(tail.strip()) and last is None, damaged)
 
 
@@ -210,11 +208,11 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file against other processes and other holders in this one; it ends with the process, however that
-    ends. Waits for ``seconds``, or without end.
+    """Hold a lock file, also against other threads of this process. The lock is released when the process ends, even
+    if it is killed. Waits up to ``seconds`` for it; without a limit if that is negative.
 
     Raises:
-        TimeoutError: if another one holds it for that long.
+        TimeoutError: if another holder does not release it in time.
     """
     from filelock import FileLock  # slow to import
 

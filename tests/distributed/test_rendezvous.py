@@ -59,7 +59,7 @@ def test_a_store_of_another_number_of_processes(before: int, then: int) -> None:
 
 
 def test_the_error_names_missing_ranks() -> None:
-    with pytest.raises(TimeoutError, match="rank 1, 2 did not come"):
+    with pytest.raises(TimeoutError, match="rank 1, 2 did not connect"):
         private_store(HashStore(), 0, 3, SHORT)
-    with pytest.raises(TimeoutError, match="rank 0 did not come"):
+    with pytest.raises(TimeoutError, match="rank 0 did not connect"):
         private_store(HashStore(), 1, 3, SHORT)

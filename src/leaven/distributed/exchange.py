@@ -1,5 +1,4 @@
-"""Exchanges between the processes of a run outside of the steps: through the store, without collectives, from any
-thread."""
+"""Exchanges values between the processes of a run through the store: without collectives, from any thread."""
 
 import json
 import time
@@ -57,10 +56,10 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return the JSON value of the first process, on all of them, and ends the round.
+        """Return the JSON value of the first process on all processes, and end the round.
 
         Raises:
-            NoReply: if it does not answer within twice the timeout: it waits for the others itself.
+            NoReply: if the first process does not answer within twice the timeout.
         """
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
@@ -73,12 +72,12 @@ class Exchange:
         return value
 
     def shorten_timeout(self, seconds: float) -> None:
-        """End every wait after so many seconds from now, also one that runs in another thread."""
+        """End every wait in so many seconds, also a wait in another thread."""
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until all keys are in the store. Returns False if the time is up first. It polls: a wait inside the
-        store could not be shortened."""
+        """Wait until all keys are in the store. Returns False if that takes too long. It polls, because a wait inside
+        the store could not be shortened."""
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -92,8 +91,8 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return ``work()``. The first process does it first, however long it takes; the others afterwards, when its
-    files are there.
+    """Return ``work()``. The first process runs it first, however long it takes; the others run it afterwards, when
+    the files that it writes exist.
 
     Raises:
         InputError: on all processes, if the first one raises it.

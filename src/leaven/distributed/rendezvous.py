@@ -1,8 +1,7 @@
 """Gives the processes of one start a store of their own.
 
 torchrun restarts the processes of a run in place and keeps its store. New processes would read what dead ones wrote
-there, addresses above all, and hang or fail to connect. So they first agree on a new prefix, and keep everything
-under it.
+there, such as addresses, and hang or fail to connect. So they first agree on a new prefix for all their keys.
 """
 
 import json
@@ -19,9 +18,9 @@ _PAUSE = 0.02  # s between two polls of the store
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Return a store with a prefix that is shared only by the ``size`` processes that call this now.
 
-    Each process writes a new random word. The first one proposes all the words that it sees, each other process
-    agrees if its own word is among them, and the first one confirms once all have agreed. A proposal with the word of
-    a dead process is never confirmed, because the living process of that rank does not agree.
+    Each process writes a new random word. The first process proposes all the words that it sees, each other process
+    agrees if its own word is among them, and the first process confirms once all have agreed. A proposal with the
+    word of a dead process is never confirmed, because the living process of that rank does not agree.
 
     Raises:
         TimeoutError: naming the ranks that are missing.
@@ -37,7 +36,7 @@ def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             if _read(store, "confirmed") == proposal["name"]:
                 return PrefixStore(proposal["name"], store)
         time.sleep(_PAUSE)
-    raise TimeoutError(f"rank {rank}: rank 0 did not come within {timeout}")
+    raise TimeoutError("rank 0 did not connect")
 
 
 def _propose(store: Any, word: str, size: int, until: float) -> Any:
@@ -54,7 +53,7 @@ def _propose(store: Any, word: str, size: int, until: float) -> Any:
     others = range(1, size)
     late = [rank for rank in others if _read(store, f"hello/{rank}") is None]
     late = late or [rank for rank in others if _read(store, f"agreed/{rank}") != proposal["name"]]
-    raise TimeoutError(f"rank {', '.join(map(str, late))} did not come")
+    raise TimeoutError(f"rank {', '.join(map(str, late))} did not connect")
 
 
 def _read(store: Any, key: str) -> Any:

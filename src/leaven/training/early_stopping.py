@@ -1,9 +1,9 @@
 """Ends trials early: those that diverge, and those that cannot reach the best one (pruning). It does not import
 torch.
 
-Trials are compared at equal tokens, and only if they have the same schedule. A high learning rate starts behind and
-may still win, so a trial may be as far behind as the baseline's loss still falls from there. That margin is wide
-while the learning rate is high, and narrows as it decays. The constants were chosen on the curves of one set of
+Trials are compared at equal tokens, and only if they have the same schedule. A trial with a high learning rate starts
+behind and may still win, so a trial is kept while it is behind by less than the baseline's loss still falls from there.
+That margin is wide while the learning rate is high, and narrows as it decays. The constants were chosen on the curves of one set of
 trials and tested on another (benchmarks/early_stopping.py, docs/log.md)."""
 
 import math
@@ -22,7 +22,7 @@ POINTS = 32
 
 
 LEARNT = 0.01
-"""Nats below a uniform guess that any run gains: token frequencies, learnt first, give tenths of a nat."""
+"""Nats below a uniform guess that every working run reaches: learning token frequencies alone gains tenths of a nat."""
 
 
 def divergence_limit(vocab_size: int) -> float:
@@ -52,7 +52,7 @@ class DivergenceMonitor(Callback[StepResult]):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
     def has_diverged(self, loss: float, batch_tokens: int) -> bool:
-        """Add a step. Returns whether the run has diverged."""
+        """Add a step and return whether the run has diverged."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
             return True

@@ -1,4 +1,4 @@
-"""Manual rewinds: back to a checkpoint, past some data, with another schedule (--rewind-to)."""
+"""Manual rewinds (--rewind-to): continue from an earlier checkpoint, skip some data, change the schedule."""
 
 from dataclasses import asdict, dataclass
 
@@ -23,16 +23,16 @@ from leaven.training.run_folder import (
 class ManualRewind:
     """A request to continue from an earlier checkpoint."""
 
-    rewind_to: int  # tokens trained: the newest whole checkpoint at or before it
-    skip_tokens: int = 0  # of the data to skip from there, rounded up to whole sequences
+    rewind_to: int  # tokens trained; the newest whole checkpoint at or before this count is used
+    skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this was the last manual rewind: doing it again would compute the same bits."""
+        """Return whether the last manual rewind was this one, so that the run resumes instead of rewinding again."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if there is no run, no checkpoint to return to, or a change that is not possible."""
+        """Raise InputError if there is no run or no checkpoint, or if a run cannot change a value of the recipe."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -44,7 +44,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind, and write the recipe that holds from there on."""
+        """Record the rewind, and write the recipe that is valid from there on."""
         with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()

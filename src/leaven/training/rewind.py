@@ -1,8 +1,8 @@
-"""Rewinds of a run, and what follows from them, as pure functions of the tokens trained.
+"""Rewinds of a run and their effects, as pure functions of the tokens trained.
 
 A run keeps a list of its rewinds, the newest last. Everything else follows from that list: which part of the stream
-is skipped, how far the lr is lowered, and which checkpoints belong to a past that has been undone. Nothing depends
-on the checkpoint that a rewind started from, so a run computes the same bits with any of them.
+is skipped, how far the lr is lowered, and which checkpoints have been undone. Nothing depends on the checkpoint that a
+rewind started from, so a run computes the same bits with any of them.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ class Rewind:
     to_tokens: int  # trained in that state
     skip_from: int  # tokens of the stream: from here ...
     skip_to: int  # ... to here they are skipped
-    lr: float = 1.0  # the lr is multiplied by this, rising back to 1 ...
-    lr_tokens: int = 0  # ... over so many tokens
+    lr: float = 1.0  # factor on the lr, which rises back to 1 ...
+    lr_tokens: int = 0  # ... over this many tokens
     attempt: int = 0  # rewinds for the same anomaly so far, this one included; 0 for a manual rewind
-    found_step: int = 0  # at which the anomaly was found
+    found_step: int = 0  # step at which the anomaly was found
 
 
 def rollback(
@@ -33,8 +33,8 @@ def rollback(
 
     A first attempt goes back to the first suspicious step and skips the data of the anomaly and as much again after
     it. Each further attempt for the same anomaly skips four times as much after it, and as much more before it:
-    garbage may be longer than what was seen of it, and an anomaly older than its first sign. It does not go back
-    further than ``oldest_tokens``, the oldest checkpoint.
+    the bad data may be longer than the steps that showed it, and the anomaly older than its first sign. A rewind does
+    not go back further than ``oldest_tokens``, the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins again within a window of steps.
@@ -59,10 +59,12 @@ def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
     """Return the tokens trained at the oldest checkpoint that the schedule keeps when an anomaly is found.
-    Checkpoints that a stop added or damage removed must not change the decision, so the disk is not looked at."""
+
+    This does not look at the disk: a checkpoint that a stop added or damage removed must not change the decision.
+    """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Checkpoints kept when ``step`` is read, for a run that continued from the last of ``there``."""
+        """Return the checkpoints kept when ``step`` is read, for a run that continued from the last of ``there``."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -80,7 +82,7 @@ def oldest_checkpoint(
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the checkpoints to keep, in tokens: the newest, the last good one, and those kept for ever."""
+    """Return the checkpoints to keep, in tokens: the newest ones, the last good one, and those that are never removed."""
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
         stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}

@@ -1,4 +1,4 @@
-"""The folder of a run: resolved recipe, metrics (one line per step), events, checkpoints."""
+"""Reads and writes the folder of a run: recipe, metrics (one line per step), events, checkpoints."""
 
 import os
 import time
@@ -20,15 +20,15 @@ LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # events of automatic and manual rewinds
 
 
-# What --rewind-to may change, because every step reads it from the recipe. Other keys define the model, the data or
-# the initial values, and the batch defines the number of every step.
+# The values that --rewind-to may change: every step reads them from the recipe. Other keys define the model, the data
+# or the initial values, and the batch defines which step has which number.
 SECTIONS = ("schedule", "stability", "evaluation")
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 
 @contextmanager
 def locked_folder(folder: Path, kind: str) -> Iterator[None]:
-    """Create a folder and lock it for this process; the lock ends with the process, even if that is killed.
+    """Create a folder and lock it for this process. The lock is released when the process ends, even if it is killed.
 
     Raises:
         InputError: if another process holds it, or it cannot be created.
@@ -43,8 +43,8 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
 
 
 class RunFolder:
-    """A run on disk. Lines that do not fit on a full disk are kept in memory and written later; ``unwritten`` is the
-    reason.
+    """A run on disk. While the disk is full, lines are kept in memory and written later; ``unwritten`` is then the
+    error.
 
     Only one process of a run ``writes``; for the others, writing methods are no-ops.
     """
@@ -86,7 +86,8 @@ class RunFolder:
             possible = all(changeable(path) for path, _, _ in changes)
             or_back = ", or --rewind-to to change it from a checkpoint on" if possible else ""
             raise InputError(
-                f"run folder {self.path} holds another recipe: {describe_changes(changes)}; use another --run{or_back}"
+                f"run folder {self.path} holds another recipe: {describe_changes(changes)}; "
+                f"use another --run{or_back}"
             )
 
     def check_text(self, fingerprint: str) -> None:
@@ -116,7 +117,7 @@ class RunFolder:
             yield self
 
     def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
-        """Write the recipe with a layout or micro-batch that changed at ``tokens`` trained, and return it."""
+        """Write the recipe after its layout or micro-batch has changed at ``tokens`` trained, and return it."""
         why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -124,13 +125,13 @@ class RunFolder:
         return recipe
 
     def keep_tokenizer(self, path: Path) -> None:
-        """Copy the tokenizer into the folder: weights are useless without it, and the cache may be cleared."""
+        """Copy the tokenizer into the folder, because weights are useless without it and the cache may be cleared."""
         if self.writes and not self.tokenizer_file.exists():
             write_text(self.tokenizer_file, read_text(path))
 
     def rewind(self, step: int) -> None:
-        """Remove the metric lines after ``step``, which will be done again, and a torn last line. The file is
-        truncated, which also works on a full disk."""
+        """Remove the metric lines after ``step``, whose steps will be done again, and a torn last line. This truncates
+        the file, which also works on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return
@@ -145,7 +146,7 @@ class RunFolder:
         os.truncate(self._metrics, kept)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl by step; for a step that was done again, the later line."""
+        """Return the lines of metrics.jsonl in the order of steps. If a step was done twice, the later line counts."""
         lines: list[dict[str, Any]] = []
         for line in _documents(self._metrics, "step"):
             while lines and lines[-1]["step"] >= line["step"]:
@@ -158,7 +159,7 @@ class RunFolder:
         return _documents(self._events, "event")
 
     def rewinds(self) -> tuple[Rewind, ...]:
-        """Return the rewinds of the run in order, rollbacks and manual ones."""
+        """Return the rewinds of the run in order, automatic and manual ones."""
         keys = [field.name for field in fields(Rewind)]
         returns = [event for event in self.events() if event["event"] in RETURNS]
         return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
@@ -191,7 +192,7 @@ class RunFolder:
         self._append(self._events, {"event": event, **values, "time": round(time.time(), 3)})
         if self.writes and event in RETURNS and self.unwritten is None:
             with suppress(OSError):
-                storage.sync_file(self._events)  # before the run acts on it
+                storage.sync_file(self._events)  # before the run rolls back
 
     def written(self) -> None:
         """Check that every line has been written.
@@ -226,7 +227,7 @@ class RunFolder:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences that keep a run from being resumed; layout and micro-batch do not."""
+    """Return the differences that prevent a run from being resumed. Layout and micro-batch may differ."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
@@ -240,12 +241,12 @@ def changeable(path: str) -> bool:
 
 
 def describe_changes(changes: list[Difference]) -> str:
-    """Return differences of recipes as a sentence."""
+    """Return a message that lists the differences of two recipes."""
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the JSON objects in the lines of a file that have this key."""
+    """Return the JSON objects of a file, one per line, that have a key."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Detects anomalies of a run from loss, gradient norm and update norm alone.
+"""Detects anomalies of a run from its loss, gradient norm and update norm.
 
 Each of the three is compared with the median of its last :data:`LEVEL` steps, and its distance from it with the
 median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
@@ -10,8 +10,8 @@ left 0; steps since then are suspicious, and later steps are not compared with t
 Both norms are compared in the logarithm, and the update norm is divided by the learning rate. In a 32B run it doubled
 before loss and gradient moved (marin-community/marin#1368).
 
-A loss, gradient or update that is not finite is an anomaly at once. For others the usual level is first learnt from
-2 x :data:`LEVEL` steps. docs/log.md has the rate of false alarms.
+A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected after the first 2 x
+:data:`LEVEL` steps, which set the usual level. docs/log.md has the rate of false alarms.
 """
 
 import math
@@ -65,18 +65,18 @@ class QuantityMonitor:
     values: list[float] = field(default_factory=list)  # the last :data:`LEVEL`
     distances: list[float] = field(default_factory=list)  # of values from the medians before them
     total: float = 0.0  # cumulative sum
-    since: int | None = None  # step at which the sum left 0
+    since: int | None = None  # first step since which the sum has not been 0
 
     @property
     def ready(self) -> bool:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return the value to expect next, and its robust standard deviation."""
+        """Return the expected next value and its robust standard deviation."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add a value. Returns the value that was expected, and the deviations above it."""
+        """Add a value. Returns the value that was expected, and by how many deviations the new one exceeds it."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -106,11 +106,11 @@ class SpikeDetector:
 
     @property
     def since(self) -> int | None:
-        """The first suspicious step, if the newest step still is suspicious."""
+        """The first suspicious step, if the newest step is still suspicious."""
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
     def observe(self, step: "Step") -> Anomaly | None:
-        """Add a step. Returns the anomaly that it completes, if any."""
+        """Add a step. Returns an anomaly if this step completes one."""
         if was_skipped(step):
             return self._leave_out(step)
         if step.skipped:  # the loss scale was too large, and adjusts itself
@@ -181,6 +181,6 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because it was not finite or above the limits, not for its loss scale
-    alone."""
+    """Return whether a step was skipped because it was not finite or above the limits, and not only because the loss
+    scale of fp16 was too large."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
