@@ -129,7 +129,7 @@ def _is_gone(pid: int) -> bool:
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
     """Append lines that end with a newline, after repairing a last line that a crash cut short.
 
-    Hold a lock, so that one process appends at a time. After an error the file may hold some of the lines, each whole.
+    Hold a lock, so that one process appends at a time. After an error the file may hold some of the lines, all whole.
     """
     flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0) | getattr(os, "O_BINARY", 0)
     with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666)) as file:

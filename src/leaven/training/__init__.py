@@ -1,1 +1,1 @@
-"""The loop and what guards it."""
+"""The training loop, its callbacks, checkpoints and run folders."""

@@ -1,4 +1,4 @@
-"""Callbacks of a run: events, metrics, validation, checkpoints, spike guard."""
+"""The callbacks of a run: log of steps, validation, checkpoints, spike guard."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RunCallback(Callback[Step]):
-    """A callback of a run in a folder."""
+    """A callback of a run that has a folder."""
 
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -52,7 +52,7 @@ class StepLog(RunCallback):
         self._on_step(step)
 
     def batch(self) -> dict[str, int]:
-        """Return the batch in tokens and the sequences of each forward."""
+        """Return the tokens of the batch and the sequences of each forward, for the log."""
         size, _ = self.training.forwards(self.batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
@@ -76,7 +76,7 @@ class StepLog(RunCallback):
 
 
 class Validation(RunCallback):
-    """Validates every so many tokens, and then compares the speed and memory of the processes."""
+    """Computes the validation loss every so many tokens, and then compares the speed and memory of the processes."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         super().__init__(trainer)
@@ -112,7 +112,7 @@ class Validation(RunCallback):
         self.owed = state.get("owes_validation", False)
 
     def _compare_processes(self) -> None:
-        """Log which process is slowest at the same work, for which all others wait, and which holds most memory."""
+        """Log which process is slowest at a fixed piece of work, and which one holds most memory."""
         device = self.training.device
         measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
         seconds, memory = zip(*measured, strict=True)
@@ -148,7 +148,7 @@ class Checkpoints(RunCallback):
         self.save()
 
     def save(self) -> None:
-        """Start writing a checkpoint, once the one before is written."""
+        """Start writing a checkpoint, after waiting for the previous one."""
         self.written(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}

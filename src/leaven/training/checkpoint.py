@@ -1,4 +1,4 @@
-"""Checkpoints: folders that are complete or absent, in one format for any number of processes.
+"""Writes and reads checkpoints: folders that are complete or absent, in one format for any number of processes.
 
 A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last and holds the
 length and digest of every file and of itself, so that a damaged checkpoint is detected and the one before it is used.
@@ -43,13 +43,13 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run at a step. Everything except tensors is saved by the first process."""
+    """The state of a run at a step. The first process saves everything except tensors."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process owns
-    optimizer: Mapping[str, Tensor]  # optimizer states, likewise
-    state: Mapping[str, Any] = field(default_factory=dict)  # of the callbacks, as JSON values
-    rewinds: tuple[Rewind, ...] = ()  # of the run so far
+    optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process owns
+    state: Mapping[str, Any] = field(default_factory=dict)  # JSON values of the callbacks
+    rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run so far
     # The positions of parts in their tensors. Tensors without an entry are whole; an entry without a tensor belongs
     # to another process.
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class SavedCheckpoint(Checkpoint):
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written. All others are untouched."""
+    """A checkpoint could not be written. The others are not changed."""
 
 
 def write_checkpoint(
@@ -194,7 +194,7 @@ def read_checkpoint(
     ``rewinds``, share the verification of files, and get the same result.
 
     Raises:
-        InputError: if a checkpoint cannot be read for now, though it may be whole.
+        InputError: if reading fails for another reason than damage, such as missing rights.
     """
     damaged: list[Path] = []
     for candidate in reversed(group.broadcast(checkpoints(folder))):

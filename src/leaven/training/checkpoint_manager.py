@@ -22,17 +22,17 @@ from leaven.training.checkpoint import (
 from leaven.training.rewind import checkpoints_to_keep, first_in_each_interval
 
 GIVE_UP = 5.0
-"""Seconds for which :meth:`CheckpointManager.close` waits for other processes. A checkpoint is still being written
-then only if the training has failed, and the others may be gone."""
+"""Seconds for which :meth:`CheckpointManager.close` waits for other processes. A checkpoint is still being written at
+that point only if the training has failed, and then the others may be gone."""
 
 
 @dataclass(frozen=True)
 class Saved:
     """The result of writing a checkpoint."""
 
-    progress: Progress
-    path: Path | None = None  # where it is
-    error: str | None = None  # why it is not there
+    progress: Progress  # of the run in the checkpoint
+    path: Path | None = None  # its folder; None if it could not be written
+    error: str | None = None  # why it could not be written
 
 
 class CheckpointManager:
@@ -79,13 +79,13 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        """End the thread, after a write in progress."""
+        """Finish a write in progress, and end the thread."""
         self._exchange.shorten_timeout(GIVE_UP)
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
         """Prepare the folder for a run that continues from ``after_tokens`` trained: rename damaged checkpoints, and
-        remove later ones, which are undone, and unfinished ones.
+        remove unfinished and later ones.
 
         Call :meth:`outcome` first. All processes wait for each other before and after, so that none reads or writes a
         checkpoint meanwhile.

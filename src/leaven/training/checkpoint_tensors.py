@@ -85,7 +85,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 
 def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
-    """Return the set of numbers of blocks that contain an element."""
+    """Return how many blocks contain each element, as a set of counts."""
     if not shape:
         return {len(blocks)}
     edges = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
@@ -107,7 +107,7 @@ class Tensors(Mapping[str, Tensor]):
 
     @classmethod
     def of_file(cls, path: Path) -> "Tensors":
-        """Return all tensors of a file, each whole."""
+        """Return the tensors of a file that holds each of them whole."""
         saved: dict[str, SavedTensor] = {}
         tensors = cls(path.parent, saved)
         file = tensors._opened(path.name)
@@ -166,7 +166,7 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the block of a tensor that belongs to a piece of a parameter; a number, (), belongs to all pieces."""
+    """Return the block of a tensor that a piece of a parameter covers; a scalar, (), is returned whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

@@ -1,4 +1,4 @@
-"""Devices and the machine: names, peak speed (which MFU is a share of), bytes held and free, cores and versions.
+"""Describes the device and the machine: names, peak speed (for the MFU), memory held and free, cores and versions.
 
 MFU is the model FLOPs of a token (:mod:`leaven.planning.flops`: 6 for each weight of a matmul, the unembedding but
 not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. Beside
@@ -76,12 +76,12 @@ def default_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that the driver gives a device; the kind of a processor."""
+    """Return the name of a device from its driver; for a CPU the model of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return the entry of a device in the planner's table, or None."""
+    """Return a device's entry in the planner's table of accelerators, or None."""
     return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
@@ -199,8 +199,8 @@ def free_memory(device: torch.device) -> int:
         )
     free = physical_memory()
     with suppress(OSError):
-        if said := re.search(r"MemAvailable:\s*(\d+)", (_PROC / "meminfo").read_text()):
-            free = int(said[1]) * 1024
+        if available := re.search(r"MemAvailable:\s*(\d+)", (_PROC / "meminfo").read_text()):
+            free = int(available[1]) * 1024
     limits = (
         _cgroup_room("memory.max", "memory.current", ""),
         _cgroup_room("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/"),
@@ -209,7 +209,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes left in a control group; its page cache can be reclaimed."""
+    """Return the bytes left in a control group, including its page cache, which can be reclaimed."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())

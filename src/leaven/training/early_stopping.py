@@ -2,9 +2,9 @@
 torch.
 
 Trials are compared at equal tokens, and only if they have the same schedule. A trial with a high learning rate starts
-behind and may still win, so a trial is kept while it is behind by less than the baseline's loss still falls from there.
-That margin is wide while the learning rate is high, and narrows as it decays. The constants were chosen on the curves of one set of
-trials and tested on another (benchmarks/early_stopping.py, docs/log.md)."""
+behind and may still win. So a trial is kept while it is behind by less than the loss that the baseline still gains
+after this point. That margin is wide while the learning rate is high, and narrows as it decays. The constants were
+chosen on the curves of one set of trials and tested on another (benchmarks/early_stopping.py, docs/log.md)."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ POINTS = 32
 
 
 LEARNT = 0.01
-"""Nats below a uniform guess that every working run reaches: learning token frequencies alone gains tenths of a nat."""
+"""Nats below a uniform guess that every working run reaches: token frequencies alone gain tenths of a nat."""
 
 
 def divergence_limit(vocab_size: int) -> float:
@@ -34,18 +34,18 @@ def divergence_limit(vocab_size: int) -> float:
 class DivergenceMonitor(Callback[StepResult]):
     """Ends a run when it has diverged.
 
-    A point of ``curve`` is the mean loss since the previous point, at the first step that ends in or after its
-    interval. The criterion is ``mean``, over about the last interval: a single batch of unusual text may be worse
-    than a uniform guess, and so may the first batches with a large init. A run whose loss exploded and then settled
-    at a uniform guess has diverged too: its softmax is saturated, and all such runs end with the same loss."""
+    The criterion is the mean loss over about the last interval: a single batch of unusual text may be worse than a
+    uniform guess, and so may the first batches with a large init. A run whose loss exploded and then settled at a
+    uniform guess has diverged too: its softmax is saturated, and all such runs end with the same loss.
+    """
 
     vocab_size: int
-    tokens: int  # of the whole run
+    tokens: int  # duration of the whole run
     at_once: bool = True  # whether a gradient that is not finite ends the run at once
-    done: int = 0  # tokens
-    mean: float = 0.0  # of the loss, over about the last interval
-    since: float = 0.0  # sum of loss x tokens since the last point
-    curve: Curve = ()
+    done: int = 0  # tokens trained
+    mean: float = 0.0  # mean loss over about the last interval
+    since: float = 0.0  # sum of loss x tokens since the last point of the curve
+    curve: Curve = ()  # mean loss since the previous point, at the first step that ends in or after each interval
 
     def after_step(self, step: StepResult) -> None:
         if (self.at_once and step.diverged) or self.has_diverged(step.loss, step.batch_tokens):
@@ -85,7 +85,7 @@ class Pruned(Exception):
 class Pruning(Callback[StepResult]):
     """Ends a trial that cannot reach its baseline, at a point of its curve after the warm-up.
 
-    In the list of callbacks it has to come after the monitor.
+    In the list of callbacks it must come after the monitor.
     """
 
     monitor: DivergenceMonitor
@@ -107,11 +107,11 @@ SMOOTH = 4
 FIRST = 0.25
 """Share of the run before which no trial is pruned."""
 MARGIN = 1.0
-"""How far a trial may be behind, as a share of what the baseline's loss still falls."""
+"""How far behind a trial may be, as a share of the loss that the baseline still gains."""
 LEAST = 8.0
-"""How far a trial may always be behind, in standard deviations between seeds."""
+"""How far behind a trial may always be, in standard deviations between seeds."""
 CATCHES_UP = 1.5
-"""A trial that is this far behind keeps half of its gap, as a share of what the baseline's loss still falls."""
+"""A trial that is this far behind closes half of its gap; a share of the loss that the baseline still gains."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
@@ -125,7 +125,7 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 def expected(curve: Curve, baseline: Baseline) -> float:
     """Return the validation loss that a pruned trial would have reached.
 
-    It closes part of its gap while the baseline's loss still falls: the larger the gap, the smaller that part.
+    A trial closes part of its gap by the end of the run: the larger the gap, the smaller that part.
     """
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
@@ -138,7 +138,7 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how much the baseline's loss still fell from where the curve ends."""
+    """Return the loss that the baseline still gained after the tokens at which the curve ends."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

@@ -1,8 +1,8 @@
 """Rewinds of a run and their effects, as pure functions of the tokens trained.
 
 A run keeps a list of its rewinds, the newest last. Everything else follows from that list: which part of the stream
-is skipped, how far the lr is lowered, and which checkpoints have been undone. Nothing depends on the checkpoint that a
-rewind started from, so a run computes the same bits with any of them.
+is skipped, how far the lr is lowered, and which checkpoints have been undone. Nothing depends on which checkpoint a
+rewind started from, so the bits are the same with any of them.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def oldest_checkpoint(
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the checkpoints to keep, in tokens: the newest ones, the last good one, and those that are never removed."""
+    """Return the checkpoints to keep, in tokens: the newest, the last good one, and those that are never removed."""
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
         stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}

@@ -130,8 +130,8 @@ class RunFolder:
             write_text(self.tokenizer_file, read_text(path))
 
     def rewind(self, step: int) -> None:
-        """Remove the metric lines after ``step``, whose steps will be done again, and a torn last line. This truncates
-        the file, which also works on a full disk."""
+        """Remove the metric lines after ``step``, whose steps will be done again, and a torn last line. The file is
+        truncated, which also works on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return
@@ -146,7 +146,7 @@ class RunFolder:
         os.truncate(self._metrics, kept)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl in the order of steps. If a step was done twice, the later line counts."""
+        """Return the lines of metrics.jsonl by step. For a step that was done twice, the later line."""
         lines: list[dict[str, Any]] = []
         for line in _documents(self._metrics, "step"):
             while lines and lines[-1]["step"] >= line["step"]:
