@@ -57,14 +57,6 @@ def test_extrapolation_is_shown_by_axis(run: Callable[..., str]) -> None:
     assert next(line for line in below if line.startswith("MiniCPM")).endswith("/3 N")
 
 
-def test_a_law_without_an_answer_is_still_listed(run: Callable[..., str]) -> None:
-    """Kaplan's line crosses zero at 12B."""
-    lines = run("--params", "70B", "--tokens", "1.4T").splitlines()
-    kaplan = next(line for line in lines if line.startswith("Kaplan 2020 learning rate"))
-    assert kaplan.split()[-2:] == ["x47", "N"]
-    assert " – " in kaplan
-
-
 def test_the_parameter_count_of_each_law_is_stated(run: Callable[..., str], flowing: Callable[..., str]) -> None:
     """GPT-2 124M has 85M parameters in its blocks; the screen says which laws count these."""
     plain = flowing("--params", "124M", "--tokens", "10B")
@@ -96,13 +88,12 @@ def test_sizes_for_a_flop_budget(run: Callable[..., str], flowing: Callable[...,
     assert [row["law"] for row in rows] == [frontier.name for frontier in FRONTIERS]
     assert {"law", "params", "tokens", "loss", "loss_replication", "in_range", "trust"} <= rows[0].keys()
     text = flowing("--flops", "5.76e23")
-    for told in ("67.9 B", "63.7 B", "40.4 B", "72.2 B", "a spread of 2.03x", "all of them extrapolate"):
-        assert told in text
+    for part in ("67.9 B", "63.7 B", "40.4 B", "72.2 B", "a spread of 2.03x", "all of them extrapolate"):
+        assert part in text
 
 
-@pytest.mark.parametrize("typed", [("--params", "1", "--tokens", "1"), ("--params", "1e30", "--tokens", "1e30")])
-def test_absurd_sizes_are_answered_and_flagged(typed: tuple[str, ...], flowing: Callable[..., str]) -> None:
-    text = flowing(*typed)
+def test_absurd_sizes_are_answered_and_flagged(flowing: Callable[..., str]) -> None:
+    text = flowing("--params", "1e30", "--tokens", "1e30")
     assert "all of them extrapolate" in text
     assert " inside " not in text
     assert not re.search(r"[0-9]{4,} T", text)

@@ -17,7 +17,6 @@ from leaven.cli.plan import by_measurement
 from leaven.planning.plan import plan_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.views.terminal import console as terminal
 
 CLUSTER = ("--gpus", "32xH100-80GB")
 LAYOUT = ("--layout", "tp=2,pp=4,zero=1,mbs=1")
@@ -35,28 +34,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, without a calibration history."""
     monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def test_the_screen_wraps_between_its_parts(rye, leaven, monkeypatch):
-    monkeypatch.setattr(terminal.console, "width", 80)
-    asked = ("--explain", "tp=4", "--price", "$2.50")
-    code, out, _ = leaven("plan", rye, *CLUSTER, *LAYOUT, *asked)
-    assert code == 0
-    *lines, following = out.splitlines()
-    assert following.startswith("next       torchrun --nnodes ")
-    labels = [line[:14].strip() for line in lines if line[:14].strip()]
-    always = ["layout", "memory / GPU", "speed", "time", "budget", "ramp", "next best"]
-    assert labels[: len(always)] == always
-    assert labels[-2:] == ["explain", "accuracy"]
-    assert all(len(line) <= 80 and line[12:14] == "  " for line in lines)
-    parts = [part.strip() for line in lines for part in line[14:].split(" · ")]
-    text = " ".join(line[14:] for line in lines)
-    assert "micro-batch 1" in parts
-    assert re.search(r"\d+\.\d GiB of 80", text)
-    assert re.search(r"on rank \d of 4, \d+\.\d on rank \d", text)
-    assert re.search(r"\$[\d,]+ at \$2\.50 a GPU-h", text)
-    assert re.search(r"start at [\d.]+ k tokens: \d+% of full speed", text)
-    assert "tp=4: " in text
 
 
 def test_share_price_and_explain_are_in_the_document(rye, leaven):
@@ -110,31 +87,12 @@ def test_units_of_a_cpu_are_processes(rye, leaven):
     assert "GPU" not in out
 
 
-def test_the_ramp_starts_at_the_share_that_was_asked_for(rye, leaven):
-    quick = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "0.5")[1]
-    text = " ".join(line[14:] for line in quick.splitlines())
-    grows = r"growing in steps of [\d.]+ k tokens over the first [\d.]+ B tokens: .* more than at the full batch"
-    assert re.search(grows, text)
-    full = leaven("plan", rye, *CLUSTER, *LAYOUT, "--share", "1")[1]
-    assert "start at 1.05 M tokens: 100% of full speed" in full
-    assert "growing" not in full
-
-
 def test_a_budget_with_an_assumed_mfu(leaven: Verb) -> None:
     text = leaven("plan", "--budget", "8xH100 x 3d", "--mfu", "0.4")[1]
     assert "20 tokens a parameter" in text
     assert "8xH100-SXM-80GB · one node · 72 h 00 · 576 GPU-h" in text
     assert text.splitlines()[-1].startswith("next       leaven new ")
     assert "accuracy" not in text  # nothing was planned
-
-
-def test_a_budget_prints_whole_layouts(leaven: Verb) -> None:
-    """Many GPUs with little memory need every key of a layout."""
-    many = leaven("plan", "--budget", "512xA100-40GB x 30d")[1]
-    assert "…" not in many
-    assert re.search(r"  dp 256 tp 2 zero 3 mbs \d+ recompute full\n", many)
-    assert re.search(r"  dp 512 in 8 zero 3 mbs \d+\n", many)
-    assert "accuracy  mean error on published runs" in many
 
 
 def test_a_measurement_calibrates_later_plans(tiny: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,15 +87,6 @@ def test_show_prints_values_and_instabilities(leaven: Verb) -> None:
     assert all(one[part] in text for one in instabilities for part in ("what", "action", "outcome", "source"))
 
 
-def test_nearest_lists_one_run_a_lineage(leaven: Verb) -> None:
-    asked = ("recipes", "nearest", "--params", "7B", "--tokens", "2T")
-    rows = document(leaven(*asked, "--limit", "3", "--json"))
-    assert rows[0]["id"] == "olmo-7b"
-    assert len({row["lineage"] for row in rows}) == len(rows) == 3
-    assert all(row["within_factor"] and row["same_stack"] for row in rows)  # no stack was asked for
-    assert "olmo-7b" in leaven(*asked)[1]
-
-
 def test_nearest_lists_the_same_stack_first(leaven: Verb, recipe: Path) -> None:
     asked = ("--params", "7B", "--tokens", "2T", "--norm-placement", "output", "--qk-norm", "--limit", "4", "--json")
     rows = document(leaven("recipes", "nearest", *asked))
@@ -113,11 +104,6 @@ def test_nearest_says_how_far_away_the_nearest_run_is(leaven: Verb) -> None:
     assert row["size_ratio"] == pytest.approx(14.085, abs=1e-3)
     assert "pythia-70m is 14.1x larger" in leaven("recipes", "nearest", *SMALL)[1]
     assert "14.1x" not in leaven("recipes", "nearest", *SMALL, "--factor", "15")[1]
-
-
-def test_nearest_explains_the_adam_of_a_recipe(leaven: Verb, recipe: Path) -> None:
-    recipe.write_text(RECIPE.replace("lr = 0.004", 'lr = 0.004\noptimizer = "adam"'))
-    assert "(L2)" in leaven("recipes", "nearest", "--like", recipe)[1]
 
 
 def test_diff_of_runs_and_recipes(leaven: Verb, recipe: Path) -> None:
@@ -186,9 +172,3 @@ def test_check_estimates_the_epochs_of_local_files(leaven: Verb, tmp_path: Path)
     code, _, err = leaven("recipes", "check", recipe)
     assert code == 0
     assert "epochs are not checked" in err
-
-
-def test_report_of_the_catalogue(leaven: Verb, tmp_path: Path) -> None:
-    out = tmp_path / "catalogue.html"
-    assert document(leaven("report", "--catalogue", "-o", out, "--json"))["path"] == str(out)
-    assert out.read_text(encoding="utf-8").startswith("<!doctype html>")

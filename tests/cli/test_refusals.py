@@ -65,7 +65,7 @@ REFUSED = {
     # new
     "new OUT": "--from-weights DIR",
     "new OUT --params 1B": "--tokens 20000000000",
-    "new OUT --params 1B --from-weights x": "leave out --params",
+    "new OUT --params 1B --from-weights x": "cannot be combined with --params",
     "new OUT --params 0 --tokens 1B": "--params 0",
     f"new OUT {SIZE} --gpus 8xZ9": "Z9",
     f"new OUT {SIZE} --from olmo2": "did you mean",

@@ -1,22 +1,12 @@
 """leaven show and leaven transfer: their documents, screens, warnings and files."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Verb, document
 
 from leaven.recipe.files import read_recipe, write_recipe
-
-
-def test_show_prints_every_module(leaven: Verb, tiny_file: Path) -> None:
-    shown = document(leaven("show", tiny_file, "--json"))
-    assert shown["totals"]["params"] == sum(math.prod(row["shape"]) for row in shown["parameters"])
-    assert set(shown["ratios"].values()) == {1.0}
-    code, out, _ = leaven("show", tiny_file)
-    assert code == 0
-    assert all(module in out for module in read_recipe(tiny_file).model.modules)
 
 
 def test_show_names_the_init_and_warns_of_one_that_is_too_large(leaven: Verb, tiny_file: Path) -> None:

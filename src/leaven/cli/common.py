@@ -1,8 +1,9 @@
 """Shared by the verbs: options, reading a recipe, printing a document, stopping at Ctrl-C."""
 
 import json
+import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -50,6 +51,18 @@ def _count(text: str) -> int:
 TokensOption = Annotated[
     int | None, count_option("Use the checkpoint at this many tokens.", "the newest complete one")
 ]
+
+
+def require_alone(what: str, others: Mapping[str, object]) -> None:
+    """Raise InputError if any of the other options, by name, was given."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise InputError(f"{what} cannot be combined with {given[0]}; leave it out")
+
+
+def recipe_name(file: Path, default: str) -> str:
+    """Return a recipe's name for a file: without spaces or special characters."""
+    return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
 def group() -> typer.Typer:

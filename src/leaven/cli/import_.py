@@ -1,13 +1,12 @@
 """leaven import config"""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, group, hand_over
+from leaven.cli.common import JsonOption, group, hand_over, recipe_name
 from leaven.documents.runs import ImportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
@@ -55,8 +54,7 @@ def config(
         raise InputError(f"--from {source}: choose from {', '.join(next_commands.IMPORTED)}")
     if output is not None and output.exists():
         raise InputError(f"{output}: the file exists; give another name")
-    # A file may have any name; the name of a recipe has no spaces or special characters.
-    name = re.sub(r"^\W+|[^\w.\-]+", "-", (output or file.resolve()).stem).strip("-.") or "imported"
+    name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)
     else:

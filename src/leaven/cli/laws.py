@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.laws import compute_optimal, critical_batch, evaluate, lr_at_batch
-from leaven.cli.common import JsonOption, count_option, hand_over
+from leaven.cli.common import JsonOption, count_option, hand_over, require_alone
 from leaven.documents.catalogue import LawRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
@@ -32,8 +32,8 @@ def laws(
 ) -> None:
     """With --flops: the compute-optimal parameters and tokens, by Chinchilla's three approaches and later work."""
     if flops is not None:
-        if any(each is not None for each in (params, tokens, batch_tokens, params_non_embedding)):
-            raise InputError("--flops cannot be combined with other options; give --flops, or --params and --tokens")
+        others = {"--params": params, "--tokens": tokens, "--batch-tokens": batch_tokens}
+        require_alone("--flops", others | {"--params-non-embedding": params_non_embedding})
         sizes = compute_optimal(flops)
         hand_over(sizes, optimum_screen(sizes), json_output)
         return

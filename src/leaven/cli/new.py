@@ -1,6 +1,5 @@
 """leaven new"""
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, count_option, hand_over
+from leaven.cli.common import JsonOption, count_option, hand_over, recipe_name, require_alone
 from leaven.data.corpus import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.hardware import parse_cluster
@@ -87,20 +86,10 @@ def new(
             f"{output}: names ending in -proxy and -tuned are reserved for the recipes derived from OUT.toml; "
             "give another name"
         )
-    # A file may have any name; the name of a recipe has no spaces or special characters.
-    name = re.sub(r"^\W+|[^\w.\-]+", "-", output.stem).strip("-") or "new"
+    name = recipe_name(output, "new")
     if from_weights is not None:
-        others = {
-            "--params": params,
-            "--proxy": proxy,
-            "--from": from_run,
-            "--gpus": gpus,
-            "--vocab": vocab,
-            "--seq-len": seq_len,
-        }
-        given = [option for option, value in others.items() if value is not None]
-        if given:
-            raise InputError(f"--from-weights takes the shape from the model; leave out {given[0]}")
+        shape = {"--params": params, "--proxy": proxy, "--from": from_run, "--gpus": gpus}
+        require_alone("--from-weights", shape | {"--vocab": vocab, "--seq-len": seq_len})
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
     if from_run is not None and params is None:

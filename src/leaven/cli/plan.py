@@ -1,7 +1,6 @@
 """leaven plan"""
 
 import shlex
-from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +8,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, hand_over, load, stopping
+from leaven.cli.common import JsonOption, SetOption, hand_over, load, require_alone, stopping
 from leaven.planning.budget import budget as sizes_that_fit
 from leaven.planning.calibration import history as past_runs
 from leaven.planning.cost import parse_price
@@ -93,7 +92,7 @@ def plan(
     json_output: JsonOption = False,
 ) -> None:
     if budget is not None:
-        _alone(
+        require_alone(
             "--budget",
             {
                 "RECIPE": recipe,
@@ -124,7 +123,7 @@ def plan(
         raise InputError(f"--share {share:g}: give a share of full speed above 0 and at most 1, e.g. 0.7")
     each = None if price is None else parse_price(price)
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
-        _alone(f"the published run {recipe}", {"--set": overrides or None, "--measure": measure or None})
+        require_alone(f"the published run {recipe}", {"--set": overrides or None, "--measure": measure or None})
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
         following = next_commands.after_plan_of_run(name, found.cluster)
     else:
@@ -170,10 +169,3 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
     of = "" if found.layers == (depth,) else f"; {depth} layers extrapolated from {layers}"
     errors.print(f"measured {found.record.device}: best matmul {found.matmul_tflops:.3g} TFLOP/s{of}")
     return plan.calibrated([found.record], recipe.precision.compute)
-
-
-def _alone(what: str, others: Mapping[str, object]) -> None:
-    """Raise InputError if any of the other options is given."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise InputError(f"{what} cannot be combined with {given[0]}; leave it out")

@@ -17,7 +17,16 @@ from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, parse_condition, parse_range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, group, hand_over, load
+from leaven.cli.common import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    count_option,
+    group,
+    hand_over,
+    load,
+    require_alone,
+)
 from leaven.data.corpus import estimated_tokens
 from leaven.documents import Document
 from leaven.documents.catalogue import (
@@ -60,7 +69,7 @@ def list_runs(
     csv_output: CsvOption = False,
 ) -> None:
     """List published runs and the runs that leaven has tuned itself, from the smallest to the largest."""
-    _one_format(json_output, csv_output)
+    require_alone("--csv", {"--json": json_output or None} if csv_output else {})
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
     for path, ends in (("params_total", params), ("tokens", tokens)):
@@ -109,7 +118,7 @@ def nearest_runs(
 
     The nearest run of each lineage (runs that inherit one learning rate) comes before the other runs.
     """
-    _one_format(json_output, csv_output)
+    require_alone("--csv", {"--json": json_output or None} if csv_output else {})
     recipe = load(like, None) if like else None
     if recipe is not None:
         params = recipe.model.params if params is None else params
@@ -191,11 +200,6 @@ def _text_tokens(recipe: Recipe) -> int | None:
         return None
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(names) else None
-
-
-def _one_format(json_output: bool, csv_output: bool) -> None:
-    if json_output and csv_output:
-        raise InputError("--json and --csv cannot be combined; leave one out")
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
