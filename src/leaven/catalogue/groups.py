@@ -142,7 +142,7 @@ class PublishedData(PublishedGroup):
 
 
 class BatchRamp(BaseModel):
-    """How the batch grew. ``none`` means that the source says it did not grow; without a ramp it is not known."""
+    """How the batch grew. ``none`` means that it did not grow; without a ramp this is not known."""
 
     model_config = Part.model_config
 

@@ -37,7 +37,7 @@ class Point(NamedTuple):
     params: float  # N
     tokens: float  # D
     compute: float  # C, training FLOPs
-    loss: float  # L, nats a token
+    loss: float  # L, nats per token
 
 
 class Power(Part):
@@ -76,7 +76,7 @@ class LogLinear(Part):
 
 
 class LossLaw(Part):
-    """L(N, D) = irreducible + a / N^alpha + b / D^beta, in nats a token, N with the embeddings."""
+    """L(N, D) = irreducible + a / N^alpha + b / D^beta, in nats per token, N with the embeddings."""
 
     irreducible: float
     a: float
@@ -289,12 +289,12 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
-    """Return D / N by every answer for a budget of training FLOPs."""
+    """Return the best D / N for a budget of training FLOPs by every frontier."""
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 
 def compute_optimal(flops: float) -> list[OptimumRow]:
-    """Return every answer for a budget of training FLOPs.
+    """Return the best size and duration for a budget of training FLOPs by every frontier.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']

@@ -186,7 +186,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the weighted middle of what runs have."""
+        """Return the weighted middle of values by run id."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:

@@ -189,7 +189,7 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Warm-up tokens over the tokens of the run.
 
-        A warm-up in steps is converted at the final batch, so only if the batch did not grow.
+        A warm-up in steps is converted with the final batch, and only if the batch did not grow.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -243,7 +243,7 @@ class PublishedRun(Part):
 
     @property
     def stack(self) -> Stack:
-        """What influences a learning rate more than the size does."""
+        """Norm placement, QK-norm and optimizer: they influence a learning rate more than the size does."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
 
     def summary(self) -> RunSummary:

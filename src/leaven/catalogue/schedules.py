@@ -33,8 +33,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[BatchStage, ...] | None:
     """Return a run's batch growth for a run of ``tokens`` up to ``batch`` tokens, or None if too little is published.
 
-    Sizes are multiples of ``unit``, which divides ``batch``. What the run did at a share of its length happens at the
-    same share. At the run's own length, batch and sequence its published increments and stages come out unchanged.
+    Sizes are multiples of ``unit``, which divides ``batch``. Every increment or stage comes at
+    the same share of the run. At the run's own length, batch and sequence length nothing changes.
     """
     ramp, length = run.ramp, run.tokens
     if not (run.batch_grew and ramp and length):

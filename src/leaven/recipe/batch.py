@@ -36,7 +36,7 @@ class BatchStage(Part):
 
 
 class Batch(Part):
-    """The global batch and how it is reached. If the micro-batch does not divide a batch, it is split evenly."""
+    """The global batch and its growth. A batch that the micro-batch does not divide is split evenly."""
 
     tokens: Count
     ramp: Ramp | None = None
@@ -107,7 +107,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Which step consumes which tokens, for an endless run.
+    """The tokens that each step of an endless run consumes.
 
     The batch of a step depends on the tokens consumed before it, so the sizes of all steps before step n add up to
     ``tokens_at_step(n)`` exactly.
@@ -139,7 +139,7 @@ class BatchSchedule:
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
-        """Return the first step that begins with at least ``tokens`` consumed: the steps of a run that long."""
+        """Return the first step that begins with at least ``tokens`` consumed: the number of steps of such a run."""
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
         segment = self.segments[max(index, 0)]
         step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

@@ -30,7 +30,7 @@ _Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
 
 
 class Data(Part):
-    """Where the text comes from, and how much of it is consumed."""
+    """The sources of the text, and how much of it is consumed."""
 
     # python-stdlib, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
     source: Annotated[

@@ -107,7 +107,7 @@ def explain(error: ValidationError) -> str:
 
 
 def _suggestion(keys: list[str]) -> str:
-    """Return what the last key may have meant, from the fields of the part that contains it."""
+    """Return the known key most similar to the last one, or all keys of its part."""
     part: Any = Recipe
     for key in keys[:-1]:
         field = part.model_fields.get(key) if _is_part(part) else None
@@ -241,7 +241,7 @@ def make_folder(path: Path) -> None:
 
 
 def finite(document: Any) -> Any:
-    """Return a document as JSON can hold it: a number that is not finite becomes null."""
+    """Return a document that JSON can represent: numbers that are not finite become null."""
     if isinstance(document, dict):
         return {key: finite(inner) for key, inner in document.items()}
     if isinstance(document, list | tuple):

@@ -18,7 +18,7 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """Factors of one module on the global values. 1.0 changes nothing, to the last bit."""
+    """Factors of one module on the global values. A factor of 1.0 keeps every bit."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
@@ -121,10 +121,10 @@ class Hyperparameters(Part):
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Check that modules with multipliers exist, and that each multiplier has something to multiply.
+        """Check that modules with multipliers exist, and that each multiplier has an effect.
 
         Raises:
-            ValueError: naming the module and what it may have meant.
+            ValueError: with the module, and the most similar one if it does not exist.
         """
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
@@ -133,7 +133,7 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a module's multiplier has nothing to multiply, naming the module, or None if it has."""
+        """Return why a module's multiplier is refused, or None if it has an effect."""
         where = "hyperparameters.modules"
         if module not in known:
             close = get_close_matches(module, known, n=1)

@@ -25,7 +25,7 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The letters of a formula: width d, layers L, layer l from 0, fan in f and fan out o of the matrix."""
+    """The values of a formula's letters: width d, layers L, layer l from 0, fan in f and fan out o of the matrix."""
 
     d: int
     L: int
@@ -71,7 +71,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Whether the end of a branch at the same relative depth starts differently in a deeper model."""
+        """Whether the std at the end of a branch depends on the depth of the model."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 

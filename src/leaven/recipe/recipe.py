@@ -22,7 +22,7 @@ BATCH_RULES = ("complete-d-p",)
 
 
 class Start(Part):
-    """Where the parameters start: at the initial values of the table, or at given weights.
+    """The start of training: the initial values of the parameter table, or given weights.
 
     With weights, the model starts with their function: the multipliers that the rule applies in the forward pass are
     divided out of them (:func:`leaven.scaling.table.folding`).
@@ -296,7 +296,7 @@ Difference = tuple[str, Any, Any]
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return where two recipes differ in what is computed: (dotted path, value in a, value in b).
+    """Return the differences of two recipes that change what is computed: (dotted path, value in a, value in b).
 
     Name, reasons, layout and search settings are left out, because they do not change the numbers.
     """
@@ -304,7 +304,7 @@ def differences(a: Recipe, b: Recipe) -> list[Difference]:
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return where two recipes differ only in the order of the same sums (the last bits): layout and micro-batch."""
+    """Return the differences that only reorder the same sums (the last bits): layout and micro-batch."""
     return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

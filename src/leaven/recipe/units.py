@@ -45,7 +45,7 @@ def format_quantity(value: float, digits: int = 3) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Format a number in so many significant digits, grouped if it is large: ``0.31``, ``15,600``."""
+    """Format a number in ``digits`` significant digits, grouped if it is large: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
 

@@ -47,7 +47,7 @@ class TensorRatios:
 
 @dataclass(frozen=True)
 class Exponents:
-    """The free exponents of the rules; ``[scaling]`` of a recipe says what they mean."""
+    """The free exponents of the rules; :class:`leaven.recipe.recipe.Scaling` explains them."""
 
     alpha: float = 1.0
     token_exponent: float = 0.5
@@ -65,7 +65,7 @@ class Exponents:
 
 @dataclass(frozen=True)
 class Cell:
-    """A product of powers of the ratios, e.g. ``I^-1 L^(alpha-1)``, and where it was taken from."""
+    """A product of powers of the ratios, e.g. ``I^-1 L^(alpha-1)``, and its source."""
 
     text: str
     source: str

@@ -189,10 +189,10 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch, in tokens, with which a search began.
+    """Return the batch in tokens with which a study began.
 
-    That is the base's; for a proxy at another scale than its base, the batch that gives as many steps as the target,
-    as ``leaven new`` writes it.
+    It is the base's batch. For a proxy at another scale than its base it is the batch that gives as many steps as the
+    target, as ``leaven new`` writes it.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens

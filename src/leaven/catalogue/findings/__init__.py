@@ -70,7 +70,7 @@ class Check:
         return replace(reading, **completed)
 
     def distance(self, value: float) -> float:
-        """Return where a value is on the scale on which distances are measured: for a beta, its horizon in steps."""
+        """Return the number by which distances are measured: the horizon in steps of a beta, else the value."""
         if self.hidden not in ("beta1", "beta2"):
             return value
         return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
@@ -139,7 +139,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
         low, high = limits.usual
 
         def within(value: float, bounds: tuple[float, float]) -> bool:
-            """Compare up to the rounding of published values."""
+            """Return whether a value is within bounds, up to the rounding of published values."""
             least, most = map(check.distance, bounds)
             return (least if least <= 0 else least / _ROUNDING) <= check.distance(value) <= most * _ROUNDING
 

@@ -23,7 +23,7 @@ Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""A finding names at most so many lineages."""
+"""A finding names at most this many lineages."""
 # Runs within these factors (in batch, if known) are alike: a value that one of them had is not a mistake.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
@@ -97,8 +97,7 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """Return the median over the matrices of the blocks; the median, because a search moves single modules on
-        purpose."""
+        """Return the median of a quantity over the matrices of the blocks: single modules may differ on purpose."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
@@ -131,7 +130,7 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return what to write at the base so that the hidden matrices get ``wanted``, in two digits.
+        """Return a suggestion that gives the hidden matrices ``wanted``: the value at the base, in two digits.
 
         ``to`` is ``math.ceil`` or ``math.floor`` if ``wanted`` is the end of a range and the value must lie inside.
         """
@@ -153,7 +152,7 @@ class Case:
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """Return a suggestion for a batch of about so many tokens; a ramp or stages to another size are removed."""
+        """Return a suggestion for a batch of about this many tokens, without the ramp or stages up to the old one."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:
@@ -161,7 +160,7 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return a suggestion for so many tokens; a warm-up that is longer is shortened."""
+        """Return a suggestion for a run of this many tokens, which also shortens a longer warm-up."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
 

@@ -27,8 +27,8 @@ _SMALL_BATCH = 2**18
 
 
 class CheckLimits(NamedTuple):
-    """Outside ``usual`` is a note; outside ``outside`` and ``far`` is that severity. Each range contains the one
-    before."""
+    """The ranges of a check: a value beyond ``usual`` is a note, beyond ``outside`` outside, beyond ``far`` far
+    outside."""
 
     usual: Bounds
     outside: Bounds
@@ -77,8 +77,9 @@ def size(case: Case) -> Reading | None:
 
 
 def lr(case: Case) -> Reading | None:
-    """Compare lr with the neighbours: outside is over three times or under a third of their median, and beyond all of
-    them.
+    """Compare lr with the neighbours.
+
+    A value is outside if it is beyond all of theirs, and over three times or under a third of their median.
 
     A published lr is one for all parameters. If the rule gives the hidden matrices another lr than the embedding, the
     one nearest to the published median is compared.
@@ -155,8 +156,8 @@ def beta2(case: Case) -> Reading:
 def weight_decay(case: Case) -> Reading | None:
     """Compare the weight decay as it is written, if no rule moves it.
 
-    A rule that lowers the lr with the width raises the decay by the same factor; then the timescale says whether both
-    together are usual.
+    A rule that lowers the lr with the width raises the decay by the same factor; then the check of the
+    timescale compares both together.
     """
     value, tuned = case.hidden("weight_decay"), case.recipe.hyperparameters
     moved = value and ratio(value, tuned.weight_decay) > 1.02
@@ -167,7 +168,7 @@ def l2_decay(case: Case) -> Reading | None:
     """Report ``adam`` with a weight decay.
 
     It adds the decay to the gradient, where Adam divides it by the gradient's size. The effect depends on the
-    gradients, so published decays say nothing about it. Papers call AdamW Adam, too.
+    gradients, so published decays cannot be compared. In papers Adam may mean AdamW.
     """
     adam = case.recipe.hyperparameters.optimizer == "adam"
     return Reading() if adam and case.hidden("weight_decay") else None
@@ -319,7 +320,7 @@ def no_ramp(case: Case) -> Reading | None:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
-        """The batch of a run that says it had it from the start."""
+        """Return the batch of a run that had it from the first step."""
         return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
     most, start = case.published(of_run)[1], case.sequences(case.batch / 8)
@@ -416,9 +417,9 @@ def init_std(case: Case) -> Reading | None:
 
 
 def residual_std(case: Case) -> Reading | None:
-    """Compare the std of matrices that write to the residual stream with that of those that read it.
+    """Compare the std of matrices that write to the residual stream with the std of those that read it.
 
-    The ratio is multiplied by sqrt(2 L): it is 1 in GPT-2.
+    The ratio is multiplied by sqrt(2 L), which makes it 1 in GPT-2.
     """
     if not case.init_std:
         return None

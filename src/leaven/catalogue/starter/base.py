@@ -81,7 +81,7 @@ def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
 
 
 def _at_base(model: ModelShape, base: Recipe) -> bool:
-    """Return whether a model's family has a member with a base's width and depth."""
+    """Return whether a model can be scaled down to a base's width and depth."""
     try:
         model.scaled(base.model.d_model, base.model.n_layers, d_ff=base.model.d_ff)
     except ValueError:

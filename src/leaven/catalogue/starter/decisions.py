@@ -117,7 +117,7 @@ def derivation_step(
 ) -> DerivationRow:
     """Return a step of the derivation.
 
-    ``values`` are what it set, by path; ``lines`` are its reasons; ``sources`` are the runs and laws behind it.
+    ``values`` are the values that it set, by path; ``lines`` its reasons; ``sources`` the runs and laws it used.
     """
     once = list(dict.fromkeys(sources))
     return DerivationRow(

@@ -71,7 +71,7 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
 
 @dataclass(frozen=True)
 class _Warmup:
-    """A published warm-up: in steps of a constant batch, or in tokens if the batch grew and a step says little."""
+    """A published warm-up: in steps of a constant batch, or in tokens if the batch grew."""
 
     steps: float
     tokens: float | None
@@ -175,7 +175,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std that published rules give the inner matrices, by name."""
+    """Return the std of hidden matrices by published rules, by name."""
     return {
         "mt-nlg sqrt(1/(3d))": math.sqrt(1 / (3 * width)),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),

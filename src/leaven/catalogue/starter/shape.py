@@ -70,7 +70,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
     """Return f / d at which a block has 12 d^2 parameters: 4, or 8/3 for a gated MLP (Shazeer 2020, arXiv
     2002.05202).
 
-    What fewer key-value heads save goes to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
+    Parameters saved by sharing key-value heads go to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
     """
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation == "swiglu" else 2)
 
@@ -107,7 +107,7 @@ def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Mo
 
 
 def _shapes(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Iterator[tuple[ModelShape, int]]:
-    """Yield shapes of about the size, with their sizes."""
+    """Yield shapes of about the requested size, each with its number of parameters."""
     usual = usual_width(params, proportions.aspect)
     for d in _widths(usual, proportions):
         for f in _mlp_widths(d, proportions):
@@ -275,7 +275,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Record the decisions of a shape that :func:`choose_shape` has found, and its step."""
+    """Record the reasons of a shape from :func:`choose_shape`, and its step."""
     run, heads, lengths = near.reference, model.n_heads, _lengths(near)
     aspects = middle(near.values(lambda run: run.aspect))
     aspect = {"aspect": model.d_model / model.n_layers, "aspects": aspects}
