@@ -168,13 +168,8 @@ def test_nothing_was_run_again_yet() -> None:
 def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     trials = study()
     _, fewest, promise, *_ = (np.array(list(x.values())) for x in finalists(trials, Axes.of(DIMENSIONS), noise))
-    now = region(
-        np.array([list((run.octaves or {}).values()) for run in trials]),
-        np.array([run.loss for run in trials]),
-        np.full(4, -3.0),
-        np.full(4, 3.0),
-        noise,
-    )
+    points = np.array([list((run.octaves or {}).values()) for run in trials])
+    now = region(Axes.of(DIMENSIONS), points, np.array([run.loss for run in trials]), noise)
     equal = []
     for kept in itertools.product([0.0, 1.0], repeat=4):
         x = promise * kept

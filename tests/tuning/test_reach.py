@@ -95,13 +95,12 @@ def test_the_box_is_extended_where_the_best_lie_at_its_end_and_nowhere_else() ->
 
 def test_a_region_reaches_a_step_beyond_its_incumbent() -> None:
     line = np.linspace(0, 3, 13)[:, None]
-    low, high = np.array([-12.0]), np.array([12.0])
-    now = region(line, 3.0 - line[:, 0], low, high, 0.01, near=(np.array([-3.0]), np.array([3.0])))
+    now = region(Axes({"a": (-12.0, 12.0)}, near={"a": (-3.0, 3.0)}), line, 3.0 - line[:, 0], 0.01)
     assert now.incumbent[0] == 3
     assert (now.low[0], now.high[0]) == (-3, 4)
     proposals = [now.proposal(np.random.default_rng(seed))[0] for seed in range(20)]
     assert 3 < max(proposals) <= 4
-    limited = region(line, 3.0 - line[:, 0], low, np.array([3.5]), 0.01, near=(np.array([-3.0]), np.array([3.0])))
+    limited = region(Axes({"a": (-12.0, 3.5)}, near={"a": (-3.0, 3.0)}), line, 3.0 - line[:, 0], 0.01)
     assert limited.high[0] == 3.5
 
 

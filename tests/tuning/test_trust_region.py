@@ -35,9 +35,12 @@ def valley(x: np.ndarray) -> np.ndarray:
     return 3.0 + ((x - OPTIMUM) ** 2 * CURVATURE).sum(-1) / 2
 
 
+def axes_of(*names: str) -> Axes:
+    return Axes(dict.fromkeys(names, (-3.0, 3.0)))
+
+
 def look(points: np.ndarray, losses: np.ndarray, noise: float | None = None) -> Region:
-    edge = np.full(points.shape[1], 3.0)
-    return region(points, losses, -edge, edge, noise)
+    return region(axes_of(*(str(i) for i in range(points.shape[1]))), points, losses, noise)
 
 
 def test_the_posterior_is_that_of_the_normal_equations() -> None:
@@ -148,15 +151,14 @@ def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
 
 
 def test_divergence_shrinks_even_before_there_is_any_result() -> None:
-    points, edge = np.random.default_rng(1).normal(0, 1, (30, 4)), np.full(4, 3.0)
+    points = np.random.default_rng(1).normal(0, 1, (30, 4))
 
     def steps(now: Region) -> float:
         away = [np.abs(now.proposal(np.random.default_rng(seed)) - now.incumbent).mean() for seed in range(20)]
         return float(np.mean(away))
 
     free = steps(look(np.zeros((1, 4)), np.zeros(1)))
-    rate = np.array([True, False, False, False])
-    lowered = region(points, np.full(30, np.inf), -edge, edge, rates=rate)
+    lowered = region(axes_of("lr", "b", "c", "d"), points, np.full(30, np.inf))
     np.testing.assert_array_equal(lowered.incumbent, [-3.0, 0.0, 0.0, 0.0])
     assert steps(lowered) < free / 2
     # Without a learning rate to lower, it looks farther away.
@@ -171,12 +173,12 @@ def test_a_start_beyond_the_cliff_is_left_downwards(dimensions: int, workers: in
     """The start is 1.5 octaves of learning rate beyond the cliffs: there is ground within 20 trials, and a way on."""
     truth, chance = landscape(dimensions, dimensions), np.random.default_rng(workers)
     names = [f"m{i}.lr" if i % KINDS == 0 else f"m{i}.init_std" for i in range(dimensions)]
-    rates, edge = learning_rates(names), np.full(dimensions, 3.0)
+    rates = learning_rates(names)
     beyond = rates * (1.5 - truth.strain(np.zeros(dimensions)))
     points, losses = [np.zeros(dimensions)], [truth.trial(beyond, chance)]
     assert losses == [np.inf]
     while len(points) < 40:
-        now = region(np.array(points), np.array(losses), -edge, edge, rates=rates)
+        now = region(axes_of(*names), np.array(points), np.array(losses))
         # So many are asked for at once, before any of their results.
         proposals = [now.proposal(np.random.default_rng(len(points) + k)) for k in range(workers)]
         points += proposals
@@ -202,9 +204,10 @@ def test_the_learning_rate_to_lower_is_the_global_one_or_else_all() -> None:
 def test_a_coordinate_of_a_larger_scale_takes_larger_steps_and_is_otherwise_the_same() -> None:
     points = np.random.default_rng(1).normal(0, 0.5, (40, 4))
     losses = np.where(points[:, 0] > 0.6, np.inf, valley(points))
-    scale, edge = np.array([2.0, 0.5, 1.0, 4.0]), np.full(4, 3.0)
-    plain = region(points, losses, -edge, edge, 0.01)
-    scaled = region(points * scale, losses, -edge * scale, edge * scale, 0.01, scale=scale)
+    scale = np.array([2.0, 0.5, 1.0, 4.0])
+    plain = look(points, losses, 0.01)
+    axes = Axes({str(i): (-3 * x, 3 * x) for i, x in enumerate(scale)}, {str(i): x for i, x in enumerate(scale)})
+    scaled = region(axes, points * scale, losses, 0.01)
     for ours, theirs in ((plain.predicted, scaled.predicted), (plain.incumbent, scaled.incumbent)):
         np.testing.assert_allclose(ours * scale, theirs, rtol=1e-9)
     ours, theirs = plain.proposal(np.random.default_rng(0)), scaled.proposal(np.random.default_rng(0))
@@ -303,16 +306,16 @@ def test_a_proposal_depends_on_the_seed_and_the_results_in_their_order() -> None
 @pytest.mark.parametrize("shuffle", range(3))
 def test_results_in_any_order_lead_to_the_minimum(shuffle: int) -> None:
     """Six workers, whose trials end in random order."""
-    chance, edge = np.random.default_rng(shuffle), np.full(4, 3.0)
+    chance = np.random.default_rng(shuffle)
     points, losses, best = np.zeros((0, 4)), np.zeros(0), np.inf
-    running = [region(points, losses, -edge, edge, 0.01).proposal(np.random.default_rng(k)) for k in range(6)]
+    running = [look(points, losses, 0.01).proposal(np.random.default_rng(k)) for k in range(6)]
     assert len({tuple(point) for point in running}) == 6
     for k in range(6, 46):
         point = running.pop(chance.integers(len(running)))
         loss = float(valley(point))
         best = min(best, loss)
         points, losses = np.vstack([points, point]), np.append(losses, loss + chance.normal(0, 0.01))
-        running.append(region(points, losses, -edge, edge, 0.01).proposal(np.random.default_rng(k)))
+        running.append(look(points, losses, 0.01).proposal(np.random.default_rng(k)))
     assert best - 3.0 < (valley(np.zeros(4)) - 3.0) / 10
 
 

@@ -22,7 +22,7 @@ from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
 from leaven.tuning.algorithm.confirmation import RERUNS, Losses, Point, changes, confirm, gain
 from leaven.tuning.algorithm.noise_estimate import between, interval
-from leaven.tuning.algorithm.trust_region import DOWN, RISK, Axes, Region, learning_rates, without_outliers
+from leaven.tuning.algorithm.trust_region import DOWN, RISK, Axes, Region, learning_rates, region, without_outliers
 from leaven.tuning.document import Answer, Best, Coordinate, Dimension, Front, SlicePoint, StudyTrial
 
 Array = NDArray[np.float64]
@@ -108,7 +108,7 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
     measured, degrees = between(ended, paths, noise)
     points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
     points, results = points.reshape(-1, len(paths)), np.array(losses)
-    now = axes.region(points, results, measured or 0.0)
+    now = region(axes, points, results, measured or 0.0)
     return _Seen(tuple(ended), points, results, now, measured, degrees)
 
 

@@ -126,24 +126,6 @@ class Axes:
             found[name] = float(round(at) % len(limits)) if isinstance(limits, range) else float(np.clip(at, *limits))
         return found
 
-    def region(
-        self, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
-    ) -> "Region":
-        """Return the trust region after these trials; see :func:`region`."""
-        low, high = self.ends
-        return region(
-            points,
-            losses,
-            low,
-            high,
-            noise,
-            seeds=seeds,
-            scale=self.scale,
-            levels=self.levels,
-            near=self.box,
-            rates=learning_rates(list(self.limits)),
-        )
-
 
 @dataclass(frozen=True)
 class Features:
@@ -275,42 +257,23 @@ class Region:
 
 
 def region(
-    points: Array,
-    losses: Array,
-    low: Array,
-    high: Array,
-    noise: float | None = None,
-    *,
-    seeds: NDArray[np.int64] | None = None,
-    scale: Array | None = None,
-    levels: NDArray[np.int_] | None = None,
-    near: tuple[Array, Array] | None = None,
-    rates: NDArray[np.bool_] | None = None,
+    axes: Axes, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
 ) -> Region:
     """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their results.
 
     Args:
         losses: nats; infinite where a trial diverged.
-        low: (D,), the lower bounds in octaves from the start.
-        high: (D,), the upper bounds.
         noise: standard deviation of the loss between seeds; by default estimated from repeated points.
         seeds: (n,), the seed of each trial; by default all the same.
-        scale: (D,), octaves in a step; default 1.
-        levels: (D,), the number of levels of a choice, 0 for a number; by default all are numbers.
-        near: lower and upper ends (D,) of the initial box; by default the whole space.
-        rates: (D,), which multipliers to lower while every trial diverges.
     """
-    d = len(low)
-    scale = np.ones(d) if scale is None else scale
-    levels = np.zeros(d, int) if levels is None else levels
+    (low, high), (near_low, near_high), scale = axes.ends, axes.box, axes.scale
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
     ended = np.isfinite(without_outliers(losses))
     if not ended.any():
-        lowered = np.zeros(d, bool) if rates is None else rates
-        return _while_all_diverge(len(points), low, high, scale, levels, lowered)
+        return _region_while_all_diverge(axes, len(points))
     at_start = ~points.any(1)
     left = at_start.any() and not (at_start & ended).any()
-    features = Features(points[np.argmax(ended)] if left else np.zeros(d), scale, levels)
+    features = Features(points[np.argmax(ended)] if left else np.zeros(len(low)), scale, axes.levels)
     seen = features.of(points)
     if noise is None:
         noise = floor(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
@@ -326,18 +289,16 @@ def region(
         if value < believed[incumbent] - surrogate.noise:
             incumbent = j
     since, best = len(points) - 1 - incumbent, points[incumbent]
-    if near is not None:
-        low = np.maximum(low, np.minimum(near[0], best - scale))
-        high = np.minimum(high, np.maximum(near[1], best + scale))
+    low = np.maximum(low, np.minimum(near_low, best - scale))
+    high = np.minimum(high, np.maximum(near_high, best + scale))
     return Region(best, radius, surrogate, divergence, since, low, high, features, np.asarray(~seen.any(0)))
 
 
-def _while_all_diverge(  # noqa: PLR0917 - the arguments of region
-    tried: int, low: Array, high: Array, scale: Array, levels: NDArray[np.int_], rates: NDArray[np.bool_]
-) -> Region:
+def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
     """Return the region after ``tried`` trials that all diverged (point 6 of the method)."""
+    (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
-    features = Features(lowered, scale, levels)
+    features = Features(lowered, axes.scale, axes.levels)
     nowhere = np.zeros((1, len(features.owner)))
     nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
     radius = float(np.clip(START * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))

@@ -22,7 +22,7 @@ from leaven.training.outcome import Baseline, curve_of
 from leaven.tuning.algorithm import noise_estimate
 from leaven.tuning.algorithm.answer import advice_when_all_diverged, finalists
 from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS, confirm, to_confirm
-from leaven.tuning.algorithm.trust_region import Axes, Region
+from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.document import Dimension, StudyTrial
 from leaven.tuning.service.samplers import grid
 from leaven.tuning.service.trial_log import (
@@ -287,7 +287,7 @@ def region_of(study: optuna.Study, axes: Axes, noise: float | None = None) -> Re
     """Return the trust region after the finished trials of a study."""
     trials = finished(study)
     seeds = np.array([seed_of(trial) for trial in trials], np.int64)
-    return axes.region(*points_and_losses(trials, axes), noise, seeds)
+    return region(axes, *points_and_losses(trials, axes), noise, seeds)
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
