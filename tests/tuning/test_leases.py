@@ -1,4 +1,4 @@
-"""Who is alive, and what the trials of the living and the dead amount to."""
+"""Leases, and how trials of living and dead commands are counted."""
 
 import subprocess
 from typing import Any
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def test_a_stranger_is_dead_when_its_counter_stood_still_for_a_lease() -> None:
+def test_a_command_on_another_machine_is_dead_after_a_lease_without_heartbeat() -> None:
     store, clock = InMemoryStorage(), Clock()
     study = store.create_new_study([optuna.study.StudyDirection.MINIMIZE])
     leases = Leases(store, study, 60.0, clock)
@@ -38,13 +38,13 @@ def test_a_stranger_is_dead_when_its_counter_stood_still_for_a_lease() -> None:
     assert look(0, beat=7) == set()
     assert [look(14) for _ in range(4)] == [set()] * 4  # 56 seconds
     assert look(3, beat=8) == set()
-    # This process slept, or the store was away: that is held against nobody.
+    # A pause of this process does not count.
     assert look(100_000) == set()
     assert [look(14) for _ in range(3)] == [set()] * 3
     assert look(14) == {STRANGER}
 
 
-def test_the_kernel_says_at_once_whether_a_neighbour_lives() -> None:
+def test_a_killed_process_of_this_machine_is_gone_at_once() -> None:
     neighbour = subprocess.Popen(["sleep", "60"])
     owner = node(neighbour.pid)
     try:
@@ -52,7 +52,7 @@ def test_the_kernel_says_at_once_whether_a_neighbour_lives() -> None:
         *rest, start, number = owner.split(":")
         assert gone(":".join([*rest, str(int(start) - 1), number]))  # an earlier process of that number
         assert not gone(STRANGER)
-        neighbour.kill()  # and nobody has asked yet how it ended
+        neighbour.kill()  # a zombie now
         while not gone(owner):
             pass
     finally:
@@ -69,7 +69,7 @@ def test_an_earlier_search_of_this_process_is_gone() -> None:
     assert gone(leases.node)
 
 
-def test_a_beat_that_failed_is_followed_by_others() -> None:
+def test_heartbeats_go_on_after_one_failed() -> None:
     class Shaky(InMemoryStorage):
         beats = 0
 
@@ -105,7 +105,7 @@ ACTIONS = st.sampled_from(["search", "half", "noise", "end", "stop", "die", "giv
 
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, 50)), max_size=60))
 def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # noqa: PLR0912 - one an event
-    """Against a model that knows what happened, whatever dies and whoever does the same at once."""
+    """Compare with a model of all events: deaths, releases, retries and two trials for one job."""
     trials: list[FrozenTrial] = []
     runs: dict[int, dict[str, Any]] = {}  # by the number that a run began with
 

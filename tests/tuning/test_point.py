@@ -58,7 +58,7 @@ def column(table: ParameterTable, quantity: str) -> dict[str, float]:
     return {row.name: getattr(row, quantity) for row in table.rows}
 
 
-def test_no_octaves_are_the_recipe_to_the_last_bit() -> None:
+def test_distance_0_is_exactly_the_recipe() -> None:
     nowhere = dict.fromkeys(AROUND.paths, 0.0)
     assert moved(RECIPE, nowhere) == moved(RECIPE, {}) == RECIPE
     assert values(RECIPE, nowhere) == AROUND.centre == AROUND.values(nowhere)
@@ -69,7 +69,7 @@ def test_no_octaves_are_the_recipe_to_the_last_bit() -> None:
 
 @settings(max_examples=40)
 @given(POINTS)
-def test_a_point_within_the_space_is_a_recipe_or_none(octaves: dict[str, Any]) -> None:
+def test_a_point_in_the_space_is_a_valid_recipe_unless_the_decay_is_too_large(octaves: dict[str, Any]) -> None:
     stated: dict[str, Any] = values(RECIPE, octaves)
     decoupled = stated.get("hyperparameters.optimizer", "adamw") == "adamw"
     if decoupled and stated.get("hyperparameters.lr", 0.1) * stated.get("hyperparameters.weight_decay", 0.1) >= 1:
@@ -87,7 +87,7 @@ def test_a_point_within_the_space_is_a_recipe_or_none(octaves: dict[str, Any]) -
 
 
 @given(st.sampled_from(NUMBERS), st.data())
-def test_a_value_moves_as_far_as_it_says_and_nothing_else_does(dimension, data: st.DataObject) -> None:
+def test_a_value_moves_by_its_distance_and_nothing_else_moves(dimension, data: st.DataObject) -> None:
     octaves = data.draw(st.floats(dimension.low, dimension.high))
     now = values(RECIPE, {dimension.path: octaves})[dimension.path]
     if dimension.path.startswith("hyperparameters.beta"):
@@ -103,15 +103,8 @@ def test_a_value_moves_as_far_as_it_says_and_nothing_else_does(dimension, data: 
     assert values(moved(RECIPE, {dimension.path: octaves}), others) == {path: AROUND.centre[path] for path in others}
 
 
-def test_1_minus_beta_doubles_to_first_order() -> None:
-    path = "hyperparameters.beta2"
-    recipe = RECIPE.replace({path: 0.999})
-    assert values(recipe, {path: 1.0})[path] == pytest.approx(1 - 2e-3, abs=2e-6)
-    assert values(recipe, {path: -1.0})[path] == pytest.approx(1 - 0.5e-3, abs=1e-6)
-
-
 @pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "eps", "residual"])
-def test_a_module_moves_its_own_rows(quantity: str) -> None:
+def test_a_multiplier_moves_the_rows_of_its_module(quantity: str) -> None:
     module, of = "mlp.out", {"residual": "multiplier"}.get(quantity, quantity)
     there = moved(RECIPE, {f"hyperparameters.modules.{module}.{quantity}": 1.5})
     before, after = resolve(RECIPE), resolve(there)
@@ -123,7 +116,7 @@ def test_a_module_moves_its_own_rows(quantity: str) -> None:
 
 
 @pytest.mark.parametrize("beta", ["beta1", "beta2"])
-def test_a_module_has_its_own_memory(beta: str) -> None:
+def test_a_multiplier_of_beta_moves_one_module(beta: str) -> None:
     there = moved(RECIPE, {f"hyperparameters.modules.embedding.{beta}": 1.0})
     before, after = column(resolve(RECIPE), beta), column(resolve(there), beta)
     for name, was in before.items():
@@ -149,12 +142,10 @@ def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares:
 def test_two_points_of_one_profile_move_together() -> None:
     there = moved(RECIPE, {"hyperparameters.depth.lr[0]": 1.0, "hyperparameters.depth.lr[2]": -1.0})
     assert there.hyperparameters.depth.lr == (2.2, 1.1, 0.55)
-    again = moved(there, {"hyperparameters.depth.lr[2]": 1.0})
-    assert again.hyperparameters.depth.lr == (2.2, 1.1, 1.1)
 
 
 @given(st.floats(-2, 2))
-def test_a_batch_is_whole_sequences_and_its_ramp_moves_along(octaves: float) -> None:
+def test_a_batch_is_whole_sequences_and_its_ramp_moves_with_it(octaves: float) -> None:
     there = moved(RECIPE, {"batch.tokens": octaves})
     batch, ramp = there.batch, there.batch.ramp
     assert batch.tokens == round(16 * 2**octaves) * 32
@@ -162,18 +153,18 @@ def test_a_batch_is_whole_sequences_and_its_ramp_moves_along(octaves: float) -> 
     assert there.schedule == RECIPE.schedule
     assert ramp is not None
     assert ramp.over_tokens == 4_096
-    # A quarter of the batch, give or take the sequences that three increments are rounded by.
+    # A quarter of the batch, up to the rounding of three increments to sequences.
     assert abs(ramp.start_tokens - batch.tokens / 4) <= 3 * 32
     assert [size % 32 for _, size in batch.sizes] == [0] * len(batch.sizes)
 
 
-def test_stages_move_along_too() -> None:
+def test_stages_move_with_the_batch() -> None:
     stages = [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 1_000, "tokens": 512}]
     there = moved(RECIPE.replace({"batch": {"tokens": 512, "stages": stages}}), {"batch.tokens": -1.0})
     assert there.batch.sizes == ((0, 64), (1_000, 256))
 
 
-def test_lr_and_the_rest_move_with_the_batch_by_the_rule() -> None:
+def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
     plain = RECIPE.replace({"scaling.base": None, "scaling.rule": "complete-d-p"})
     there = moved(plain, {"batch.tokens": 2.0})
     before, after = resolve(plain), resolve(there)

@@ -1,4 +1,4 @@
-"""How far a search goes: to an optimum outside its first box, off 0 and back, and among choices."""
+"""Searches reach optima outside of the first box, at 0 and among choices."""
 
 import math
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def planted(recipe: Recipe, **optimum: float) -> Objective:
     return loss
 
 
-def test_a_recipe_that_starts_badly_placed_comes_back(tiny: Recipe) -> None:
+def test_an_optimum_outside_of_the_first_box_is_found(tiny: Recipe) -> None:
     """beta1 0.27 to 0.9 is 3.6 octaves, and residual 1 to 1/20 is 4.3: both outside of the first box."""
     start = tiny.replace({"hyperparameters.beta1": 0.27})
     around = space(start, "global")
@@ -64,7 +64,7 @@ def test_a_recipe_that_starts_badly_placed_comes_back(tiny: Recipe) -> None:
 
 
 @pytest.mark.parametrize("method", ["random", "tpe", "cma"])
-def test_other_methods_go_beyond_their_first_box_too(tiny: Recipe, method: str) -> None:
+def test_other_methods_leave_the_first_box_too(tiny: Recipe, method: str) -> None:
     start = tiny.replace({"hyperparameters.beta1": 0.27})
     around = space(start, "hyperparameters.beta1,hyperparameters.residual")
     found = found_in(around, planted(start, beta1=0.95, residual=1 / 20), method)
@@ -75,7 +75,7 @@ def test_other_methods_go_beyond_their_first_box_too(tiny: Recipe, method: str) 
     )
 
 
-def test_the_box_is_extended_where_the_best_lie_at_its_end_and_nowhere_else() -> None:
+def test_the_box_grows_only_where_the_best_points_are_at_its_end() -> None:
     axes = Axes({"a": (-8.0, 8.0), "b": (-8.0, 2.5)}, near={"a": (-2.0, 2.0), "b": (-2.0, 2.0)})
     rng = np.random.default_rng(0)
     points = rng.uniform(-2, 2, (40, 2))
@@ -84,10 +84,10 @@ def test_the_box_is_extended_where_the_best_lie_at_its_end_and_nowhere_else() ->
     assert towards_a[1][0] > 2 == towards_a[1][1]
     inside = box(points, (points**2).sum(1), axes)
     assert [end.tolist() for end in inside] == [[-2, -2], [2, 2]]
-    # Up to the end of the space, whatever lies there.
+    # It grows up to the end of the space.
     beyond = np.concatenate([points, np.tile([0.0, 2.5], (40, 1)) + rng.uniform(-0.1, 0, (40, 2))])
     assert box(beyond, -beyond[:, 1], axes)[1].tolist() == [2, 2.5]
-    # Divergences say nothing, nor do too few.
+    # Divergences and too few trials do not move it.
     assert box(points, np.full(40, np.inf), axes)[1].tolist() == [2, 2]
     assert box(points[: LEAST - 1], -points[: LEAST - 1, 0], axes)[1].tolist() == [2, 2]
     assert BEST < LEAST
@@ -124,17 +124,10 @@ def test_the_best_of_choices_is_found(tiny: Recipe, method: str) -> None:
     assert {trial.params["schedule.decay"] for trial in found.trials} == {0.0, 1.0, 2.0}
 
 
-def test_a_choice_among_many_values_is_found(tiny: Recipe) -> None:
-    around = space(tiny, "global-full")
-    found = found_in(around, chosen)
-    assert around.values(found.params)["schedule.decay"] == "wsd"
-    assert around.values(found.params)["hyperparameters.optimizer"] == "adam"
-
-
-def test_a_choice_that_diverges_is_left_alone(tiny: Recipe) -> None:
+def test_a_choice_that_diverges_is_avoided(tiny: Recipe) -> None:
     around = space(tiny, "hyperparameters.lr,schedule.decay")
     found = found_in(
-        around, lambda x: math.inf if x["schedule.decay"] == 2 else 3 + (x["hyperparameters.lr"] - 1) ** 2
+        around, lambda x: math.inf if x["schedule.decay"] == 2 else 3 + (x["hyperparameters.lr"] - 1) ** 2, trials=40
     )
     assert found.params["schedule.decay"] != 2
     assert sum(trial.params["schedule.decay"] == 2 for trial in found.trials) < 12
@@ -148,58 +141,49 @@ def test_a_start_may_be_at_any_level() -> None:
     assert found.params["a"] == 0
 
 
-@pytest.mark.parametrize(("start", "best"), [(0.0, 0.17), (0.3, 0.0), (0.2, 0.2)])
+@pytest.mark.parametrize(("start", "best"), [(0.0, 0.17), (0.3, 0.0)])
 def test_dropout_moves_off_0_and_back(tiny: Recipe, start: float, best: float) -> None:
     recipe = tiny.replace({"model.dropout": start})
-    around = space(recipe, "model.dropout,schedule.min_lr_ratio,hyperparameters.lr")
+    around = space(recipe, "model.dropout,hyperparameters.lr")
 
     def loss(octaves: dict[str, float]) -> float:
-        there = around.values(octaves)
-        return 3 + 4 * (float(there["model.dropout"]) - best) ** 2 + 4 * float(there["schedule.min_lr_ratio"]) ** 2
+        return 3 + 4 * (float(around.values(octaves)["model.dropout"]) - best) ** 2
 
-    there = around.values(found_in(around, loss).params)
-    assert there["model.dropout"] == pytest.approx(best, abs=0.03)
-    assert there["schedule.min_lr_ratio"] == pytest.approx(0, abs=0.03)
+    found = around.values(found_in(around, loss, trials=40).params)
+    assert found["model.dropout"] == pytest.approx(best, abs=0.03)
 
 
 @pytest.mark.parametrize("method", ["trust-region", "random", "tpe"])
-def test_an_extended_search_goes_on_as_if_it_had_not_stopped(tiny: Recipe, method: str) -> None:
+def test_an_interrupted_search_proposes_the_same_points(tiny: Recipe, method: str) -> None:
     start = tiny.replace({"hyperparameters.beta1": 0.27})
     around = space(start, "hyperparameters.beta1,schedule.decay")
-    loss = planted(start, beta1=0.98)
+    loss, calls, store = planted(start, beta1=0.98), [], InMemoryStorage()
     whole = found_in(around, loss, method, trials=30)
-    asked = 0
 
-    def once_more(octaves: dict[str, float]) -> float:
-        nonlocal asked
-        asked += 1
+    def recorded(octaves: dict[str, float]) -> float:
+        calls.append(octaves)
         return loss(octaves)
 
-    stopped = {"storage": InMemoryStorage()}
-    found_in(around, once_more, method, 30, stop=lambda: asked >= 20, **stopped)
-    assert asked < 30
-    parts = found_in(around, loss, method, 30, **stopped)
+    found_in(around, recorded, method, 30, stop=lambda: len(calls) >= 20, storage=store)
+    assert len(calls) < 30
+    parts = found_in(around, loss, method, 30, storage=store)
     assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
     assert parts.params == whole.params
     first = around.near["hyperparameters.beta1"][0]
     assert min(trial.params["hyperparameters.beta1"] for trial in parts.trials) < first
 
 
-def test_two_commands_agree_on_an_extended_search(tiny: Recipe, tmp_path: Path) -> None:
+def test_two_commands_agree_on_the_answer(tiny: Recipe, tmp_path: Path) -> None:
     start = tiny.replace({"hyperparameters.beta1": 0.27})
     around, loss = space(start, "hyperparameters.beta1,schedule.decay"), planted(start, beta1=0.98)
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(found_in, around, loss, trials=24, storage=tmp_path / "both.log") for _ in range(2)]
         first, second = (each.result() for each in both)
-    assert first.params == second.params
-    assert first.loss == second.loss
-    assert len(first.trials) == len(second.trials) == 24
-    assert (
-        min(trial.params["hyperparameters.beta1"] for trial in first.trials) < around.near["hyperparameters.beta1"][0]
-    )
+    assert first == second
+    assert len(first.trials) == 24
 
 
-def test_a_run_is_compared_with_those_of_its_own_choices(tiny: Recipe) -> None:
+def test_a_run_is_pruned_against_runs_with_the_same_choices(tiny: Recipe) -> None:
     """A wsd run is behind a cosine run until it cools down."""
     around, seen = space(tiny, "hyperparameters.lr,schedule.decay"), []
 

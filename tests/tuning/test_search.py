@@ -30,7 +30,6 @@ from leaven.tuning.service.search_plan import NothingFound, SearchResult
 from leaven.tuning.service.trial_log import Budget, Evaluation, busy, finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
-SPACE_OF_RATE = {"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
 
 def bowl(x: dict[str, float]) -> float:
@@ -38,7 +37,7 @@ def bowl(x: dict[str, float]) -> float:
 
 
 class Noisy:
-    """The bowl with noise, and a cliff where b passes 1."""
+    """The parabola with noise, which diverges where b is above 1."""
 
     def __init__(self, sd: float, seed: int = 0) -> None:
         self.sd, self.rng, self.calls = sd, np.random.default_rng(seed), 0
@@ -66,7 +65,7 @@ def test_every_method_gets_below_the_start(method: str) -> None:
     assert found.loss == pytest.approx(np.mean(measured))
 
 
-def test_it_is_light() -> None:
+def test_search_imports_neither_torch_nor_scipy_nor_plotly() -> None:
     look = "import sys; from leaven.tuning import search; print({'torch', 'scipy', 'plotly'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout == "set()\n"
@@ -88,8 +87,7 @@ def test_without_noise_it_stops_at_the_optimum_and_says_so() -> None:
     assert not search(bowl, SPACE, trials=30, stop_at_noise=False).stalled
 
 
-def test_nothing_but_noise_is_no_better_than_the_start() -> None:
-    """Where there is nothing to find it stops, and the answer's interval holds the start's loss."""
+def test_pure_noise_stops_the_search_and_the_interval_holds_the_true_loss() -> None:
     rng = np.random.default_rng(0)
     found = search(lambda x: 2.0 + rng.normal(0, 0.01), SPACE, trials=200, noise=0.01)
     assert found.stalled
@@ -127,7 +125,7 @@ def test_workers_run_at_once() -> None:
     assert bowl(found.params) < 2.2
 
 
-def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> None:
     storage = tmp_path / "study.log"
     whole = search(bowl, SPACE, trials=20, seed=2)
     calls = 0
@@ -163,36 +161,26 @@ def test_a_study_goes_on_where_it_was(tmp_path: Path) -> None:
             search(bowl, SPACE, storage=storage, **({"trials": 20, "seed": 2} | changed))  # type: ignore[arg-type]
 
 
-def test_divergence_everywhere_is_said_when_all_of_the_budget_went_into_it() -> None:
-    runs = Runs(lambda x: math.inf)
-    said = "all 12 trials diverged, the start's too: give it a start at which the objective is finite"
-    with pytest.raises(InputError, match=f"^{said}$"):  # nothing in this space is called lr
-        search(runs, SPACE, trials=12)
-    assert len(runs.asked) == 12
-    with pytest.raises(InputError, match=r"^all 6 .* start from lr at 1/[\d.]+ of what it was or lower \(1/[\d.]+ "):
-        search(runs, {"lr": (-3, 3)}, trials=6)
-
-
-def test_what_diverges_with_every_other_seed_is_not_the_answer() -> None:
+def test_a_point_that_diverges_with_other_seeds_is_not_the_answer() -> None:
     found = search(Runs(lambda x: math.inf if x.seed and any(x.values()) else bowl(x)), SPACE, trials=24)
     assert (found.params, found.fresh) == ({"a": 0.0, "b": 0.0}, 3)
 
 
-def test_no_budget_is_exceeded_and_another_wording_of_it_changes_nothing() -> None:
+def test_a_budget_is_not_exceeded_by_resuming_with_another() -> None:
     store, runs = InMemoryStorage(), Runs()
     found = search(runs, SPACE, trials=32, storage=store)
     assert len(runs.asked) == 32
-    for budget in ({"trials": 32, "hours": 5.0}, {"trials": 20}, {"trials": 33}, {"trials": 34, "hours": 6.0}):
+    for budget in ({"trials": 32, "hours": 5.0}, {"trials": 20}, {"trials": 34, "hours": 6.0}):
         again = search(runs, SPACE, storage=store, **budget)  # type: ignore[arg-type]
         assert len(runs.asked) <= max(32, budget["trials"])
         assert again.params == found.params
 
 
 @pytest.mark.parametrize("curvature", [pytest.param(0.0, marks=pytest.mark.slow), 0.05])
-def test_where_the_start_is_the_best_it_mostly_stays(curvature: float) -> None:
-    """Six values, none of which helps, and noise: what is chosen among lucky losses is compared with the start."""
+def test_a_start_that_is_the_optimum_is_mostly_kept(curvature: float) -> None:
+    """Six values, none of which helps, and noise: the luckiest point is compared with the start."""
     space, stays, errors = {str(i): (-3.0, 3.0) for i in range(6)}, 0, []
-    for seed in range(20):
+    for seed in range(12):
         rng = np.random.default_rng(seed)
         found = search(
             lambda x: curvature * sum(v * v for v in x.values()) + rng.normal(0, 0.03),  # noqa: B023 - called at once
@@ -203,22 +191,23 @@ def test_where_the_start_is_the_best_it_mostly_stays(curvature: float) -> None:
         )
         stays += not any(found.params.values())
         errors.append((found.loss - curvature * sum(v * v for v in found.params.values())) / 0.03)
-    assert stays >= 17  # one in five would not, were the gain that of the runs that chose
-    # Nor is the loss of the answer that of runs that were lucky.
+    assert stays >= 10  # about 9 if the reported gain were that of the runs that chose the point
+    # The loss of the answer is not biased downwards by choosing the luckiest runs.
     assert abs(np.mean(errors)) < 0.4
 
 
-def test_of_a_promise_and_a_trial_the_one_that_proves_better_is_the_answer() -> None:
-    """A landscape that is no bowl: what the bowl promises is beyond a step that it cannot know of."""
+def test_the_best_trial_wins_over_a_predicted_point_that_is_worse() -> None:
+    """A landscape that is not quadratic: the surrogate's minimum is beyond a step that it cannot know of."""
     runs = Runs(lambda x: bowl(x) + (3.0 if x["a"] > 0.6 else 0.0))
     found = search(runs, SPACE, trials=14, seed=1)
     best = min((t for t in found.trials if t.purpose == "search"), key=lambda t: t.loss)
     assert found.loss <= best.loss + 0.2
 
 
-def test_a_start_that_diverges_is_left() -> None:
-    found = search(lambda x: math.inf if x["a"] > -0.1 else bowl(x), SPACE, trials=40)
-    assert found.params["a"] <= -0.1
+@pytest.mark.parametrize(("space", "name"), [(SPACE, "a"), ({"rate": (-3.0, 3.0), "b": (-2.0, 4.0)}, "rate")])
+def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], name: str) -> None:
+    found = search(lambda x: math.inf if x[name] > -0.3 else x[name] ** 2 + x["b"] ** 2, space, trials=40)
+    assert found.params[name] <= -0.3
     assert math.isfinite(found.loss)
 
 
@@ -279,33 +268,30 @@ def test_invalid_arguments_are_refused_before_anything_runs(change: dict[str, ob
     assert len(str(refused.value).splitlines()) == 1
 
 
-def test_numpys_numbers_are_numbers() -> None:
+def test_arguments_may_be_numpy_numbers() -> None:
     limits = {"a": np.array([-3, 3]), "b": [np.float32(-2), np.int64(4)]}
     found = search(bowl, limits, {"b": np.float32(0.5)}, np.int64(8), seed=np.int64(1))  # type: ignore[arg-type]
     assert found == search(bowl, SPACE, {"b": 0.5}, 8, seed=1)
 
 
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "gp"])
-@pytest.mark.parametrize("scale", [2.0**161, -(2.0**161)], ids=["above 0", "below 0"])
-def test_losses_just_below_the_largest_are_losses(method: str, scale: float) -> None:
-    """25 times this is just below, and nowhere is the bowl higher. A power of two changes no digit of a loss."""
-    if method == "cma":
-        pytest.importorskip("cmaes")
+@pytest.mark.parametrize(("method", "sign"), [("trust-region", 1), ("random", -1), ("tpe", 1), ("cma", -1)])
+def test_losses_just_below_the_largest_are_losses(method: str, sign: int) -> None:
+    """25 times the scale is just below. A power of two changes no digit of a loss."""
+    scale = sign * 2.0**161
     assert HUGE / 2 < 25 * abs(scale) < HUGE
     found = search(lambda x: scale * bowl(x), SPACE, trials=14, method=method)
-    plain = search(lambda x: math.copysign(1, scale) * bowl(x), SPACE, trials=14, method=method)
+    plain = search(lambda x: sign * bowl(x), SPACE, trials=14, method=method)
     assert found.params == pytest.approx(plain.params, rel=1e-6)
     assert found.loss == pytest.approx(scale * abs(plain.loss))
 
 
-@pytest.mark.parametrize("method", ["trust-region", "random", "tpe"])
 @pytest.mark.parametrize(
     ("beyond", "diverges"),
     [(0.99 * HUGE, False), (1.01 * HUGE, True), (10**400, True)],
     ids=["below", "above", "no float"],
 )
-def test_a_loss_above_the_largest_is_a_divergence(method: str, beyond: float, diverges: bool) -> None:
-    found = search(lambda x: beyond if x["a"] > 0.1 else bowl(x), SPACE, trials=24, method=method)
+def test_a_loss_above_the_largest_is_a_divergence(beyond: float, diverges: bool) -> None:
+    found = search(lambda x: beyond if x["a"] > 0.1 else bowl(x), SPACE, trials=24)
     there = [trial.loss for trial in found.trials if trial.params["a"] > 0.1]
     assert there
     assert set(there) == {math.inf if diverges else beyond}
@@ -313,11 +299,8 @@ def test_a_loss_above_the_largest_is_a_divergence(method: str, beyond: float, di
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize(("method", "scale"), [*((m, 1.0) for m in METHODS), ("cma", FINEST), ("cma", OCTAVES)])
-def test_the_farthest_limits_are_searched(method: str, scale: float) -> None:
-    """With the largest losses, so that nothing is larger in the bowl."""
-    if method in {"cma", "gp"}:
-        pytest.importorskip({"cma": "cmaes", "gp": "scipy"}[method])
+@pytest.mark.parametrize(("method", "scale"), [*((m, 1.0) for m in METHODS if m != "gp"), ("cma", FINEST)])
+def test_the_widest_limits_with_the_largest_losses_are_searched(method: str, scale: float) -> None:
     limits, scales = dict.fromkeys("ab", (-OCTAVES, OCTAVES)), dict.fromkeys("ab", scale)
 
     def steep(x: dict[str, float]) -> float:
@@ -328,8 +311,8 @@ def test_the_farthest_limits_are_searched(method: str, scale: float) -> None:
     assert math.isfinite(found.loss)
 
 
-def test_a_grid_is_gone_through() -> None:
-    found = search(bowl, {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}, trials=36, method="grid")
+def test_a_grid_runs_all_of_its_points() -> None:
+    found = search(bowl, SPACE, trials=36, method="grid")
     points = {tuple(trial.params.values()) for trial in found.trials if trial.finalist is None}
     assert points >= {(a, b) for a in np.linspace(-3, 3, 5) for b in np.linspace(-2, 4, 5)}
     assert bowl(found.params) == min(bowl({"a": a, "b": b}) for a, b in points)
@@ -344,12 +327,12 @@ def test_the_trust_region_beats_random_search_on_cliffs_and_noise() -> None:
         )
         return truth.loss(np.array(list(found.params.values()))) - FLOOR
 
-    regions, randoms = ([left(method, seed) for seed in range(4)] for method in ("trust-region", "random"))
+    regions, randoms = ([left(method, seed) for seed in range(3)] for method in ("trust-region", "random"))
     assert np.median(regions) < np.median(randoms) / 2
 
 
 class Runs:
-    """The bowl, and what it was asked."""
+    """The parabola, with a record of the proposals it was called with."""
 
     def __init__(self, answer: Callable[[Proposal], float | Outcome] = bowl) -> None:
         self.answer, self.asked = answer, list[Proposal]()
@@ -359,23 +342,22 @@ class Runs:
         return self.answer(x)
 
 
-def test_the_noise_first_then_the_search_with_one_seed_then_the_best_with_others() -> None:
+def test_the_order_of_runs_is_noise_search_reruns_confirmation() -> None:
     runs = Runs()
     found = search(runs, SPACE, trials=32)
     assert [x.seed for x in runs.asked[:3]] == [0, 1, 2]
     assert {x.seed for x in runs.asked[3:24]} == {0}
     reruns = [t for t in found.trials if t.purpose == "rerun"]
     assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, None: 4}
-    # The chosen one twice more, in turn with the start.
+    # The chosen point twice more, in turn with the start.
     last = [(tuple(x.values()), x.seed) for x in runs.asked[-4:]]
     chosen = tuple(found.params.values())
     assert last == [(chosen, 3), ((0.0, 0.0), 3), (chosen, 4), ((0.0, 0.0), 4)]
-    runs_of = Counter((tuple(x.values()), x.seed) for x in runs.asked)
-    assert set(runs_of.values()) == {1}  # no point twice with one seed
+    assert set(Counter((tuple(x.values()), x.seed) for x in runs.asked).values()) == {1}
     assert not any(t.seed == 0 for t in reruns)
 
 
-def test_a_run_whose_process_died_is_done_once_more_and_counts_once() -> None:
+def test_a_run_whose_process_died_is_retried_once_and_counts_once() -> None:
     def mortal(x: Proposal) -> float:
         deaths[x.origin] += 1
         if (x.origin == 4 and deaths[4] == 1) or x.origin == 7:
@@ -410,7 +392,8 @@ def test_two_searches_at_once_share_the_work() -> None:
     assert set(Counter((tuple(x.values()), x.seed) for x in runs.asked).values()) == {1}
 
 
-def test_what_a_strangers_process_left_is_taken_over() -> None:
+def test_a_trial_of_a_silent_process_on_another_machine_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leaven.tuning.service.search.POLL", 0.02)
     store = InMemoryStorage()
     search(bowl, SPACE, trials=4, method="random", storage=store)
     (study,) = store.get_all_studies()
@@ -421,14 +404,14 @@ def test_what_a_strangers_process_left_is_taken_over() -> None:
         user_attrs={"owner": "elsewhere:another-boot:1:2:0", "purpose": "search", "seed": 0},
     )
     store.create_new_trial(study._study_id, template)
-    store.create_new_trial(study._study_id, create_trial(state=TrialState.RUNNING))  # and died before it said more
+    store.create_new_trial(study._study_id, create_trial(state=TrialState.RUNNING))  # without an owner
     runs = Runs()
     found = search(runs, SPACE, trials=5, method="random", storage=store, lease_seconds=0.1)
     assert [(x.origin, dict(x)) for x in runs.asked] == [(4, {"a": 1.5, "b": 0.0})]
     assert len(found.trials) == 5
 
 
-def test_a_budget_of_flops_keeps_back_what_judges() -> None:
+def test_a_budget_of_flops_reserves_the_reruns() -> None:
     runs = Runs(lambda x: Outcome(bowl(x), flops=2.0))
     found = search(runs, SPACE, trials=None, flops=64.0, method="random")
     assert len(found.trials) == 32
@@ -439,7 +422,7 @@ def test_a_budget_of_flops_keeps_back_what_judges() -> None:
         search(bowl, SPACE, trials=None)
 
 
-def test_hours_are_those_in_which_something_ran() -> None:
+def test_hours_count_while_something_runs() -> None:
     def run(began: float, ended: float | None, number: int) -> Evaluation:
         trial = create_trial(
             state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
@@ -456,7 +439,7 @@ def test_hours_are_those_in_which_something_ran() -> None:
     assert Budget(hours=4.0).room(at_once, 6000)
 
 
-def test_stopped_runs_count_for_the_bowl_and_are_never_the_answer() -> None:
+def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
     def impatient(x: Proposal) -> Outcome:
         if x.baseline is not None and x["a"] > 0.8:
             return Outcome(bowl(x) - 1.0, tokens=5, stopped=True)  # as if it had promised much
@@ -478,21 +461,11 @@ def test_stopped_runs_count_for_the_bowl_and_are_never_the_answer() -> None:
     assert {baseline.noise for baseline in baselines} == {0.01}
 
 
-def test_asked_to_stop_it_begins_nothing_and_goes_on_later() -> None:
+def test_a_stopped_search_starts_nothing_and_resumes_later() -> None:
     runs, store = Runs(), InMemoryStorage()
     found = search(runs, SPACE, trials=20, storage=store, stop=lambda: len(runs.asked) >= 7)
     assert (len(found.trials), found.stalled) == (7, False)
     assert len(search(runs, SPACE, trials=20, storage=store).trials) == len(runs.asked) == 20
-
-
-def test_commands_that_begin_at_once_do_no_more_than_was_asked_for(tmp_path: Path) -> None:
-    for attempt in range(2):
-        journal = tmp_path / f"{attempt}.log"
-        with ThreadPoolExecutor(4) as pool:
-            commands = [
-                pool.submit(search, bowl, SPACE, None, 8, "random", storage=journal, noise=0.01) for _ in range(4)
-            ]
-        assert [len(command.result().trials) for command in commands] == [8] * 4
 
 
 def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
@@ -500,7 +473,7 @@ def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
     return store.get_all_trials(study._study_id)
 
 
-def test_what_a_stopped_run_reports_is_a_step_that_every_database_holds() -> None:
+def test_the_intermediate_value_of_a_pruned_run_has_a_small_step() -> None:
     store = InMemoryStorage()
     given = Outcome(2.0, tokens=2**40, stopped=True, curve=((2**39, 3.0), (2**40, math.inf)))
     search(lambda x: 2.0 if x.number == 0 else given, SPACE, trials=2, method="random", noise=0.1, storage=store)
@@ -510,7 +483,7 @@ def test_what_a_stopped_run_reports_is_a_step_that_every_database_holds() -> Non
     assert stopped.user_attrs["curve"] == [(2**39, 3.0)]
 
 
-def test_a_trial_that_another_closes_as_it_is_told_is_done_again() -> None:
+def test_a_trial_that_another_command_closes_before_its_result_is_retried() -> None:
     class Hasty(InMemoryStorage):
         closed = False
 
@@ -524,26 +497,29 @@ def test_a_trial_that_another_closes_as_it_is_told_is_done_again() -> None:
     assert [trial.number for trial in found.trials] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("given", [None, "2.5", [1.0, 2.0], Outcome(None)])  # type: ignore[arg-type]
-def test_what_is_no_loss_is_refused_and_its_trial_given_back(given: Any) -> None:
+@pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        *((result, InputError) for result in (None, "2.5", [1.0, 2.0], Outcome(None))),  # type: ignore[arg-type]
+        (SystemExit(), SystemExit),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_an_objective_that_returns_no_loss_or_raises_releases_its_trial(
+    result: Any, error: type[BaseException]
+) -> None:
+    def objective(x: Proposal) -> Any:
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
     store = InMemoryStorage()
-    with pytest.raises(InputError, match="the objective returned .*; return a loss"):
-        search(lambda x: given, SPACE, trials=4, storage=store)
+    with pytest.raises(error, match="the objective returned .*; return a loss" if error is InputError else None):
+        search(objective, SPACE, trials=4, storage=store)
     assert [(t.state, t.user_attrs["released"]) for t in trials_in(store)] == [(TrialState.FAIL, True)]
 
 
-@pytest.mark.parametrize("leaves", [SystemExit, KeyboardInterrupt])
-def test_an_objective_that_leaves_gives_its_trial_back(leaves: type[BaseException]) -> None:
-    def leave(x: Proposal) -> float:
-        raise leaves
-
-    store = InMemoryStorage()
-    with pytest.raises(leaves):
-        search(leave, SPACE, trials=4, storage=store)
-    assert [(t.state, t.user_attrs["released"]) for t in trials_in(store)] == [(TrialState.FAIL, True)]
-
-
-def test_a_study_that_others_began_is_refused() -> None:
+def test_a_study_of_another_program_is_refused() -> None:
     store = InMemoryStorage()
     study = optuna.create_study(storage=store, study_name="leaven")
     study.add_trial(create_trial(state=TrialState.COMPLETE, value=1.0))
@@ -552,7 +528,7 @@ def test_a_study_that_others_began_is_refused() -> None:
     assert len(trials_in(store)) == 1
 
 
-def test_of_two_that_start_at_once_with_other_spaces_one_is_refused() -> None:
+def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     other, looked = list[Future[SearchResult]](), threading.Event()
 
     class Slow(InMemoryStorage):
@@ -575,7 +551,7 @@ def test_of_two_that_start_at_once_with_other_spaces_one_is_refused() -> None:
     assert len(found.trials) == 4
 
 
-def test_what_others_put_into_a_study_steers_nothing() -> None:
+def test_trials_of_other_programs_are_ignored() -> None:
     store = InMemoryStorage()
     search(bowl, SPACE, trials=4, storage=store)
     study = optuna.load_study(study_name="leaven", storage=store)
@@ -586,8 +562,8 @@ def test_what_others_put_into_a_study_steers_nothing() -> None:
     assert len(found.trials) == 12
 
 
-def test_results_are_in_the_order_of_their_ends_wherever_they_ended() -> None:
-    """Optuna notes local time: a machine an hour to the west is an hour behind."""
+def test_results_are_ordered_by_unix_time() -> None:
+    """Optuna's own times are local to each machine."""
     study = optuna.create_study()
     for ended in (20.0, 10.0, 10.0):
         study.add_trial(
@@ -596,36 +572,50 @@ def test_results_are_in_the_order_of_their_ends_wherever_they_ended() -> None:
     assert [trial.number for trial in finished(study)] == [1, 2, 0]
 
 
-def test_where_everything_was_stopped_it_is_not_said_to_have_diverged() -> None:
-    with pytest.raises(NothingFound, match="no run finished: 8 were pruned, 0 diverged"):
-        search(lambda x: Outcome(2.0, stopped=True), {"lr": (-2, 2), "b": (-2, 2)}, trials=8)
+def diverge(x: Proposal) -> float:
+    return math.inf
 
 
-def test_where_nothing_ended_it_is_not_said_to_have_diverged() -> None:
-    def dies(x: Proposal) -> float:
-        raise WorkerDied
-
-    with pytest.raises(NothingFound, match="no run ended: 3 died, each of them twice"):
-        search(dies, SPACE, trials=3, method="random")
-    with pytest.raises(NothingFound, match="stopped before any run ended"):
-        search(bowl, SPACE, trials=3, stop=lambda: True)
+def die(x: Proposal) -> float:
+    raise WorkerDied
 
 
-def test_as_many_workers_as_trials_leave_something_to_judge_with() -> None:
+@pytest.mark.parametrize(
+    ("objective", "options", "message"),
+    [
+        (diverge, {"trials": 12}, "^all 12 trials diverged, the start's too: give it a start at which .* finite$"),
+        (diverge, {"trials": 6, "space": {"lr": (-3, 3)}}, r"^all 6 .* start from lr at 1/[\d.]+ of what it was or"),
+        (diverge, {"flops": 10.0, "run_flops": 2.0}, "all 100 trials diverged"),
+        (lambda x: Outcome(2.0, stopped=True), {"trials": 8}, "no run finished: 8 were pruned, 0 diverged"),
+        (die, {"trials": 3, "method": "random"}, "no run ended: 3 died, each of them twice"),
+        (die, {"trials": 100_000}, "no run ended: 8 died, each of them twice"),
+        (die, {"flops": 1e6, "run_flops": 2.0}, "no run ended: 8 died"),
+        (die, {"hours": 100.0}, "no run ended: 8 died"),
+        (bowl, {"trials": 3, "stop": lambda: True}, "stopped before any run ended"),
+    ],
+)
+def test_a_search_without_a_result_ends_and_says_why(
+    objective: Callable[[Any], float], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(NothingFound, match=message):
+        search(objective, **{"space": SPACE, "trials": None, **options})
+
+
+def test_as_many_workers_as_trials_keep_the_reserved_runs() -> None:
     found = search(bowl, SPACE, trials=32, workers=32)
     assert Counter(t.purpose for t in found.trials) == {"search": 22, "noise": 2, "rerun": 8}
     assert found.fresh == 2
 
 
 def test_a_budget_of_flops_holds_for_any_number_of_workers() -> None:
-    """Where it is not known what a run costs the first one tells."""
+    """Without ``run_flops`` the first run starts alone, to measure what a run costs."""
     begun, begun_at_first_end = 0, list[int]()
 
     def objective(x: Proposal) -> Outcome:
         nonlocal begun
         begun += 1
         if x.number == 0:
-            time.sleep(0.2)  # in which all others would begin
+            time.sleep(0.1)  # long enough for all others to start
             begun_at_first_end.append(begun)
         return Outcome(bowl(x), flops=2.0)
 
@@ -634,27 +624,13 @@ def test_a_budget_of_flops_holds_for_any_number_of_workers() -> None:
     assert len(search(objective, SPACE, trials=None, flops=8.0, run_flops=2.0, workers=16).trials) == 4
 
 
-@pytest.mark.parametrize("budget", [{"flops": 1e6, "run_flops": 2.0}, {"hours": 100.0}, {"trials": 100_000}])
-def test_where_everything_dies_it_ends(budget: dict[str, float]) -> None:
-    def dies(x: Proposal) -> float:
-        raise WorkerDied
-
-    with pytest.raises(NothingFound, match="no run ended: 8 died, each of them twice"):
-        search(dies, SPACE, **{"trials": None, **budget})  # type: ignore[arg-type]
-
-
-def test_where_everything_diverges_at_no_cost_it_ends() -> None:
-    with pytest.raises(NothingFound, match="all 100 trials diverged"):
-        search(lambda x: Outcome(math.inf), SPACE, trials=None, flops=10.0, run_flops=2.0)
-
-
-def test_a_start_that_diverges_with_one_seed_is_the_answer_where_there_is_nothing_else() -> None:
+def test_the_start_is_the_answer_if_it_diverges_with_one_seed_and_nothing_else_ran() -> None:
     found = search(lambda x: math.nan if x.seed == 1 else 3.0, SPACE, trials=3)  # type: ignore[attr-defined]
     assert (found.params, found.loss) == ({"a": 0.0, "b": 0.0}, 3.0)
 
 
-def test_a_larger_budget_confirms_what_a_smaller_one_has_judged() -> None:
-    """Of two that were judged one by one the lower is lucky, too."""
+def test_a_larger_budget_confirms_again() -> None:
+    """The lower of two points that two budgets have chosen is lucky, too."""
     rng, store = np.random.default_rng(0), InMemoryStorage()
     runs = Runs(lambda x: bowl(x) + rng.normal(0, 0.02))
     small = search(runs, SPACE, trials=8, storage=store)
@@ -664,7 +640,7 @@ def test_a_larger_budget_confirms_what_a_smaller_one_has_judged() -> None:
     assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
 
 
-def test_proposals_are_the_same_whatever_died_before() -> None:
+def test_a_died_run_does_not_change_later_proposals() -> None:
     def proposals(dies: bool) -> list[dict[str, float]]:
         def mortal(x: Proposal) -> float:
             if dies and x.number == 4:
@@ -676,8 +652,3 @@ def test_proposals_are_the_same_whatever_died_before() -> None:
         return list({x.origin: dict(x) for x in runs.asked}.values())
 
     assert proposals(dies=True) == proposals(dies=False)
-
-
-def test_where_all_diverges_and_nothing_is_called_lr_it_looks_farther() -> None:
-    found = search(lambda x: math.nan if x["rate"] > -0.5 else bowl({**x, "a": 0.0}), SPACE_OF_RATE, trials=40)
-    assert found.params["rate"] <= -0.5

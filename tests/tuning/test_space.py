@@ -1,12 +1,11 @@
-"""What can be searched."""
+"""Search spaces of recipes."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from leaven.catalogue.terms import diff_in_terms
-from leaven.interop.configs.export import TARGETS, export
+from leaven.interop.configs.export import export
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
 from leaven.recipe.hyperparameters import Multipliers
@@ -17,7 +16,6 @@ from leaven.tuning.document import Dimension
 from leaven.tuning.point import moved
 from leaven.tuning.space import REACH, SETS, space
 from leaven.verification.recipe_family import RecipeTrial
-from leaven.views.recipe_view import reasons
 
 LLAMA = (
     *("embedding", "norm.attention", "norm.query", "norm.key", "attention.query", "attention.key", "attention.value"),
@@ -83,7 +81,7 @@ def test_per_module_has_lr_init_and_residual_by_module_and_the_rest_globally(dee
     assert len(space(gpt, "per-module").paths) == 32
 
 
-def test_per_module_full_has_all_that_acts(deep: Recipe) -> None:
+def test_per_module_full_has_every_value_with_an_effect(deep: Recipe) -> None:
     around = space(deep, "per-module-full")
     weights = set(LLAMA) - set(GAINS)
     expected = modules("attention.out", "mlp.out", quantity="residual")
@@ -100,21 +98,18 @@ def test_per_module_full_has_all_that_acts(deep: Recipe) -> None:
     assert more == modules(*GAINS, quantity="weight_decay")
 
 
-def test_of_a_depth_profile_only_points_that_blocks_feel_are_searched(tiny: Recipe) -> None:
+def test_only_points_of_a_depth_profile_that_affect_a_block_are_searched(tiny: Recipe) -> None:
     def points(recipe: Recipe) -> list[str]:
-        return [
-            path.removeprefix("hyperparameters.") for path in space(recipe, "per-module").paths if "depth" in path
-        ]
+        paths = (path for path in space(recipe, "per-module").paths if "depth" in path)
+        return [path.removeprefix("hyperparameters.depth.") for path in paths]
 
-    one, two = (tiny.replace({"model.n_layers": n}) for n in (1, 2))
-    assert points(one) == []  # the block's own multipliers do it
-    assert points(two) == ["depth.lr[0]"]
-    assert points(tiny.replace({"model.n_layers": 3})) == ["depth.lr[0]", "depth.lr[2]"]
+    # One block has its own multipliers already.
+    counts = {1: [], 2: ["lr[0]"], 3: ["lr[0]", "lr[2]"]}
+    assert {n: points(tiny.replace({"model.n_layers": n})) for n in counts} == counts
     stated = tiny.replace({"model.n_layers": 9, "hyperparameters.depth.lr": (1.0, 1.1, 1.2, 1.1, 0.9)})
-    assert points(stated) == [f"depth.lr[{i}]" for i in (0, 1, 3, 4)]
+    assert points(stated) == [f"lr[{i}]" for i in (0, 1, 3, 4)]
     assert space(stated, "per-module").centre["hyperparameters.depth.lr[4]"] == 0.9
-    # Of five points three blocks feel the first, the middle one and the last.
-    assert points(stated.replace({"model.n_layers": 3})) == ["depth.lr[0]", "depth.lr[4]"]
+    assert points(stated.replace({"model.n_layers": 3})) == ["lr[0]", "lr[4]"]
 
 
 def test_paths_and_patterns_with_commas(deep: Recipe) -> None:
@@ -124,12 +119,7 @@ def test_paths_and_patterns_with_commas(deep: Recipe) -> None:
         "hyperparameters.modules.mlp.in.init_std",
         "hyperparameters.depth.lr[1]",
     )
-    assert set(space(deep, "hyperparameters.modules.*.init_std").paths) == modules(
-        *set(LLAMA) - set(GAINS), quantity="init_std"
-    )
-    assert space(deep, "hyperparameters.depth.lr[*]").paths == tuple(
-        f"hyperparameters.depth.lr[{i}]" for i in range(3)
-    )
+    assert len(space(deep, "hyperparameters.depth.lr[*]").paths) == 3
     assert set(space(deep, "global,batch.tokens,hyperparameters.modules.mlp.*.eps").paths) == {
         *space(deep, "global").paths,
         *modules("mlp.gate", "mlp.in", "mlp.out", quantity="eps"),
@@ -137,31 +127,27 @@ def test_paths_and_patterns_with_commas(deep: Recipe) -> None:
 
 
 @pytest.mark.parametrize("which", SETS)
-def test_a_space_is_the_same_by_its_paths(deep: Recipe, which: str) -> None:
-    """A report tells a study's command so."""
+def test_the_paths_of_a_space_give_the_same_space(deep: Recipe, which: str) -> None:
     around = space(deep, which)
     assert space(deep, ",".join(around.paths)).dimensions == around.dimensions
 
 
-def test_a_named_init_leaves_no_init_std_to_search(tiny: Recipe) -> None:
+def test_a_named_init_has_no_init_std_to_search(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mitchell", "hyperparameters.init_std": None})
-    around = space(named, "global")
-    assert set(space(tiny, "global").paths) - set(around.paths) == {"hyperparameters.init_std"}
-    assert [path for path, _ in around.left_out] == ["hyperparameters.init_std"]
+    assert [path for path, _ in space(named, "global").left_out] == ["hyperparameters.init_std"]
     assert space(named, "hyperparameters.modules.mlp.in.init_std").dimensions[0].centre == 1.0
     with pytest.raises(InputError, match='init = "mitchell" sets every standard deviation itself'):
         space(named, "hyperparameters.init_std")
 
 
-def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
+def test_values_of_0_are_left_out_of_a_set_and_refused_by_name(tiny: Recipe) -> None:
     still = tiny.replace({"hyperparameters.weight_decay": 0.0, "schedule.warmup_tokens": 0})
-    said = dict(space(still, "global").left_out)
-    assert set(said) == {"hyperparameters.weight_decay", "schedule.warmup_tokens"}
-    assert "it is 0 in the recipe" in said["schedule.warmup_tokens"]
-    for path in said:
+    left_out = dict(space(still, "global").left_out)
+    assert set(left_out) == {"hyperparameters.weight_decay", "schedule.warmup_tokens"}
+    for path in left_out:
         with pytest.raises(InputError, match=rf"--space {path}: it is 0 in the recipe, .* set it above 0"):
             space(still, path)
-    # Nor has a multiplier of 0 anything to act on.
+    # A multiplier of 0 has no effect either.
     full, whole = space(still, "per-module-full"), space(tiny, "per-module-full")
     assert {path for path, _ in full.left_out} == set(whole.paths) - set(full.paths)
     assert all("weight_decay" in path for path, _ in full.left_out)
@@ -169,34 +155,30 @@ def test_what_is_0_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
         space(still, "hyperparameters.modules.mlp.in.weight_decay")
     with pytest.raises(InputError, match="nothing is left to search"):
         space(still, "hyperparameters.modules.*.weight_decay")
-    off = tiny.replace({"hyperparameters.modules": {"mlp.in": {"init_std": 0.0}}})
-    assert [path for path, _ in space(off, "per-module-full").left_out] == ["hyperparameters.modules.mlp.in.init_std"]
 
 
 @pytest.mark.parametrize(
-    "path",
+    ("path", "message"),
     [
-        *("hyperparameters.speed", "model.d_model", "hyperparameters.modules.lr", "hyperparameters.depth.lr"),
-        *("hyperparameters.depth.lr[3]", "hyperparameters.depth.speed[0]", "hyperparameters.modules.*.speed"),
-        *("hyperparameters.modules.mlp.in.speed", "model.activation", "per_module", "recipe"),
+        ("hyperparameters.speed", "not a value to search; "),
+        ("model.d_model", "not a value to search; there are global"),
+        ("hyperparameters.depth.lr[3]", "not a value to search; "),
+        ("per_module", "not a value to search; did you mean per-module"),
+        ("recipe", r"it has no \[tuning\]"),
+        ("", "an empty name; give global, global-full, per-module"),
+        ("global, ,per-module", "an empty name; give global, global-full, per-module"),
+        ("hyperparameters.modules.embedding.residual", "has no"),
+        ("hyperparameters.modules.norm.mlp.weight_decay", "is not decayed"),
+        ("hyperparameters.modules.mlp.inn.lr", "did you mean mlp.in"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(deep: Recipe, path: str) -> None:
-    with pytest.raises(
-        InputError, match="not a value to search; (there are global|did you mean)|has no .tuning"
-    ) as told:
+def test_what_cannot_be_searched_is_refused(deep: Recipe, path: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as refused:
         space(deep, path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("path", ["embedding.residual", "norm.mlp.init_std", "norm.mlp.weight_decay", "mlp.inn.lr"])
-def test_what_multiplies_nothing_is_not_searched(tiny: Recipe, path: str) -> None:
-    with pytest.raises(InputError, match="has no|is not decayed|did you mean mlp.in"):
-        space(tiny, f"hyperparameters.modules.{path}")
-
-
-def test_a_search_ends_where_recipes_end(tiny: Recipe) -> None:
-    """lr x decay cannot reach 1."""
+def test_a_range_ends_where_recipes_become_invalid(tiny: Recipe) -> None:
     edge = tiny.replace({"hyperparameters.lr": 0.5})
     decay, lr = (dimension(edge, f"hyperparameters.{name}") for name in ("weight_decay", "lr"))
     assert (decay.high, lr.high) == (4.25, 1.0)  # 0.1 x 2^4.25 x 0.5 = 0.95; lr 1
@@ -209,8 +191,8 @@ def test_a_search_ends_where_recipes_end(tiny: Recipe) -> None:
 
 
 @pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual"])
-def test_a_search_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantity: str) -> None:
-    """The bounds are of the value itself, also where a module multiplies it."""
+def test_a_range_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantity: str) -> None:
+    """Also the product of a global value and a module's multiplier stays within the bounds."""
     reach, path = REACH[quantity], f"hyperparameters.{quantity}"
     for start in (0.9 * reach.low + 0.1 * reach.high, 0.3 * reach.low + 0.7 * reach.high):
         recipe = tiny.replace({"hyperparameters.weight_decay": 1e-3, path: start})
@@ -230,7 +212,6 @@ def resolved(recipe: Recipe, path: str, quantity: str, x: float) -> float:
 
 
 def test_a_value_beyond_its_bounds_is_searched_towards_them(tiny: Recipe) -> None:
-    """What a proxy of a huge target was given, once: it can come back."""
     fast = tiny.replace({"hyperparameters.beta1": 0.2})
     found = dimension(fast, "hyperparameters.beta1")
     assert found.high == 0
@@ -238,7 +219,7 @@ def test_a_value_beyond_its_bounds_is_searched_towards_them(tiny: Recipe) -> Non
     assert found.near == (-2, 0)
 
 
-def test_what_may_be_0_moves_off_it_and_back(tiny: Recipe) -> None:
+def test_values_that_may_be_0_move_in_tenths(tiny: Recipe) -> None:
     found = dimension(tiny, "model.dropout")
     assert (found.low, found.high, found.unit, found.ends[0]) == (0, 5, "tenth", "")
     assert moved(tiny, {"model.dropout": 1.5}).model.dropout == pytest.approx(0.15)
@@ -250,7 +231,7 @@ def test_what_may_be_0_moves_off_it_and_back(tiny: Recipe) -> None:
     assert ends(limited, "model.dropout") == [0, 0.25]
 
 
-def test_what_has_no_effect_is_left_out_and_refused_by_name(tiny: Recipe) -> None:
+def test_values_without_effect_are_left_out_and_refused_by_name(tiny: Recipe) -> None:
     assert dict(space(tiny, "global-full").left_out).keys() == {"schedule.decay_ratio"}
     with pytest.raises(InputError, match='decay = "cosine" has no cooldown; set schedule.decay = "wsd"'):
         space(tiny, "schedule.decay_ratio")
@@ -276,8 +257,6 @@ def test_a_choice_is_between_levels(tiny: Recipe) -> None:
     linear = tiny.replace({"schedule.decay": "linear"})
     assert dimension(linear, "schedule.decay").levels == ("linear", "cosine", "wsd")
     assert dimension(tiny.replace({"schedule.decay": "inverse_sqrt"}), "schedule.decay").levels[0] == "inverse_sqrt"
-    with pytest.raises(InputError, match=r"\[tuning.octaves\] schedule.decay: a choice has no octaves"):
-        space(with_table(tiny, octaves={"schedule.decay": 1}))
 
 
 def test_clipping_keeps_its_form(tiny: Recipe) -> None:
@@ -294,12 +273,6 @@ def test_a_shorter_run_has_the_values_that_the_rule_gives_it(tiny: Recipe) -> No
     assert (there.data.tokens, there.base.tokens) == (204_800, 409_600)
 
 
-@pytest.mark.parametrize("which", ["", "global,", ",global", "global, ,per-module"])
-def test_an_empty_name_is_said_to_be_one(deep: Recipe, which: str) -> None:
-    with pytest.raises(InputError, match="--space: an empty name; give global, global-full, per-module"):
-        space(deep, which)
-
-
 def test_a_value_is_kept_below_a_limit(tiny: Recipe) -> None:
     around = space(tiny, "hyperparameters.lr,schedule.warmup_tokens")
     path, centre = "schedule.warmup_tokens", tiny.schedule.warmup_tokens
@@ -312,18 +285,11 @@ def test_a_value_is_kept_below_a_limit(tiny: Recipe) -> None:
     assert around.below("batch.tokens", 1) == around
 
 
-def test_octaves_in_which_a_value_cannot_move_are_refused(tiny: Recipe) -> None:
-    for path, whole in (("batch.tokens", "sequences"), ("schedule.warmup_tokens", "tokens")):
-        with pytest.raises(InputError, match=rf"{path}: from -1e-05 to \+1e-05 octaves it stays .* whole {whole}"):
-            space(with_table(tiny, octaves={path: 1e-5}))
-    assert space(with_table(tiny, octaves={"batch.tokens": 1})).limits == {"batch.tokens": (-1.0, 1.0)}
-
-
 def with_table(recipe: Recipe, **table: Any) -> Recipe:
     return recipe.replace({"tuning": table})
 
 
-def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
+def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
     far = {"hyperparameters.modules.*.lr": 1.5, "hyperparameters.modules.mlp.in.lr": [-1, 2], "hyperparameters.lr": 2}
     recipe = with_table(deep, space="per-module", octaves=far)
     around = space(recipe)
@@ -332,7 +298,7 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
     assert around.limits["hyperparameters.modules.mlp.in.lr"] == (-1, 2)  # the last that fits
     assert around.near["hyperparameters.modules.mlp.gate.init_std"] == (-3, 3)
     assert space(recipe, "recipe") == around
-    # --space says what, the table how far; so a study's paths give its space again.
+    # --space sets the values, the table their limits.
     assert space(recipe, "global").limits == space(deep, "global").limits | {"hyperparameters.lr": (-2, 2)}
     assert space(recipe, ",".join(around.paths)) == around
     assert space(with_table(deep, octaves={"batch.tokens": 1})).limits == {"batch.tokens": (-1, 1)}
@@ -343,41 +309,30 @@ def test_a_table_in_the_recipe_says_what_and_how_far(deep: Recipe) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (
-            '"hyperparameters.lrr" = 2',
-            r"\[tuning.octaves\] hyperparameters.lrr: not a value .* mean hyperparameters.lr\?",
-        ),
-        ('"hyperparameters.modules.mlp.inn.lr" = 2', r"\[tuning.octaves\] .* did you mean mlp.in\?"),
-        ('"hyperparameters.lr" = [2, 1]', "2 to 1 octaves; 0 is the recipe's own value"),
-        ('"hyperparameters.lr" = 0', "0 to 0 octaves; 0 is the recipe's own value"),
-        ('"hyperparameters.lr" = [0, 2]', "0 to 2 octaves; 0 is the recipe's own value"),
-        ('"hyperparameters.lr" = [-1, 1, 2]', "octaves in both directions"),
-        ('"hyperparameters.lr" = "2"', "octaves in both directions"),
-        ('"hyperparameters.lr" = ["a", 2]', "input should be a valid number, not 'a'"),
-        ('"hyperparameters.lr" = inf', "less than or equal to 64|finite"),
-        ("hyperparameters.lr = 2", "the path in quotes"),
-        ('"schedule.warmup_tokens" = 4', r"warmup_tokens: \+4 octaves are no recipe: warmup_tokens 16,384 is longer"),
-        ('"batch.tokens" = [-6, 1]', "-6 octaves are no recipe: a batch of 4 tokens is less than half a sequence"),
-        ('"hyperparameters.lr" = [-1, 12]', r"\+12 octaves are no recipe: .*lr x weight_decay"),
-    ],
-)
-def test_what_a_table_cannot_say(tiny_text: str, table: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as told:
-        space(parse_recipe(f"{tiny_text}\n[tuning.octaves]\n{table}\n", "tiny.toml"))
-    assert "\n" not in str(told.value)
-
-
-def test_a_table_that_says_nothing_or_something_else(tiny_text: str) -> None:
-    for table, message in (
         ("[tuning]", "it is empty; write space"),
         ('[tuning]\nspaces = "global"', "no such key; did you mean space"),
         ('[tuning]\nspace = "gobal"', r"\[tuning\] space = gobal: not a value to search; did you mean global"),
-    ):
-        with pytest.raises(InputError, match=message):
-            space(parse_recipe(f"{tiny_text}\n{table}\n", "tiny.toml"))
+        ('[tuning.octaves]\n"hyperparameters.lrr" = 2', r"octaves\] hyperparameters.lrr: not a value .* mean"),
+        ('[tuning.octaves]\n"hyperparameters.lr" = [2, 1]', "2 to 1 octaves; 0 is the recipe's own value"),
+        ('[tuning.octaves]\n"hyperparameters.lr" = [0, 2]', "0 to 2 octaves; 0 is the recipe's own value"),
+        ('[tuning.octaves]\n"hyperparameters.lr" = [-1, 1, 2]', "octaves in both directions"),
+        ('[tuning.octaves]\n"hyperparameters.lr" = ["a", 2]', "input should be a valid number, not 'a'"),
+        ('[tuning.octaves]\n"hyperparameters.lr" = inf', "less than or equal to 64|finite"),
+        ("[tuning.octaves]\nhyperparameters.lr = 2", "the path in quotes"),
+        ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves .*: warmup_tokens 16,384 is longer"),
+        ('[tuning.octaves]\n"batch.tokens" = [-6, 1]', "a batch of 4 tokens is less than half a sequence"),
+        ('[tuning.octaves]\n"hyperparameters.lr" = [-1, 12]', r"\+12 octaves .*lr x weight_decay"),
+        ('[tuning.octaves]\n"batch.tokens" = 1e-5', r"from -1e-05 to \+1e-05 octaves it stays .* whole sequences"),
+        ('[tuning.octaves]\n"schedule.decay" = 1', r"\[tuning.octaves\] schedule.decay: a choice has no octaves"),
+    ],
+)
+def test_an_invalid_tuning_table_is_refused(tiny_text: str, table: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as refused:
+        space(parse_recipe(f"{tiny_text}\n{table}\n", "tiny.toml"))
+    assert "\n" not in str(refused.value)
 
 
-def test_a_table_is_kept_in_the_file_and_set_from_the_command_line(deep: Recipe, tmp_path: Path) -> None:
+def test_a_tuning_table_is_written_and_overridden(deep: Recipe, tmp_path: Path) -> None:
     far = {"hyperparameters.modules.*.lr": 1.5, "hyperparameters.depth.lr[2]": [-1, 2], "hyperparameters.lr": 2}
     recipe = with_table(deep, space="per-module", octaves=far)
     assert parse_recipe(render(recipe), "x") == recipe
@@ -392,22 +347,11 @@ def test_a_table_is_kept_in_the_file_and_set_from_the_command_line(deep: Recipe,
     assert changed.tuning.space == "global"
 
 
-def test_what_is_searched_is_no_part_of_what_is_computed(deep: Recipe, tmp_path: Path) -> None:
+def test_the_tuning_table_does_not_change_a_run_or_an_export(deep: Recipe, tmp_path: Path) -> None:
     recipe = with_table(deep, space="per-module")
     assert differences(recipe, deep) == []
     write_recipe(deep, tmp_path / "recipe.toml")
     RunFolder(tmp_path).check(recipe)  # raises for another recipe
     assert RecipeTrial(recipe).key == RecipeTrial(deep).key
-    assert reasons(recipe) == reasons(deep)
-    assert diff_in_terms(recipe, deep) == []
-    for target in TARGETS:
-        assert export(target, recipe) == export(target, deep)
-    wider = transfer(recipe, width=32)
-    assert wider.tuning == recipe.tuning
-
-
-def test_a_point_of_a_profile_has_its_reason_in_a_report(deep: Recipe) -> None:
-    path = "hyperparameters.depth.lr[0]"
-    told = moved(deep, {path: 1.0}).replace({"why": {path: "as a study found it"}})
-    assert "as a study found it" in reasons(told)
-    assert parse_recipe(render(told), "x") == told
+    assert export("megatron", recipe) == export("megatron", deep)
+    assert transfer(recipe, width=32).tuning == recipe.tuning

@@ -1,4 +1,4 @@
-"""Studies: every trial is accounted for, whatever is killed."""
+"""Studies: trials, results and stores survive killed processes."""
 
 import json
 import math
@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from leaven.cli import INTERRUPTED, app
 from leaven.data.tokens import TokenSet, prepare
+from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
@@ -34,12 +35,12 @@ from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
 from leaven.views.folders import read_study
 
-SHORT = {"data.tokens": 2048, "schedule.warmup_tokens": 256}
+SHORT = {"data.tokens": 1024, "schedule.warmup_tokens": 128}
 LR, BEST = "hyperparameters.lr", Path("best.toml")
 
 
 class Screen:
-    """Sees what a person would."""
+    """Records what it is asked to show."""
 
     def __init__(self, on_asked: Callable[[int], None] = lambda number: None) -> None:
         self.on_asked, self.seen = on_asked, list[StudyTrial]()
@@ -133,7 +134,7 @@ def alive(pid: int) -> bool:
 
 
 def accounted(trials: tuple[StudyTrial, ...], count: int) -> None:
-    """That each run is there once: the start with its seeds, the search, and the best few with theirs."""
+    """Check that each run is there once: the start with its seeds, the search, and the finalists with theirs."""
     assert len(trials) == count
     assert len({trial.number for trial in trials}) == count
     assert {trial.state for trial in trials} <= {"complete", "diverged", "stopped"}
@@ -142,12 +143,12 @@ def accounted(trials: tuple[StudyTrial, ...], count: int) -> None:
     assert set(runs.values()) == {1}
 
 
-MANY = 400  # trials, which no test waits for
+MANY = 400  # trials, more than any test waits for
 
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.kills
-def test_two_commands_on_one_folder_of_which_one_is_killed(
+def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
     tiny_file: Path, study: Callable[..., Study], tmp_path: Path
 ) -> None:
     folder = tmp_path / "study"
@@ -172,7 +173,6 @@ def test_two_commands_on_one_folder_of_which_one_is_killed(
         trials = len(same.state().trials) + 6
         state = same.run(trials, 1)
         accounted(state.trials, trials)
-        # Run again, the command has nothing to do and says the same.
         assert same.run(trials, 1).summary(BEST) == state.summary(BEST)
     assert state.best is not None
     low, high = state.best.interval
@@ -181,7 +181,7 @@ def test_two_commands_on_one_folder_of_which_one_is_killed(
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.kills
-def test_ctrl_c_exits_with_75_and_the_next_start_goes_on_at_once(
+def test_ctrl_c_exits_with_75_and_the_next_command_resumes(
     tiny_file: Path, study: Callable[..., Study], tmp_path: Path
 ) -> None:
     process = tune(tiny_file, tmp_path / "study", MANY, "--space", LR, "--method", "random")
@@ -227,37 +227,40 @@ def test_a_killed_worker_costs_no_trial(study: Callable[..., Study]) -> None:
     assert (state.summary(BEST).trials, state.summary(BEST).failed) == (4, 0)
 
 
-def test_a_killed_workers_trial_goes_on_from_its_checkpoint(
+@pytest.mark.kills
+def test_the_trial_of_a_killed_worker_resumes_from_its_checkpoint(
     study: Callable[..., Study], tiny: Recipe, tmp_path: Path
 ) -> None:
-    long = tiny.replace(SHORT | {"data.tokens": 2_560_000})  # that no attempt comes to the end
+    endless = tiny.replace(SHORT | {"data.tokens": 2_560_000})
     folder, seen = tmp_path / "study" / "checkpoints", list[Progress]()
 
     def kill(number: int) -> None:
-        """Once it is farther than the attempt before; and mark its time, by which to know what goes on from it."""
+        """Wait for a checkpoint; kill the first worker, and mark the seconds of its checkpoint to recognise it."""
         own, before = f"000000-{number:06d}", seen[-1].tokens if seen else 0
         until(lambda: any(tokens_of(kept) > before for kept in folder.glob(f"{own}/*/tokens-*")))
-        (worker,) = filter(alive, workers_of(os.getpid()))
-        os.kill(worker, signal.SIGKILL)
-        until(lambda: not alive(worker))
         (kept,) = folder.glob(f"{own}/*")
+        if not seen:
+            (worker,) = filter(alive, workers_of(os.getpid()))
+            os.kill(worker, signal.SIGKILL)
+            until(lambda: not alive(worker))
         found, _ = read_checkpoint(kept)
         assert found is not None
         seen.append(found.progress)
-        write_checkpoint(kept, Checkpoint(**vars(found) | {"progress": replace(found.progress, seconds=1e6)}))
+        if len(seen) == 1:
+            write_checkpoint(kept, Checkpoint(**vars(found) | {"progress": replace(found.progress, seconds=1e6)}))
 
-    with study(recipe=long) as opened:
-        state = opened.run(1, 1, screen=Screen(kill), checkpoint_seconds=0.0)
+    with study(recipe=endless) as opened:
+        state = opened.run(1, 1, screen=Screen(kill), stop=lambda: len(seen) == 2, checkpoint_seconds=0.0)
     assert seen[0].tokens < seen[1].tokens
     assert seen[0].seconds < 1e6 < seen[1].seconds
-    assert [trial.state for trial in state.trials] == ["failed"]
-    assert not list(folder.glob("*"))
+    assert [trial.state for trial in state.trials] == ["waiting"]
+    assert list(folder.glob("000000-000001"))
 
 
-def test_where_every_worker_dies_nothing_is_said_to_diverge(
+def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
     tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left: list[list[str]] = []  # what each attempt found
+    left: list[list[str]] = []  # files that each attempt found
 
     class Pool(nullcontext[Any]):
         def __enter__(self) -> "Pool":
@@ -282,10 +285,10 @@ def test_where_every_worker_dies_nothing_is_said_to_diverge(
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_best_outlives_an_interruption_of_what_goes_on(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable[..., Study], tmp_path: Path) -> None:
     asked: list[int] = []
     with study() as opened:
-        best = opened.run(8, 1).best
+        best = opened.run(4, 1).best
         assert best is not None
         state = opened.run(MANY, 1, screen=Screen(asked.append), stop=lambda: len(asked) > 1)
     assert len(state.trials) < MANY
@@ -295,7 +298,7 @@ def test_a_best_outlives_an_interruption_of_what_goes_on(study: Callable[..., St
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_is_saved_is_json_and_can_be_read(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_study_json_has_no_infinities(study: Callable[..., Study], tmp_path: Path) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(name)
 
@@ -309,11 +312,12 @@ def test_what_is_saved_is_json_and_can_be_read(study: Callable[..., Study], tmp_
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_all_that_is_known_is_saved(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_the_document_has_every_trial_and_the_recipe_its_reasons(study: Callable[..., Study], tmp_path: Path) -> None:
     screen = Screen()
     with study("trust-region", which=f"{LR},hyperparameters.init_std") as opened:
-        state = opened.run(None, 2, flops=16 * flops_of(opened), screen=screen)
-    assert sum(trial.flops for trial in state.trials) == pytest.approx(16 * flops_of(opened))
+        flops = flops_per_token(opened.recipe.model) * opened.recipe.data.tokens
+        state = opened.run(None, 2, flops=16 * flops, screen=screen)
+    assert sum(trial.flops for trial in state.trials) == pytest.approx(16 * flops)
     assert Counter(trial.purpose for trial in state.trials) == {"search": 12, "noise": 2, "rerun": 2}
     assert sorted(screen.seen, key=lambda trial: trial.number) == list(state.trials)
     first = state.trials[0]
@@ -323,9 +327,9 @@ def test_all_that_is_known_is_saved(study: Callable[..., Study], tmp_path: Path)
     assert first.worker
     assert state.best is not None
     at_best = [trial for trial in state.trials if trial.octaves == state.octaves]
-    # Where the start is the answer all its runs are.
-    judges = [t for t in at_best if t.purpose == "rerun" or not any(state.octaves.values())]
-    assert state.best.loss == pytest.approx(sum(t.loss or 0 for t in judges) / len(judges))
+    # If the start is the answer, all of its runs count.
+    counted = [t for t in at_best if t.purpose == "rerun" or not any(state.octaves.values())]
+    assert state.best.loss == pytest.approx(sum(t.loss or 0 for t in counted) / len(counted))
     low, high = state.best.interval
     assert low < state.best.loss < high
     assert state.noise_floor is not None
@@ -366,29 +370,23 @@ def test_the_fewest_changes_are_a_recipe_of_their_own(short: Recipe, tmp_path: P
     assert not (tmp_path / "fewest.toml").exists()
 
 
-def flops_of(study: Study) -> float:
-    from leaven.planning.flops import flops_per_token
-
-    return flops_per_token(study.recipe.model) * study.recipe.data.tokens
-
-
 @pytest.mark.usefixtures("in_this_process")
-def test_what_to_lower_is_said_once_and_on_the_page(tiny_file: Path, tmp_path: Path) -> None:
+def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: Path, tmp_path: Path) -> None:
     wild = [f"--set={LR}=1e20", "--set=hyperparameters.weight_decay=1e-30", "--set=data.tokens=2048"]
     options = ["--study", str(tmp_path / "study"), "--trials", "4", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options, *wild])
     assert (done.exit_code, done.stdout) == (1, "")
-    said = done.stderr.splitlines()[-1]
-    assert said.startswith("all 4 trials diverged, the start's too: start from lr at 1/")
-    assert done.stderr.count(said) == 1
+    advice = done.stderr.splitlines()[-1]
+    assert advice.startswith("all 4 trials diverged, the start's too: start from lr at 1/")
+    assert done.stderr.count(advice) == 1
     document = json.loads((tmp_path / "study" / "study.json").read_text())
-    assert (document["advice"], document["best"]) == (said, None)
+    assert (document["advice"], document["best"]) == (advice, None)
     assert [(trial["state"], trial["loss"]) for trial in document["trials"]] == [("diverged", None)] * 4
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
-    """lr x weight_decay above 1 is no recipe; a search may well ask for it."""
+def test_a_point_that_is_not_a_recipe_counts_as_diverged(study: Callable[..., Study], tiny: Recipe) -> None:
+    """A search may propose lr x weight_decay above 1, which is not a valid recipe."""
     edge = tiny.replace({LR: 0.9, "hyperparameters.weight_decay": 1.0, **SHORT, "data.tokens": 1024})
     opened = study("grid", recipe=edge)  # of -3, -1, 1 and 3 octaves
     opened.space = replace(opened.space, dimensions=(replace(opened.space.dimensions[0], high=3.0),))
@@ -399,16 +397,16 @@ def test_a_point_that_is_no_recipe_counts_as_diverged(study: Callable[..., Study
     assert len(state.trials) == 7
 
 
-def test_a_store_that_stays_away_is_75_and_one_line(
+def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
     tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*_: object, **__: object) -> None:
-        raise StoreGone("the store has been away for 300 seconds; the same command goes on when it is back")
+        raise StoreGone("the store has been away for 300 seconds")
 
     monkeypatch.setattr(Study, "run", away)
     done = CliRunner().invoke(app, ["tune", str(tiny_file), "--study", str(tmp_path / "study")])
     assert done.exit_code == INTERRUPTED
-    assert "away for 300 seconds" in done.stderr
+    assert done.stderr.splitlines()[-1] == "the store has been away for 300 seconds"
 
 
 @pytest.mark.parametrize(
@@ -433,12 +431,12 @@ def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Pat
 @pytest.mark.usefixtures("in_this_process")
 def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[..., Study], tiny: Recipe) -> None:
     wsd = tiny.replace({"schedule.decay": "wsd", **SHORT})
-    with study(recipe=wsd, durations=(1024, 2048)) as opened:
+    with study(recipe=wsd, durations=(512, 1024)) as opened:
         state = opened.run(1, 1)
     (trial,) = state.trials
-    assert [tokens for tokens, _ in trial.branches] == [1024, 2048]
+    assert [tokens for tokens, _ in trial.branches] == [512, 1024]
     assert trial.loss == trial.branches[-1][1]
-    with pytest.raises(InputError, match=r"another durations: \[1024, 2048\] there, \[\] here"), study(recipe=wsd):
+    with pytest.raises(InputError, match=r"another durations: \[512, 1024\] there, \[\] here"), study(recipe=wsd):
         pass
 
 
@@ -460,22 +458,21 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("gone", ["journal", "emptied"])
-def test_the_results_of_a_study_whose_store_is_gone_are_not_written_over(
-    study: Callable[..., Study], tmp_path: Path, gone: str
+def test_results_of_a_study_whose_store_is_gone_are_not_overwritten(
+    study: Callable[..., Study], tmp_path: Path
 ) -> None:
     with study() as opened:
-        opened.run(4, 1)
-    journal, kept = tmp_path / "study" / "journal.log", (tmp_path / "study" / "study.json").read_bytes()
-    journal.unlink()
-    if gone == "emptied":
-        journal.touch()
-    with pytest.raises(InputError, match="has the results of 4 trials, and --study .* has none of them"), study():
-        pass
+        opened.run(1, 1)
+    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
+    kept = results.read_bytes()
+    for prepare_store in (journal.unlink, journal.touch):  # missing, then empty
+        prepare_store()
+        with pytest.raises(InputError, match="has the results of 1 trials, and --study .* has none of them"), study():
+            pass
     other = f"sqlite:///{tmp_path / 'other.db'}"
     with pytest.raises(InputError, match="bring the store back, or use another folder"), study(store=other):
         pass
-    assert (tmp_path / "study" / "study.json").read_bytes() == kept
+    assert results.read_bytes() == kept
 
 
 def tree(folder: Path) -> dict[Path, bytes | None]:
@@ -487,28 +484,24 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another method: random there, tpe here", {"method": "tpe"}),
     ("another space: .* only here", {"which": "global"}),
     ("another recipe: hyperparameters.lr 0.01 there, 0.02 here", {"change": {LR: 0.02}}),
-    ("another recipe: data.seed 0 there, 3 here", {"change": {"data.seed": 3}}),
     ("holds a study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("another text: .* there, x here", {"text": "x"}),
     ("durations: a cosine run does not contain shorter ones", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
-    ("another recipe", {"change": {LR: 0.02}, "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "empty.db"}),
-    ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "kept.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended"}),
     ("holds a study leaven, not tiny; use another --study", {"out": "leaven"}),
-    ("no journal of Optuna's; give another file", {"out": "notes"}),
+    ("not a journal of Optuna; give another file", {"out": "notes"}),
     ("is not empty and holds no study; use another folder", {"out": "full"}),
-    ("full/x: a file; give a folder", {"out": "full/x", "store": "new.db"}),
     ("full/x: a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
     ("method best: there are trust-region, random", {"method": "best", "out": "new"}),
 ]
 
 
-def test_what_is_refused_writes_nothing(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+def test_a_study_that_does_not_fit_writes_nothing(short: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     def of(
         out: str = "study",
         method: str = "random",
@@ -550,47 +543,43 @@ def test_a_folder_in_which_nothing_can_be_written_is_refused_before_the_store_is
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_results_that_cannot_be_written_wait(
+def test_trials_go_on_while_results_cannot_be_written(
     study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that is full for what is read off the store: trials go on, and the next command writes it."""
-
     def full(path: Path, text: str) -> None:
         raise InputError(f"{path}: cannot be written: No space left on device")
 
-    class Told(Screen):
+    class NotedScreen(Screen):
         def note(self, text: str) -> None:
             self.notes = text
 
-    screen = Told()
+    screen = NotedScreen()
     with study() as opened, monkeypatch.context() as patched:
         patched.setattr("leaven.tuning.service.results.write_text", full)
         with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
-            opened.run(4, 1, screen=screen)
+            opened.run(2, 1, screen=screen)
     assert "No space left" in screen.notes
     assert not (tmp_path / "study" / "study.json").exists()
     with study() as opened:
-        assert len(opened.run(4, 1).trials) == 4
-    assert len(saved(tmp_path / "study")) == 4
+        assert len(opened.run(2, 1).trials) == 2
+    assert len(saved(tmp_path / "study")) == 2
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_choices_and_dropout_are_searched_written_and_reported(study: Callable[..., Study], tmp_path: Path) -> None:
+def test_choices_and_dropout_are_searched_and_written(study: Callable[..., Study], tmp_path: Path) -> None:
     searched = ("schedule.decay", "hyperparameters.optimizer", "model.dropout", "hyperparameters.grad_clip")
     with study("trust-region", which=",".join(searched)) as opened:
-        state = opened.run(14, 1)
-    assert {trial.values["schedule.decay"] for trial in state.trials} <= {"cosine", "linear", "wsd"}
+        state = opened.run(10, 1)
+    assert len({trial.values["schedule.decay"] for trial in state.trials}) > 1
     assert len({trial.values["hyperparameters.optimizer"] for trial in state.trials}) == 2
     assert max(float(trial.values["model.dropout"]) for trial in state.trials) > 0
-    folder = tmp_path / "study"
-    kept = read_study(folder)
-    assert kept.dimensions == state.dimensions
-    best = read_recipe(folder / "best.toml")
+    assert read_study(tmp_path / "study").dimensions == state.dimensions
+    best = read_recipe(tmp_path / "study" / "best.toml")
     at_best = opened.space.values(state.octaves)
     assert (best.schedule.decay, best.hyperparameters.optimizer) == tuple(at_best[path] for path in searched[:2])
     assert best.hyperparameters.grad_clip.limit == pytest.approx(at_best[searched[3]])
     assert all(best.why[path].startswith("study tiny, trial") for path in searched)
-    # Its decision is one of several, with all levels in the slice, whatever the answer is.
+    # The slice of a choice has all its levels.
     decay = next(each for each in state.coordinates if each.path == "schedule.decay")
     assert [point.octaves for point in decay.slice] == [0, 1, 2]
 

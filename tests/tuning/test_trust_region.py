@@ -1,4 +1,4 @@
-"""The trust region: bowl and cliffs against closed forms, the region as a function of results in their order."""
+"""The trust region, its surrogate and its divergence model against closed forms."""
 
 import datetime
 import itertools
@@ -49,7 +49,7 @@ def test_the_posterior_is_that_of_the_normal_equations() -> None:
     losses = valley(points) + np.random.default_rng(2).normal(0, 0.1, 30)
     found = surrogate.fit(points, losses, 0.1)
     features = np.hstack([points, points**2 / 2])
-    features -= features.mean(0)  # which is what integrating the constant out comes to
+    features -= features.mean(0)  # this integrates the constant out
     prior = np.repeat([0.0, found.curvature], 4)
     residual = losses - losses.mean() - features @ prior
     left = features.T @ features / found.noise**2 + np.eye(8) / found.curvature**2
@@ -59,7 +59,7 @@ def test_the_posterior_is_that_of_the_normal_equations() -> None:
     np.testing.assert_allclose(found.mean.minimum, -weights[:4] / weights[4:], rtol=1e-9)
 
 
-def test_the_doubt_is_that_of_the_normal_equations() -> None:
+def test_the_deviation_is_that_of_the_normal_equations() -> None:
     """The standard deviation of a difference against the posterior covariance of the 8 weights, by its inverse."""
     points = np.random.default_rng(1).normal(size=(30, 4))
     found = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.1, 30), 0.1)
@@ -78,7 +78,7 @@ def test_the_doubt_is_that_of_the_normal_equations() -> None:
     assert found.deviation(base[None], base) == 0
 
 
-def test_drawn_bottoms_lie_as_the_posterior_does() -> None:
+def test_drawn_minima_have_the_mean_of_the_posterior() -> None:
     points = np.random.default_rng(1).normal(size=(40, 4))
     found = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
     draws = np.array([found.draw(np.random.default_rng(seed)).minimum for seed in range(500)])
@@ -87,17 +87,17 @@ def test_drawn_bottoms_lie_as_the_posterior_does() -> None:
     nothing = surrogate.fit(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
     np.testing.assert_array_equal(nothing.mean.minimum, 0.0)
     apart = np.array([nothing.draw(np.random.default_rng(seed)).minimum for seed in range(500)])
-    assert np.abs(apart).mean() > 10 * draws.std(0).max()  # where nothing was tried, nothing is known
+    assert np.abs(apart).mean() > 10 * draws.std(0).max()  # without trials, draws vary widely
 
 
-def test_the_noise_is_found_where_it_is_not_given() -> None:
+def test_the_noise_is_estimated_if_not_given() -> None:
     points = np.random.default_rng(1).normal(size=(200, 4))
     losses = valley(points) + np.random.default_rng(2).normal(0, 0.05, 200)
     assert surrogate.fit(points, losses).noise == pytest.approx(0.05, rel=0.5)
     assert surrogate.fit(points, losses, 0.05).noise == pytest.approx(0.05, rel=0.5)
 
 
-def test_cliffs_are_blamed_on_what_only_the_diverged_trials_have() -> None:
+def test_divergence_is_attributed_to_what_only_diverged_trials_have() -> None:
     points = np.random.default_rng(1).uniform(-2, 2, (100, 6))
     found = divergence.fit(points, points[:, 2] > 1)
     assert np.argmax(found.slopes) == 2
@@ -116,7 +116,7 @@ def test_cliffs_are_blamed_on_what_only_the_diverged_trials_have() -> None:
     )
 
 
-def test_the_incumbent_moves_by_more_than_the_noise_only() -> None:
+def test_the_incumbent_changes_only_for_more_than_the_noise() -> None:
     points = np.vstack([np.zeros((4, 2)), [[0.1, 0.0]] * 4])
     jitter = np.tile([0.01, -0.01], 4)
     equal = look(points, 2.0 + jitter - np.where(points[:, 0] > 0, 0.003, 0.0))
@@ -126,7 +126,7 @@ def test_the_incumbent_moves_by_more_than_the_noise_only() -> None:
     assert (equal.since, better.since) == (7, 3)
 
 
-def test_one_lucky_trial_is_not_believed() -> None:
+def test_one_lucky_trial_does_not_become_the_incumbent() -> None:
     points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
     losses = valley(points) + np.random.default_rng(6).normal(0, 0.02, 60)
     worst = int(np.argmax(losses))
@@ -134,7 +134,7 @@ def test_one_lucky_trial_is_not_believed() -> None:
     assert not np.array_equal(look(points, losses, 0.02).incumbent, points[worst])
 
 
-def test_a_run_that_blew_up_but_ended_is_a_cliff_and_does_not_bend_the_bowl() -> None:
+def test_a_very_high_loss_counts_as_divergence_and_not_in_the_surrogate() -> None:
     points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
     losses = valley(points)
     blown = points[:, 3] > 0.8
@@ -150,7 +150,7 @@ def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
     assert NARROWEST <= up.radius < START < down.radius <= WIDEST
 
 
-def test_divergence_shrinks_even_before_there_is_any_result() -> None:
+def test_divergence_lowers_the_lr_before_there_is_any_result() -> None:
     points = np.random.default_rng(1).normal(0, 1, (30, 4))
 
     def steps(now: Region) -> float:
@@ -169,8 +169,8 @@ def test_divergence_shrinks_even_before_there_is_any_result() -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("dimensions", [12, 30])
-def test_a_start_beyond_the_cliff_is_left_downwards(dimensions: int, workers: int) -> None:
-    """The start is 1.5 octaves of learning rate beyond the cliffs: there is ground within 20 trials, and a way on."""
+def test_a_start_that_diverges_is_left_by_lowering_the_lr(dimensions: int, workers: int) -> None:
+    """The start is 1.5 octaves of learning rate beyond the divergence boundary."""
     truth, chance = landscape(dimensions, dimensions), np.random.default_rng(workers)
     names = [f"m{i}.lr" if i % KINDS == 0 else f"m{i}.init_std" for i in range(dimensions)]
     rates = learning_rates(names)
@@ -179,7 +179,7 @@ def test_a_start_beyond_the_cliff_is_left_downwards(dimensions: int, workers: in
     assert losses == [np.inf]
     while len(points) < 40:
         now = region(axes_of(*names), np.array(points), np.array(losses))
-        # So many are asked for at once, before any of their results.
+        # The proposals of all workers come before any of their results.
         proposals = [now.proposal(np.random.default_rng(len(points) + k)) for k in range(workers)]
         points += proposals
         losses += [truth.trial(x + beyond, chance) for x in proposals]
@@ -201,7 +201,7 @@ def test_the_learning_rate_to_lower_is_the_global_one_or_else_all() -> None:
     assert learning_rates(["a", "lr"]).tolist() == [False, True]
 
 
-def test_a_coordinate_of_a_larger_scale_takes_larger_steps_and_is_otherwise_the_same() -> None:
+def test_a_scale_multiplies_steps_and_changes_nothing_else() -> None:
     points = np.random.default_rng(1).normal(0, 0.5, (40, 4))
     losses = np.where(points[:, 0] > 0.6, np.inf, valley(points))
     scale = np.array([2.0, 0.5, 1.0, 4.0])
@@ -220,7 +220,7 @@ def test_a_coordinate_of_a_larger_scale_takes_larger_steps_and_is_otherwise_the_
     )
 
 
-def test_stopped_trials_are_what_is_expected_of_them() -> None:
+def test_pruned_trials_have_their_expected_loss() -> None:
     study = optuna.create_study()
     began = datetime.datetime(2026, 1, 1)
 
@@ -237,7 +237,7 @@ def test_stopped_trials_are_what_is_expected_of_them() -> None:
 
     add(2.0, TrialState.COMPLETE, 3, seed=0)
     add(None, TrialState.PRUNED, 2, expected=2.5)
-    add(None, TrialState.PRUNED, 1)  # by somebody else, who expects nothing
+    add(None, TrialState.PRUNED, 1)  # by another program, without an expected loss
     add(None, TrialState.FAIL, 1)
     add(7.0, TrialState.COMPLETE, 4, diverged=True)
     add(2.0, TrialState.COMPLETE, 5, seed=0)  # the same run again
@@ -245,7 +245,7 @@ def test_stopped_trials_are_what_is_expected_of_them() -> None:
     assert [loss_of(trial) for trial in finished(study)] == [2.5, 2.0, np.inf, 2.0, 2.4]
 
 
-def test_proposals_keep_to_the_space_the_trust_and_this_side_of_cliffs() -> None:
+def test_proposals_stay_in_the_space_and_the_trust_region_and_do_not_diverge() -> None:
     points = np.random.default_rng(1).uniform(-2, 2, (120, 4))
     losses = np.where(points[:, 0] > 0.5, np.inf, valley(points))
     now = look(points, losses, 0.01)
@@ -254,11 +254,11 @@ def test_proposals_keep_to_the_space_the_trust_and_this_side_of_cliffs() -> None
     assert (proposals[:, 0] > 0.5).mean() < 0.1
     assert now.divergence.risk(proposals).max() <= max(RISK, float(now.divergence.risk(now.incumbent))) + 1e-9
     assert np.abs(now.predicted - now.incumbent).max() <= TRUST
-    # With all known, the promise is the lowest point that does not diverge, along what has no cliff.
+    # With many trials, the prediction is the optimum of the values that do not diverge.
     np.testing.assert_allclose(now.predicted[1:], OPTIMUM[1:], atol=0.3)
 
 
-def test_it_stops_when_rounds_gain_less_than_the_noise_and_no_more_is_promised() -> None:
+def test_a_search_stalls_if_rounds_gain_less_than_the_noise() -> None:
     points = np.random.default_rng(1).normal(0, 1, (100, 4))
     flat = 2.0 + np.random.default_rng(2).normal(0, 0.01, 100)
     assert look(points, flat, 0.01).stalled()

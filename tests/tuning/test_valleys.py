@@ -1,4 +1,4 @@
-"""What docs/spaces.md says of directions in which a model does not change at all."""
+"""The directions of docs/spaces.md along which a model does not change."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_along_a_valley_training_is_the_same(exact: Recipe, valley: str) -> None
     way = VALLEYS[valley]
     start = losses(exact)
     assert losses(moved(exact, way)) == pytest.approx(start, abs=1e-5)
-    # And not for want of an effect.
+    # Without the last change, training differs.
     assert losses(moved(exact, dict([*way.items()][:-1])))[-1] != pytest.approx(start[-1], abs=1e-4)
 
 
@@ -59,6 +59,6 @@ def test_relus_are_homogeneous(exact: Recipe, activation: str) -> None:
     assert losses(moved(relu, way)) == pytest.approx(losses(relu), abs=1e-5)
 
 
-def test_with_a_global_value_beside_all_its_multipliers_there_would_be_one(exact: Recipe) -> None:
+def test_a_global_value_and_all_its_multipliers_form_a_valley(exact: Recipe) -> None:
     every = along(*((f"{module}.lr", -1.0) for module in exact.model.modules))
     assert losses(moved(exact, {"hyperparameters.lr": 1.0} | every)) == losses(exact)

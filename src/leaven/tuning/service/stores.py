@@ -120,7 +120,7 @@ def _url(where: str) -> "URL":
     try:
         url = make_url(where)
     except (ArgumentError, ValueError):
-        raise InputError(f"{scheme}://: no URL; as in postgresql://USER@HOST:PORT/DATABASE") from None
+        raise InputError(f"{scheme}://: not a URL; as in postgresql://USER@HOST:PORT/DATABASE") from None
     if scheme == "sqlite":
         file = Path(url.database or "")
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
@@ -132,7 +132,7 @@ def _url(where: str) -> "URL":
         # Options in the URL are the user's; a psycopg that is chosen here is one that is installed.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
-        f"{scheme}://: no store of that kind; give the file of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+        f"{scheme}://: not a supported store; give the file of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
     )
 
 
@@ -252,7 +252,7 @@ def open_journal(path: Path) -> JournalStorage:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, AssertionError):  # records that are not Optuna's
-        raise InputError(f"{path}: no journal of Optuna's; give another file") from None
+        raise InputError(f"{path}: not a journal of Optuna; give another file") from None
 
 
 def _check(path: Path) -> None:
@@ -261,7 +261,7 @@ def _check(path: Path) -> None:
     if first.startswith(SQLITE):
         raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
     if first[: len(RECORD)] != RECORD[: len(first)]:
-        raise InputError(f"{path}: no journal of Optuna's; give another file")
+        raise InputError(f"{path}: not a journal of Optuna; give another file")
     if damaged := storage.read_json_lines(path).damaged:
         number = damaged[0]
         raise InputError(f"{path}: line {number} is damaged; keep what is before it: head -n {number - 1}")
