@@ -4,12 +4,13 @@ import errno
 import os
 import sys
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
+from leaven import __version__
 from leaven.cli.usage_errors import usage_message
 from leaven.recipe.errors import InputError, ProcessLost, out_of_memory
 from leaven.views.terminal.console import console, errors
@@ -57,8 +58,8 @@ app = typer.Typer(
     cls=Verbs,
     name="leaven",
     help="Tune a small model, train the big one.",
-    add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _help in VERBS.items():
     app.command(_name, help=_help)(lambda: None)  # a line of --help; `Verbs` finds the verb itself
@@ -68,10 +69,28 @@ _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+# What `leaven` prints without arguments.
+FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, shows on small models that they
+transfer to the large one, and trains it. Three ways to begin:
+
+  leaven demo                                     tune, transfer and train on this machine
+  leaven plan bloom-176b --gpus 384xA100-80GB     memory, speed, time and cost of a run; starts nothing
+  leaven new mine.toml --params 1B --tokens 20B   a recipe for your own run, with a reason for each value
+
+All commands: leaven --help
+"""
+
+
 @app.callback(invoke_without_command=True)
-def _no_verb(context: typer.Context) -> None:
+def _no_verb(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"leaven {__version__}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        typer.echo(FIRST_STEPS, nl=False)
 
 
 def main() -> None:
