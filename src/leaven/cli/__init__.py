@@ -70,8 +70,8 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 # What `leaven` prints without arguments.
-FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, shows on small models that they
-transfer to the large one, and trains it. Three ways to begin:
+FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, shows on small models
+that they transfer to the large one, and trains it. Three ways to begin:
 
   leaven demo                                     tune, transfer and train on this machine
   leaven plan bloom-176b --gpus 384xA100-80GB     memory, speed, time and cost of a run; starts nothing
