@@ -12,6 +12,7 @@ from functools import _lru_cache_wrapper
 from typing import Any
 
 from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.recipe.shape import ModelShape
 
@@ -48,7 +49,7 @@ def planned(model: ModelShape, gpus: str, sequences: int) -> tuple[float, Cluste
         if cached.__module__.startswith("leaven.planning") and "accelerators" not in cached.__module__:
             cached.cache_clear()
     began = time.process_time()
-    found = plan(model, 10**12, sequences * model.seq_len, parse_cluster(gpus))
+    found = plan(Job(model, sequences * model.seq_len, parse_cluster(gpus)), 10**12)
     return time.process_time() - began, found
 
 

@@ -16,10 +16,12 @@ CASES = {
     "the floors without torch": "import leaven.planning.plan, leaven.scaling.transfer, leaven.catalogue.laws",
     "and load the published runs": "from leaven.catalogue.runs import load_runs; load_runs()",
     "and plan 405B on 1,024 GPUs": (
-        "from leaven.planning.plan import plan; from leaven.planning.hardware import parse_cluster;"
+        "from leaven.planning.hardware import parse_cluster; from leaven.planning.layouts import Job;"
+        "from leaven.planning.plan import plan;"
         "from leaven.recipe.shape import ModelShape;"
         "shape = ModelShape(n_layers=126, d_model=16384, n_heads=128, n_kv_heads=8, d_head=128, d_ff=53248,"
-        " vocab_size=128256, seq_len=8192); plan(shape, 15 * 10**12, 2048 * 8192, parse_cluster('1024xH100-80GB'))"
+        " vocab_size=128256, seq_len=8192);"
+        "plan(Job(shape, 2048 * 8192, parse_cluster('1024xH100-80GB')), 15 * 10**12)"
     ),
 }
 LOADING = (

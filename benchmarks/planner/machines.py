@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.planner.stacks import Unused, in_fp8
 from benchmarks.planner.tables import PublishedRow
 
-from leaven.planning.accelerators import ACCELERATORS, Accelerator
+from leaven.planning.accelerators import Accelerator, accelerators
 from leaven.planning.hardware import find_accelerator
 from leaven.recipe.errors import InputError
 
@@ -45,7 +45,9 @@ def machine_of(row: PublishedRow) -> Accelerator:
         changes["network_gb_s"] = float(of_node[1]) / 8 / changes.get("node_size", found.node_size)
     held = re.search(r"(\d+) W limit", said)
     if held and found.power_w:  # a board held to less power than its kind: the rate goes with its root, as clocks do
-        kind_w = max(other.power_w or 0 for other in ACCELERATORS.values() if other.peak_tflops == found.peak_tflops)
+        kind_w = max(
+            other.power_w or 0 for other in accelerators().values() if other.peak_tflops == found.peak_tflops
+        )
         changes["matmuls"] = tuple(
             (dtype, (found.matmul(dtype) or rate) * (float(held[1]) / kind_w) ** 0.5) for dtype, rate in found.peaks
         )

@@ -1,6 +1,13 @@
-"""Models of published measurements, and the code that ran them."""
+"""Models of published measurements, the code that ran them, and a short way to plan them."""
 
+from typing import Any
+
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import Job
+from leaven.planning.plan import ClusterPlan
+from leaven.planning.plan import plan as plan_job
 from leaven.planning.training_codes import TRAINING_CODES
+from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
 MEGATRON, MEGATRON_2021, MEGATRON_FP16, MEGATRON_BF16, NANOTRON, TORCHTITAN, LLM_FOUNDRY = (
@@ -74,3 +81,8 @@ SMALL = ModelShape(
     vocab_size=32_768,
     seq_len=1024,
 )
+
+
+def plan(model: Any, batch_tokens: int, gpus: str, layout: Layout | None = None, **job: Any) -> ClusterPlan:
+    """Plan 10^12 tokens of a model on a cluster."""
+    return plan_job(Job(model, batch_tokens, parse_cluster(gpus), **job), 10**12, layout)

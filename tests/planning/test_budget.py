@@ -11,6 +11,7 @@ from leaven.planning.arrangement import Arrangement
 from leaven.planning.budget import OVER_TRAINED, budget, parse_budget
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import Job
 from leaven.planning.plan import plan
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
@@ -23,7 +24,7 @@ PLANNED: list[int] = []
 def found() -> BudgetDocument:
     PLANNED.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "plan", lambda shape, *rest: PLANNED.append(shape.params) or plan(shape, *rest))
+        patch.setattr(module, "plan", lambda job, *rest: PLANNED.append(job.model.params) or plan(job, *rest))
         return budget(TEXT, price=Price(amount=2.0, currency="$"))
 
 
@@ -81,7 +82,7 @@ def test_speed_is_the_planner_s_at_about_that_size(found: BudgetDocument) -> Non
         shape = ModelShape(**{key: value for key, value in row.shape.items() if key != "params"})
         # 5% between sizes that are planned once, half of that where the steps end, 3% from the shape
         assert shape.params == pytest.approx(row.params, rel=0.12)
-        again = plan(shape, round(row.tokens), row.batch_tokens, cluster)
+        again = plan(Job(shape, row.batch_tokens, cluster), round(row.tokens))
         assert row.layout is not None
         assert Arrangement.read(row.layout) == again.arrangement
         assert row.mfu == again.speed.mfu

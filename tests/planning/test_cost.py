@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 
 from leaven.documents.planning import Price
-from leaven.planning.cost import cost, parse_price
-from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.hardware import Cluster, parse_cluster, parse_price
 from leaven.recipe.errors import InputError
 from leaven.views.numbers import costs, money
 
 
 def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
-    found = cost(14 * 86_400, parse_cluster("64xH100"), Price(amount=2.5))
+    found = parse_cluster("64xH100").cost(14 * 86_400, Price(amount=2.5))
     assert found.days == 14
     assert found.gpu_hours == 14 * 24 * 64 == 21_504
     assert found.energy_kwh == pytest.approx(21_504 * 0.7)
@@ -24,11 +23,10 @@ def test_cost_of_64_boards_of_700_w_for_a_fortnight() -> None:
     ]
 
 
-def test_energy_of_a_building_and_of_a_board_of_unknown_power() -> None:
-    assert cost(3_600, parse_cluster("8xA100"), pue=1.3).energy_kwh == pytest.approx(3.2 * 1.3)
-    unknown = cost(3_600, Cluster(4, replace(parse_cluster("4xH100").accelerator, power_w=None)))
+def test_cost_of_boards_of_unknown_power_and_of_a_processor() -> None:
+    unknown = Cluster(4, replace(parse_cluster("4xH100").accelerator, power_w=None)).cost(3_600)
     assert (unknown.energy_kwh, unknown.money, unknown.gpu_hours) == (None, None, 4)
-    processor = costs(cost(36_000, parse_cluster("cpu"), parse_price("2.5 EUR")))
+    processor = costs(parse_cluster("cpu").cost(36_000, parse_price("2.5 EUR")))
     assert (processor[0], processor[-1]) == ("10 process-h", "EUR 25.00 at EUR 2.50 a process-h")
 
 

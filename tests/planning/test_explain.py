@@ -3,24 +3,27 @@
 import re
 
 import pytest
-from tests.planning.shapes import LLAMA_8B, LLAMA_405B
+from tests.planning.shapes import LLAMA_8B, LLAMA_405B, plan
 
+from leaven.documents.planning import Explanation
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.explain import PARTS
-from leaven.planning.hardware import parse_cluster
-from leaven.planning.layouts import evaluate
-from leaven.planning.plan import ClusterPlan, plan
+from leaven.planning.explain import PARTS, explain, not_lines
+from leaven.planning.plan import ClusterPlan
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 
 
 @pytest.fixture(scope="module")
 def llama() -> ClusterPlan:
-    return plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"), Layout(dp=64, zero=3), micro_batch=1)
+    return plan(LLAMA_8B, 4_194_304, "64xH100-80GB", Layout(dp=64, zero=3), micro_batch=1)
+
+
+def explained(plan: ClusterPlan, asked: str) -> Explanation:
+    return explain(plan.exploration, plan.chosen, asked)
 
 
 def test_the_best_layout_with_a_value_is_compared_by_part(llama: ClusterPlan) -> None:
-    found = llama.explain("tp=8")
+    found = explained(llama, "tp=8")
     fastest = min(
         (one for one in llama.candidates if one.arrangement.layout.tp == 8 and one.trained), key=lambda c: c.time.step
     )
@@ -31,12 +34,12 @@ def test_the_best_layout_with_a_value_is_compared_by_part(llama: ClusterPlan) ->
     assert f"all-reduce {found.seconds['tensor_parallel'].asked / found.step_seconds:.0%} of the step" in found.line
     assert sum(part.asked for part in found.seconds.values()) == pytest.approx(found.step_seconds)
     assert sum(part.chosen for part in found.seconds.values()) == pytest.approx(llama.time.step)
-    memory = evaluate(LLAMA_8B, Arrangement.read(found.layout), llama.cluster).memory
+    memory = llama.job.candidate(Arrangement.read(found.layout)).memory
     assert sum(part.asked for part in found.gib.values()) == pytest.approx(memory.total / 2**30)
 
 
 def test_the_bubble_is_named_where_it_is_the_reason() -> None:
-    found = plan(LLAMA_8B, 10**12, 64 * 8192, parse_cluster("64xH100-80GB")).explain("pp=16,stages_per_rank=1,tp=1")
+    found = explained(plan(LLAMA_8B, 64 * 8192, "64xH100-80GB"), "pp=16,stages_per_rank=1,tp=1")
     assert found.layout is not None
     assert found.layout["grad_accumulation"] == 16
     # (p - 1) of m + p - 1 slots, less a little for what is done once a step
@@ -59,7 +62,7 @@ def test_the_bubble_is_named_where_it_is_the_reason() -> None:
     ],
 )
 def test_impossible_layouts_are_explained(llama: ClusterPlan, asked: str, message: str) -> None:
-    found = llama.explain(asked)
+    found = explained(llama, asked)
     assert (found.fits, found.step_seconds) == (False, None)
     assert re.search(message, found.line), found.line
 
@@ -75,21 +78,21 @@ def test_impossible_layouts_are_explained(llama: ClusterPlan, asked: str, messag
 )
 def test_bad_questions_are_refused(llama: ClusterPlan, asked: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        llama.explain(asked)
+        explained(llama, asked)
 
 
 def test_the_choice_itself_and_what_is_not_searched(llama: ClusterPlan) -> None:
-    best = plan(LLAMA_8B, 10**12, 4_194_304, parse_cluster("64xH100-80GB"))
-    assert best.explain(f"zero={best.arrangement.layout.zero}").line == "this is the choice"
-    assert "ZeRO 3 with a pipeline is not searched" in llama.explain("zero=3,pp=2").line
-    assert "cannot train with it" in llama.explain("cp=2").line
+    best = plan(LLAMA_8B, 4_194_304, "64xH100-80GB")
+    assert explained(best, f"zero={best.arrangement.layout.zero}").line == "this is the choice"
+    assert "ZeRO 3 with a pipeline is not searched" in explained(llama, "zero=3,pp=2").line
+    assert "cannot train with it" in explained(llama, "cp=2").line
 
 
 def test_the_not_lines_name_neighbours_and_are_true() -> None:
-    found = plan(LLAMA_405B, 15 * 10**12, 2048 * 8192, parse_cluster("1024xH100-80GB"))
-    assert found.not_lines
+    found = plan(LLAMA_405B, 2048 * 8192, "1024xH100-80GB")
+    assert not_lines(found.exploration, found.chosen)
     own = {key: str(getattr(found.arrangement.layout, key)) for key in ("tp", "pp", "zero", "recompute")}
-    for line in found.not_lines:
+    for line in not_lines(found.exploration, found.chosen):
         key, value, *others = line.split(":")[0].split(maxsplit=2)
         assert own[key] != value
         fitting = [one for one in found.exploration.layouts if str(getattr(one.arrangement.layout, key)) == value]
@@ -110,32 +113,35 @@ def differ(one: Layout, other: Layout) -> set[str]:
 
 
 def test_a_not_line_changes_one_key_or_names_the_others() -> None:
-    cluster = parse_cluster("64xH100-80GB")
-    stages = plan(LLAMA_8B, 10**12, 4_194_304, cluster, Layout(dp=16, pp=4, zero=1))
+    cluster = "64xH100-80GB"
+    stages = plan(LLAMA_8B, 4_194_304, cluster, Layout(dp=16, pp=4, zero=1))
     lean = next(memory for how, memory in stages.exploration.too_large if how.layout == Layout(dp=16, pp=4))
-    assert any(line.startswith(f"zero 0: needs {lean.total / 2**30:.1f} GiB") for line in stages.not_lines)
-    sharded = plan(LLAMA_8B, 10**12, 4_194_304, cluster, Layout(dp=64, zero=3))
-    (line,) = (line for line in sharded.not_lines if line.startswith("pp 2"))
+    assert any(
+        line.startswith(f"zero 0: needs {lean.total / 2**30:.1f} GiB")
+        for line in not_lines(stages.exploration, stages.chosen)
+    )
+    sharded = plan(LLAMA_8B, 4_194_304, cluster, Layout(dp=64, zero=3))
+    (line,) = (line for line in not_lines(sharded.exploration, sharded.chosen) if line.startswith("pp 2"))
     assert re.match(r"pp 2 \(with .*zero 1\): ", line)  # with a pipeline ZeRO 3 is not searched
 
 
 def test_the_change_that_a_caution_names_fits() -> None:
-    cluster = parse_cluster("64xH100-80GB")
-    found = plan(LLAMA_8B, 10**12, 4_194_304, cluster, Layout(dp=64))
+    cluster = "64xH100-80GB"
+    found = plan(LLAMA_8B, 4_194_304, cluster, Layout(dp=64))
     assert not found.fits
     change = found.cautions[0].split("; ")[1].split(" would fit")[0]
     key, value = change.split("=")
     other = Layout.model_validate({"dp": 64, key: value if key == "recompute" else int(value)})
-    assert plan(LLAMA_8B, 10**12, 4_194_304, cluster, other).fits
+    assert plan(LLAMA_8B, 4_194_304, cluster, other).fits
 
 
 def test_a_thin_pipeline_is_a_caution() -> None:
-    cluster = parse_cluster("64xH100-80GB")
-    thin = plan(LLAMA_8B, 10**12, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=2)
+    cluster = "64xH100-80GB"
+    thin = plan(LLAMA_8B, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=2)
     assert thin.arrangement.grad_accumulation == 8
     assert (
         f"the rule of thumb is 16 or more: {thin.time.bubble / thin.time.step:.0%} of a step is bubble"
         in thin.cautions[-1]
     )
-    full = plan(LLAMA_8B, 10**12, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=1)
+    full = plan(LLAMA_8B, 64 * 8192, cluster, Layout(dp=4, tp=4, pp=4, recompute="full"), micro_batch=1)
     assert not full.cautions

@@ -8,7 +8,8 @@ from tests.planning.records import record
 from tests.planning.shapes import SMALL
 
 from leaven.planning import calibration as module
-from leaven.planning.calibration import StepCost, history, predicted, processor, remember
+from leaven.planning.calibration import StepCost, history, predicted, remember
+from leaven.planning.this_machine import processor
 from leaven.recipe.layout import Layout
 
 

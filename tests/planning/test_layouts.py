@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tests.planning.shapes import LLAMA_8B, SMALL, gpt
+from tests.planning.shapes import LLAMA_8B, SMALL, gpt, plan
 
-from leaven.planning.arrangement import arrangements, parse_layout, shape_refusal
+from leaven.planning.arrangement import parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
-from leaven.planning.layouts import Exploration, Job, LayoutCandidate, evaluate, explore, layouts, pareto, ranked
-from leaven.planning.plan import plan
+from leaven.planning.layouts import Exploration, Job, LayoutCandidate, explore, layouts, pareto, ranked
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 
@@ -43,8 +42,8 @@ def everything(job: Job) -> list[LayoutCandidate]:
                 | {"stages_per_rank": v, "recompute": recompute, "schedule": schedule}
             )
             if shape_refusal(job.model, layout) is None:
-                possible = arrangements(job.model, layout, job.batch_tokens, None, job.smallest_tokens)
-                found += [evaluate(job.model, how, job.cluster, job.code) for how in possible]
+                possible = job.arrangements(layout)
+                found += [job.candidate(how) for how in possible]
         except (ValidationError, InputError):
             continue
     return found
@@ -119,17 +118,17 @@ def test_a_number_of_gpus_that_no_layout_divides_names_the_nearest(
     model: object, gpus: str, sequences: int, message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as raised:
-        plan(model, 10**9, sequences * 1024, parse_cluster(gpus))  # type: ignore[arg-type]
+        plan(model, sequences * 1024, gpus)
     assert "\n" not in str(raised.value)
     for count in [
         int(word.replace(",", "")) for word in str(raised.value).split("; ")[-1].split() if word[0].isdigit()
     ]:
-        assert plan(model, 10**9, sequences * 1024, parse_cluster(f"{count}xH100")).fits  # type: ignore[arg-type]
+        assert plan(model, sequences * 1024, f"{count}xH100").fits
 
 
 def test_an_error_names_how_many_layers_would_fit() -> None:
     with pytest.raises(InputError, match=r"could hold (\d+) of the 32 layers, [\d.]+ B parameters") as raised:
-        plan(LLAMA_8B, 10**9, 8 * 8192, parse_cluster("1xA100-80GB"))
+        plan(LLAMA_8B, 8 * 8192, "1xA100-80GB")
     layers = int(str(raised.value).split("could hold ")[1].split()[0])
     for n, there in ((layers, True), (layers + 1, False)):
         smaller = LLAMA_8B.model_copy(update={"n_layers": n})
@@ -139,15 +138,15 @@ def test_an_error_names_how_many_layers_would_fit() -> None:
 def test_an_error_names_a_vocabulary_that_tp_divides() -> None:
     odd = gpt(128, 25_600, 160, vocab=50_257)
     with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 would fit, since tp divides it"):
-        plan(odd, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB"))
+        plan(odd, 3072 * 2048, "3072xA100-80GB")
     padded = odd.model_copy(update={"vocab_size": 50_304})
-    assert plan(padded, 10**9, 3072 * 2048, parse_cluster("3072xA100-80GB")).fits
+    assert plan(padded, 3072 * 2048, "3072xA100-80GB").fits
 
 
 def test_an_error_names_a_layout_that_leaven_cannot_train_but_fits() -> None:
     with pytest.raises(InputError, match="; leaven can plan and export, but not train, --layout ") as raised:
-        plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"))
+        plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB")
     written = str(raised.value).rsplit("--layout ", 1)[1]
     layout, _ = parse_layout(written, 4096, SMALL)
     assert layout.cp > 1
-    assert plan(LLAMA_8B, 10**12, 256 * 8192, parse_cluster("4096xH100-80GB"), layout).fits
+    assert plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB", layout).fits

@@ -19,6 +19,10 @@ def curve(exponent: float, last: float, points: int = 80, noise: float = 0.0) ->
     return [(t, last * (t / tokens[-1]) ** exponent * math.exp(draw.gauss(0, noise))) for t in tokens]
 
 
+def noise(last: float, exponent: float = 0.5) -> NoiseFit:
+    return NoiseFit(points=70, from_tokens=100, to_tokens=10_240, last=last, exponent=exponent, scatter=1.1)
+
+
 def test_the_fit_finds_the_power() -> None:
     fit = fit_noise(curve(0.5, 400))
     assert (fit.exponent, fit.last, fit.scatter) == pytest.approx((0.5, 400, 1))
@@ -45,16 +49,15 @@ def test_too_few_measurements_are_refused() -> None:
 
 def test_every_batch_is_within_the_multiple_of_the_noise_scale(tiny: Recipe) -> None:
     """256 tokens in 8 sequences; the noise scale is 512 x sqrt(tokens / 10,240)."""
-    fit = NoiseFit(70, 100, 10_240, 512, 0.5, 1.1)
+    fit = noise(512)
     for multiple in (0.75, 1.0):
         found = noise_ramp(tiny, fit, multiple)
-        assert found.reached
-        assert [stage.tokens for stage in found.stages] == [32, 64, 128, 256]  # 32 is within 51 x 3/4
-        at_limit = [stage.from_tokens for stage in found.stages[1:]]
+        assert [stage["tokens"] for stage in found.stages] == [32, 64, 128, 256]  # 32 is within 51 x 3/4
+        at_limit = [stage["from_tokens"] for stage in found.stages[1:]]
         assert at_limit == [math.ceil(10_240 * (size / (multiple * 512)) ** 2) for size in (64, 128, 256)]
-        (setting,) = found.settings
+        (setting,) = found.set
         recipe = parse_recipe(render(tiny), "tiny", [setting])
-        assert recipe.batch.stages == found.stages
+        assert [stage.model_dump() for stage in recipe.batch.stages] == found.stages
         assert recipe.steps == found.steps > found.full_steps == 40
         for step in range(recipe.steps):
             tokens = recipe.batches.tokens_at_step(step)
@@ -63,16 +66,16 @@ def test_every_batch_is_within_the_multiple_of_the_noise_scale(tiny: Recipe) -> 
 
 def test_a_ramp_that_is_there_gives_way_and_keeps_its_rule(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000, "rule": "scaled"}
-    found = noise_ramp(tiny.replace({"batch.ramp": ramp}), NoiseFit(70, 100, 10_240, 512, 0.5, 1.1), 1.0)
-    recipe = parse_recipe(render(tiny.replace({"batch.ramp": ramp})), "tiny", found.settings)
+    found = noise_ramp(tiny.replace({"batch.ramp": ramp}), noise(512), 1.0)
+    recipe = parse_recipe(render(tiny.replace({"batch.ramp": ramp})), "tiny", found.set)
     assert (recipe.batch.ramp, recipe.batch.rule) == (None, "scaled")
 
 
 def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: Recipe) -> None:
-    early = noise_ramp(tiny, NoiseFit(70, 100, 10_240, 4_096, 0.5, 1.1), 1.0)
-    assert (early.settings, len(early.stages)) == ([], 1)
-    assert early.reason.startswith("none: a batch of 256 tokens is within 1 x")
-    large = noise_ramp(tiny, NoiseFit(70, 100, 10_240, 200, 0.5, 1.1), 1.0)
-    assert large.settings == []
-    assert "--batch-tokens 192" in large.reason  # whole sequences of 32
-    assert noise_ramp(tiny, NoiseFit(70, 100, 10_240, 10, 0.0, 1.1), 1.0).end_batch == 32
+    early = noise_ramp(tiny, noise(4_096), 1.0)
+    assert (early.set, len(early.stages)) == ([], 1)
+    assert early.why.startswith("none: a batch of 256 tokens is within 1 x")
+    large = noise_ramp(tiny, noise(200), 1.0)
+    assert large.set == []
+    assert "--batch-tokens 192" in large.why  # whole sequences of 32
+    assert noise_ramp(tiny, noise(10, 0.0), 1.0).why.endswith("--batch-tokens 32 moves the recipe to it")

@@ -10,7 +10,8 @@ import torch
 
 from leaven.data.tokens import TokenSet
 from leaven.planning import calibration as planning
-from leaven.planning.calibration import CalibrationRecord, history, processor
+from leaven.planning.calibration import CalibrationRecord, history
+from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder

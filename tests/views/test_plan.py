@@ -32,7 +32,7 @@ def test_the_text_of_the_page_has_the_plans_numbers(way):
         "It fits" if found.fits else "It does not fit",
         f"{found.memory.total / GIB:.1f} GiB",
         f"{found.speed.mfu:.1%}",
-        *costs(found.cost(PRICE)),
+        *costs(found.cluster.cost(found.seconds, PRICE)),
         str(found.arrangement),
         *(f"{choice.steps:,}" for choice in found.ramp.choices),
         "dense bf16 peak",
@@ -43,10 +43,11 @@ def test_the_text_of_the_page_has_the_plans_numbers(way):
 @pytest.mark.parametrize("way", ["alone", "1f1b"])
 def test_memory_bars_add_up_to_the_plan(way):
     found = planned(way)
-    chart = go.Figure(plan_charts.memory([memory.parts_gib for memory in found.stages], 80, USABLE * 80))
-    along = "y" if len(found.stages) > 1 else "x"
-    for rank, memory in enumerate(found.stages):
-        assert sum(bar[along][rank] for bar in chart.data) == pytest.approx(memory.total / GIB, abs=0.2)
+    stages = found.document().stages
+    chart = go.Figure(plan_charts.memory([stage.parts for stage in stages], 80, USABLE * 80))
+    along = "y" if len(stages) > 1 else "x"
+    for rank, stage in enumerate(stages):
+        assert sum(bar[along][rank] for bar in chart.data) == pytest.approx(stage.gib, abs=0.2)
     assert max(bar.marker.color for bar in chart.data)
     assert sorted(shape[f"{along}0"] for shape in chart.layout.shapes) == [68, 80]
     assert "80 GiB: all of it" in [note.text for note in chart.layout.annotations]

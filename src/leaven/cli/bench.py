@@ -101,8 +101,8 @@ def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multip
         raise InputError(f"--noise-from {run}: the folder has no metrics.jsonl; give the folder of a run")
     fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
     found = noise_ramp(recipe, fit, multiple)
-    following = next_commands.after_ramp(file, [*overrides, *found.settings]) if found.settings else []
-    return found.document().model_copy(update={"next": following})
+    following = next_commands.after_ramp(file, [*overrides, *found.set]) if found.set else []
+    return found.model_copy(update={"next": following})
 
 
 def _sizes(option: str, text: str | None) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli.common import JsonOption, hand_over
-from leaven.planning.accelerators import ACCELERATORS
+from leaven.planning.accelerators import accelerators
 from leaven.planning.hardware import find_accelerator, parse_cluster
 from leaven.views.terminal.hardware import accelerator_screen, accelerators_screen
 
@@ -29,5 +29,5 @@ def hardware(
         row = found.document()
         hand_over(row, accelerator_screen(row), json_output)
         return
-    rows = [each.document() for each in ACCELERATORS.values()]
+    rows = [each.document() for each in accelerators().values()]
     hand_over(rows, accelerators_screen(rows), json_output)

@@ -11,8 +11,9 @@ from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, hand_over, load, require_alone, stopping
 from leaven.planning.budget import budget as sizes_that_fit
 from leaven.planning.calibration import history as past_runs
-from leaven.planning.cost import parse_price
-from leaven.planning.plan import ClusterPlan, plan_recipe, plan_run
+from leaven.planning.hardware import parse_price
+from leaven.planning.plan import ClusterPlan, plan_recipe
+from leaven.planning.published import plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError

@@ -4,11 +4,10 @@ The user's file has the same form. It may add an accelerator, or replace a group
 known one. It is ``$LEAVEN_ACCELERATORS``, or else leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
-import ctypes
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -30,7 +29,7 @@ CONFIDENCE: dict[Confidence, str] = {
     "yours": "from your own file",
     "guess": "a guess",
 }
-BUILT_IN = Path(__file__).with_name("accelerators.toml")
+_BUILT_IN = Path(__file__).with_name("accelerators.toml")
 EXAMPLE = (
     "{ peak = { bf16 = 400 }, memory = { gib = 64, tb_s = 2.0 }, link = { gb_s = 300, node = 8 }, "
     "network = { gb_s = 25 } }"
@@ -189,22 +188,6 @@ def _spelt(source: str, named: Mapping[str, str]) -> str:
     return "; ".join(parts)
 
 
-class _Catalogue(Mapping[str, Accelerator]):
-    """Every known accelerator by name. The files are read on first access."""
-
-    def __getitem__(self, name: str) -> Accelerator:
-        return _known(user_file())[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_known(user_file()))
-
-    def __len__(self) -> int:
-        return len(_known(user_file()))
-
-
-ACCELERATORS: Mapping[str, Accelerator] = _Catalogue()
-
-
 def user_file() -> Path:
     """Return the path of the user's own accelerators; the file may not exist."""
     named = os.environ.get("LEAVEN_ACCELERATORS")
@@ -214,48 +197,37 @@ def user_file() -> Path:
     return (Path(config) if config else Path.home() / ".config") / "leaven" / "accelerators.toml"
 
 
-@cache
-def _known(path: Path) -> dict[str, Accelerator]:
-    """Return all accelerators: the built-in ones in their order, then the user's.
+def accelerators() -> dict[str, Accelerator]:
+    """Return every known accelerator by name: the built-in ones in their order, then the user's.
 
     Raises:
         InputError: naming file, entry and remedy, if the user's file cannot be read or is wrong.
     """
-    known, raw, named = dict(_built_in()), _raw_built_in(), _sources(_raw_built_in())
-    if not path.exists() and not os.environ.get("LEAVEN_ACCELERATORS"):
-        return known
-    own = _parsed(path)
-    named |= _sources(own)
-    spelt = {name.upper(): name for name in raw}
-    for written, groups in own.items():
-        if written == "sources":
-            continue
+    path = user_file()
+    return _read(path if path.exists() or os.environ.get("LEAVEN_ACCELERATORS") else None)
+
+
+@cache
+def _read(own: Path | None) -> dict[str, Accelerator]:
+    """Return the built-in accelerators and those of the user's file."""
+    entries = _parsed(_BUILT_IN)
+    named, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
+    origins = {name: f"{_BUILT_IN}: [{name}]" for name in entries}
+    users = {} if own is None else _parsed(own)
+    sources = users.pop("sources", {})
+    named |= sources if isinstance(sources, dict) else {}
+    for written, groups in users.items():
         if not _NAME.fullmatch(written) or written.lower() == "cpu":
-            raise InputError(f"{path}: [{written}]: not a name for an accelerator; write it like H100-SXM-80GB")
+            raise InputError(f"{own}: [{written}]: not a name for an accelerator; write it like H100-SXM-80GB")
         if not isinstance(groups, dict):
-            raise InputError(f"{path}: {written}: an accelerator is a table; write {written} = {EXAMPLE}")
+            raise InputError(f"{own}: {written}: an accelerator is a table; write {written} = {EXAMPLE}")
         name = spelt.get(written.upper(), written)
         sourced = {
-            group: {"source": str(path), **part} if isinstance(part, dict) else part for group, part in groups.items()
+            group: {"source": str(own), **part} if isinstance(part, dict) else part for group, part in groups.items()
         }
-        entry = raw.get(name, {}) | sourced
-        known[name] = _validated(entry, f"{path}: [{written}]").accelerator(name, named)
-    return known
-
-
-@cache
-def _raw_built_in() -> dict[str, Any]:
-    return _parsed(BUILT_IN)
-
-
-@cache
-def _built_in() -> dict[str, Accelerator]:
-    raw = _raw_built_in()
-    return {
-        name: _validated(entry, f"{BUILT_IN}: [{name}]").accelerator(name, raw["sources"])
-        for name, entry in raw.items()
-        if name != "sources"
-    }
+        entries[name] = entries.get(name, {}) | sourced
+        origins[name] = f"{own}: [{written}]"
+    return {name: _validated(entry, origins[name]).accelerator(name, named) for name, entry in entries.items()}
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -269,71 +241,24 @@ def _parsed(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not TOML: {error}; an accelerator is for example Z1-64GB = {EXAMPLE}") from None
 
 
-def _sources(document: dict[str, Any]) -> dict[str, str]:
-    named = document.get("sources", {})
-    return dict(named) if isinstance(named, dict) else {}
-
-
 def _validated(entry: dict[str, Any], where: str) -> _Entry:
-    try:
-        return _Entry.model_validate(entry)
-    except ValidationError as error:
-        raise InputError(f"{where} {_explain(error)}") from None
-
-
-def _explain(error: ValidationError) -> str:
-    """Return the first fault as one line.
+    """Return an entry of a file. An error names the first fault in one line.
 
     An unknown key comes before a missing one, because it is usually that key misspelt.
     """
-    fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
+    try:
+        return _Entry.model_validate(entry)
+    except ValidationError as error:
+        fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
     keys = [str(key) for key in fault["loc"]]
-    message = fault["msg"].removeprefix("Value error, ")
-    if not keys:
-        return message
-    at = ".".join(keys)
+    at, message = ".".join(keys), fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         part: Any = _Entry if len(keys) == 1 else _Entry.model_fields[keys[0]].annotation
         known = list(part.model_fields)
         close = get_close_matches(keys[-1], known, n=1)
-        return f"{at}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
-    if fault["type"] == "missing":
-        return f"{at}: missing; an accelerator is for example {EXAMPLE}"
-    return f"{at}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
-
-
-def physical_memory() -> int:
-    """Return the bytes of memory of this machine."""
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Windows: MEMORYSTATUSEX has its own size first and the total physical memory at byte 8.
-    status = ctypes.create_string_buffer((64).to_bytes(4, "little"), 64)
-    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # type: ignore[attr-defined]
-    return int.from_bytes(status.raw[8:16], "little")
-
-
-def this_machine() -> Accelerator:
-    """Return the processors of this machine as one accelerator.
-
-    Memory and cores are the machine's own. The rest is a guess by the core, for a server with AVX2.
-    """
-    cores = os.cpu_count() or 1
-    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
-    guess = tuple(
-        NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
-        for group in ("peak", "memory", "board")
-    )
-    return Accelerator(
-        name="cpu",
-        peak_tflops=rate,
-        best_matmul_tflops=None,
-        memory_gib=round(physical_memory() / 2**30, 1),
-        memory_tb_s=0.01 * cores,
-        link_gb_s=10.0 * cores,
-        network_gb_s=1.0,
-        node_size=1,
-        power_w=5.0 * cores,
-        peaks=(("bf16", rate), ("fp32", rate)),
-        sources=guess,
-        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
-    )
+        message = f"{at}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+    elif fault["type"] == "missing":
+        message = f"{at}: missing; an accelerator is for example {EXAMPLE}"
+    elif keys:
+        message = f"{at}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
+    raise InputError(f"{where} {message}")

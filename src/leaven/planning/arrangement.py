@@ -18,9 +18,6 @@ from leaven.recipe.shape import ModelShape
 _NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
 _WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
 _SWITCHES = {"compile": {"true": True, "false": False}}
-# Largest micro-batch that is searched, in tokens and sequences: the maximum of 131 published rows of MPT, 64 x 1,024.
-_MOST_TOKENS = 65_536
-_LARGEST = 64
 _KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
 
 
@@ -142,11 +139,11 @@ def _would(model: Model, layout: Layout, gpus: int) -> str:
         rest = layout.tp * layout.pp * layout.cp // own
         would = [degree for degree in possible if gpus % (degree * rest) == 0]
         if own > 1 and would:
-            options.append(f"{key} of {_listed(would)}")
+            options.append(f"{key} of {listed(would)}")
     return f"{', or '.join(options)} would" if options else f"tp x pp must divide {gpus:,}"
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def listed(numbers: Iterable[int]) -> str:
     *most, last = map(str, numbers)
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -195,7 +192,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
-        return f"tp={tp}: {_cut_by_tensor_ranks(model)} do not all divide by {tp}; tp of {_listed(possible)} works"
+        return f"tp={tp}: {_cut_by_tensor_ranks(model)} do not all divide by {tp}; tp of {listed(possible)} works"
     if stages > model.n_layers:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
         return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
@@ -244,50 +241,3 @@ def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_b
         + (f"lower [batch] micro_batch from {micro_batch}, or " if lower else "")
         + f"begin with a batch of {layout.pp * layout.dp * seq_len:,} tokens or more"
     )
-
-
-def arrangements(
-    model: Model,
-    layout: Layout,
-    batch_tokens: int,
-    micro_batch: int | None,
-    smallest_tokens: int | None = None,
-) -> list[Arrangement]:
-    """Return a layout with every micro-batch that divides a rank's share of the batch, or with the given one.
-
-    The smallest batch of a ramp must fill the pipeline, too.
-
-    Raises:
-        InputError: if the batch is not a whole number of sequences, does not divide, or does not fill the pipeline;
-            says what would do.
-    """
-    sequences, rest = divmod(batch_tokens, model.seq_len)
-    if rest or not sequences:
-        lower = max(sequences, 1) * model.seq_len
-        raise InputError(
-            f"a batch of {batch_tokens:,} tokens is not a whole number of sequences of {model.seq_len:,}; "
-            f"use {lower:,} or {lower + model.seq_len:,}"
-        )
-    share, rest = divmod(sequences, layout.dp)
-    if rest or share % (micro_batch or 1):
-        unit = layout.dp * (micro_batch or 1)
-        batch = f"a batch of {max(round(sequences / unit), 1) * unit * model.seq_len:,} tokens would"
-        if not rest:
-            batch = f"{_listed(size for size in range(1, _LARGEST + 1) if share % size == 0)} does, or {batch}"
-            raise InputError(
-                f"micro-batch {micro_batch} does not divide a rank's {share:,} sequences at dp {layout.dp}; {batch}"
-            )
-        raise InputError(
-            f"a batch of {sequences:,} sequences does not divide over dp {layout.dp}"
-            + (f" x micro-batch {micro_batch}" if micro_batch else "")
-            + f"; {batch}"
-        )
-    most = min(share, max(1, _MOST_TOKENS // model.seq_len))
-    sizes = (
-        [micro_batch] if micro_batch else [size for size in range(1, min(most, _LARGEST) + 1) if share % size == 0]
-    )
-    refusals = [pipeline_refusal(layout, model.seq_len, smallest_tokens or batch_tokens, size) for size in sizes]
-    if refusals[0] is not None:  # of the smallest
-        raise InputError(f"layout {refusals[0]}")
-    fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]
-    return [Arrangement(layout, size, share // size) for size in fills]

@@ -18,9 +18,9 @@ from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, StarterRequest
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow
-from leaven.planning.cost import cost
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
@@ -95,7 +95,7 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
         gpus=cluster.gpus,
         note=cluster.accelerator.note,
         days=seconds / 86_400,
-        cost=cost(seconds, cluster, price),
+        cost=cluster.cost(seconds, price),
         flops_convention=CONVENTION,
         rows=rows,
         refused=refused,
@@ -160,7 +160,7 @@ class _Speeds:
         shape = choose_shape(request, near)
         batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
         if self._mfu is None:
-            found = plan(shape, request.tokens, batch, cluster)
+            found = plan(Job(shape, batch, cluster), request.tokens)
             mfu, rate = found.speed.mfu, found.speed.tokens_per_second
         else:
             found, mfu = None, self._mfu

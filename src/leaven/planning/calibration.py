@@ -6,7 +6,6 @@ lost. Lines that this version of leaven cannot read are skipped.
 """
 
 import math
-import platform
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from leaven import storage
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB, worst_stage
+from leaven.planning.this_machine import processor
 from leaven.planning.timing import step_time
 from leaven.planning.training_codes import in_precision
 from leaven.recipe.files import cache_folder
@@ -117,15 +117,6 @@ def _records(path: Path) -> Iterator[CalibrationRecord]:
         for line in storage.read_json_lines(path).documents:
             with suppress(ValidationError):
                 yield CalibrationRecord.model_validate(line)
-
-
-def processor() -> str:
-    """Return the model name of this machine's processor."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from leaven.documents.planning import Comparison, Explanation
-from leaven.planning.accelerators import ACCELERATORS
+from leaven.planning.accelerators import accelerators
 from leaven.planning.arrangement import (
     Arrangement,
     check_layout,
@@ -333,7 +333,7 @@ def _of_layers(job: Job, layers: int) -> Model:
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
     """Return a cluster of so many of the same GPUs, in the accelerator's usual nodes unless others were requested."""
     name = cluster.accelerator.name
-    if name in ACCELERATORS and str(cluster) == f"{cluster.gpus}x{name}":
+    if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
         return Cluster(gpus, replace(cluster.accelerator, node_size=nodes))
     return replace(cluster, gpus=gpus)

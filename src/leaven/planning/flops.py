@@ -7,7 +7,6 @@ in its own backward pass is not counted, as usual. Conventions of published tabl
 benchmarks/planner/conventions.py.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 
@@ -47,21 +46,6 @@ def forward_flops(model: Model) -> ForwardFlops:
         causal=sum(count * block.core.flops(table.seq_len, "causal") for block, count in table.kinds),
         unembedding=2 * table.embedding,
     )
-
-
-def operators(model: Model, attention: Attention = "full") -> dict[str, float]:
-    """Return the model FLOPs of training on one token by operator, over all layers.
-
-    They add up to :func:`flops_per_token`. The core of attention is ``attention.core``; products have their names in
-    the model.
-    """
-    table = blueprint(model)
-    found: defaultdict[str, float] = defaultdict(float)
-    for block, count in table.kinds:
-        found["attention.core"] += 3 * count * block.core.flops(table.seq_len, attention)
-        for row in block.matmuls:
-            found[row.name] += 3 * count * row.flops
-    return dict(found) | {"unembedding": 3 * 2 * table.embedding}
 
 
 def flops_per_token(model: Model, attention: Attention = "full") -> float:

@@ -1,10 +1,12 @@
-"""Parse clusters and accelerator names as people and drivers write them."""
+"""Clusters: how people and drivers write them, and what it costs to rent one."""
 
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from leaven.planning.accelerators import ACCELERATORS, EXAMPLE, Accelerator, this_machine, user_file
+from leaven.documents.planning import CostRow, Price
+from leaven.planning.accelerators import EXAMPLE, Accelerator, accelerators, user_file
+from leaven.planning.this_machine import this_machine
 from leaven.recipe.errors import InputError
 
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
@@ -12,6 +14,10 @@ _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", r
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
 _FORMS = {"PCIE", "NVL"}  # an SXM board is the one that is neither
 _MEMORY = re.compile(r"\d+GB")
+_PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
+# Power of the building over that of its boards. 1 counts the boards alone: hosts, network and cooling differ from
+# place to place and often add half as much again.
+_PUE = 1.0
 
 
 @dataclass(frozen=True)
@@ -29,18 +35,33 @@ class Cluster:
     def nodes_text(self) -> str:
         """``one node``, ``8 nodes of 8``, ``2 nodes of 8, the last of 5``."""
         node = self.accelerator.node_size
+        if self.nodes == 1:
+            return "one node"
         rest = self.gpus % node
-        return (
-            f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
-            if self.nodes > 1
-            else "one node"
+        return f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
+
+    def cost(self, seconds: float, price: Price | None = None) -> CostRow:
+        """Return the cost of using the whole cluster for ``seconds``; ``price`` is for one GPU-hour.
+
+        Energy is None for a board of unknown power, money without a price.
+        """
+        gpu_hours, power = seconds / 3_600 * self.gpus, self.accelerator.power_w
+        return CostRow(
+            days=seconds / 86_400,
+            device="process" if self.accelerator.name == "cpu" else "GPU",
+            gpu_hours=gpu_hours,
+            energy_kwh=None if power is None else gpu_hours * power / 1_000 * _PUE,
+            board_power_w=power,
+            pue=_PUE,
+            price_per_gpu_hour=price,
+            money=None if price is None else gpu_hours * price.amount,
         )
 
     def __str__(self) -> str:
         name, node = self.accelerator.name, self.accelerator.node_size
         if name == "cpu":
             return name
-        known = ACCELERATORS.get(name)
+        known = accelerators().get(name)
         if known is None or _even_nodes(self.gpus, known.node_size) == node or self.gpus % node:
             return f"{self.gpus}x{name}"
         return f"{self.gpus // node}x{node}x{name}"
@@ -82,35 +103,43 @@ def _even_nodes(gpus: int, node: int) -> int:
     )
 
 
+def parse_price(text: str) -> Price:
+    """Parse the price of one GPU-hour: ``2.5``, ``$2.50``, ``2.2 EUR``.
+
+    Raises:
+        InputError: if the text is not a price.
+    """
+    match = _PRICE.fullmatch(text)
+    if match is None or (match[1] and match[3]):
+        raise InputError(f"--price {text}: not the price of a GPU for an hour; write for example 2.50 or $2.50")
+    return Price(amount=float(match[2]), currency=match[1] or match[3])
+
+
 def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Maker, memory and form may be left out: ``H100``, ``A100 40 GB``, ``h200-sxm``.
 
     Raises:
         InputError: if the table has no such accelerator; says which are near, and what to type to add it.
     """
-    exact = next((known for key, known in ACCELERATORS.items() if key.upper() == name.upper().strip()), None)
+    exact = next((known for key, known in accelerators().items() if key.upper() == name.upper().strip()), None)
     if exact is not None:
         return exact
     wanted = [word for word in _words(name) if word not in _MAKERS]
     # The first in the table that has every word: SXM is before PCIe, the larger memory first.
-    for known in ACCELERATORS.values():
+    for known in accelerators().values():
         if wanted and _is_called(_words(known.name), wanted):
             return known
+    by_short: dict[str, str] = {}
+    for known_name in accelerators():
+        by_short.setdefault(known_name.upper(), known_name)
+        by_short.setdefault(known_name.upper().split("-")[0], known_name)
+    close = get_close_matches(name.upper(), by_short, n=6, cutoff=0.0)
+    nearest = list(dict.fromkeys(by_short[short] for short in close))[:3]
     word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
     raise InputError(
-        f"no accelerator {name!r} in the table; nearest are {', '.join(nearest_names(name))} (all: leaven hardware); "
+        f"no accelerator {name!r} in the table; nearest are {', '.join(nearest)} (all: leaven hardware); "
         f"to add it, put a line like this example into {user_file()}, with its own numbers: {word} = {EXAMPLE}"
     )
-
-
-def nearest_names(name: str, n: int = 3) -> list[str]:
-    """Return the known names that are most similar to an unknown one."""
-    by_short: dict[str, str] = {}
-    for known in ACCELERATORS:
-        by_short.setdefault(known.upper(), known)
-        by_short.setdefault(known.upper().split("-")[0], known)
-    close = get_close_matches(name.upper(), by_short, n=2 * n, cutoff=0.0)
-    return list(dict.fromkeys(by_short[short] for short in close))[:n]
 
 
 def known_device(name: str) -> Accelerator | None:
@@ -123,7 +152,7 @@ def known_device(name: str) -> Accelerator | None:
         return None
     memory = {word for word in words if _MEMORY.fullmatch(word)}
     kind = []
-    for known in ACCELERATORS.values():
+    for known in accelerators().values():
         own = set(_words(known.name))
         model = {word for word in own if not _MEMORY.fullmatch(word)} - {"SXM"}
         if model <= words and own & _FORMS == words & _FORMS:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.planning.arrangement import Arrangement, arrangements, tensor_degrees
+from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, Memory, worst_stage
@@ -27,6 +27,9 @@ from leaven.recipe.layout import Layout, Recompute
 USABLE = 0.85
 # Tokens of one forward above which a larger micro-batch gains nothing; below, it saves launch latency.
 _ENOUGH_TOKENS = 8192
+# Largest micro-batch that is searched, in tokens and sequences: the maximum of 131 published rows of MPT, 64 x 1,024.
+_MOST_TOKENS = 65_536
+_LARGEST = 64
 # Context parallelism leaves each rank at least this many tokens of a sequence.
 _LEAST_CONTEXT = 4096
 # Stages per pipeline rank; with more, the messages cost too much.
@@ -57,8 +60,7 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train with it. Context and expert parallelism can only be planned and exported."""
-        return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
+        return _trained(self.arrangement)
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,50 @@ class Job:
     slower: float = 1.0  # calibration: factor on the planner's time of a step
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """Return a layout with every micro-batch. Raises InputError as :func:`arrangement.arrangements`."""
-        return arrangements(self.model, layout, self.batch_tokens, self.micro_batch, self.smallest_tokens)
+        """Return a layout with every micro-batch that divides a rank's share of the batch, or with the given one.
+
+        The smallest batch of a ramp must fill the pipeline, too.
+
+        Raises:
+            InputError: if the batch is not a whole number of sequences, does not divide, or does not fill the
+                pipeline; says what would do.
+        """
+        seq_len, given = self.model.seq_len, self.micro_batch
+        sequences, rest = divmod(self.batch_tokens, seq_len)
+        if rest or not sequences:
+            lower = max(sequences, 1) * seq_len
+            raise InputError(
+                f"a batch of {self.batch_tokens:,} tokens is not a whole number of sequences of {seq_len:,}; "
+                f"use {lower:,} or {lower + seq_len:,}"
+            )
+        share, rest = divmod(sequences, layout.dp)
+        sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
+        if rest or share % (given or 1):
+            unit = layout.dp * (given or 1)
+            batch = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens would"
+            if rest:
+                over = f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
+                raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {batch}")
+            raise InputError(
+                f"micro-batch {given} does not divide a rank's {share:,} sequences at dp {layout.dp}; "
+                f"{listed(sizes)} does, or {batch}"
+            )
+        most = max(1, _MOST_TOKENS // seq_len)
+        sizes = [given] if given else [size for size in sizes if size <= most]
+        smallest = self.smallest_tokens or self.batch_tokens
+        refusals = [pipeline_refusal(layout, seq_len, smallest, size) for size in sizes]
+        if refusals[0] is not None:  # of the smallest
+            raise InputError(f"layout {refusals[0]}")
+        fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]
+        return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
         """Time of a step."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
+
+    def candidate(self, how: Arrangement) -> LayoutCandidate:
+        """Return an arrangement with its memory and time."""
+        return LayoutCandidate(how, worst_stage(self.model, how, self.code), self.time(how))
 
 
 @dataclass(frozen=True)
@@ -104,7 +144,7 @@ class Exploration:
         """The entries of ``too_large`` that could be chosen if they fitted."""
         if not self.job.by_leaven:
             return self.too_large
-        return tuple(each for each in self.too_large if each[0].layout.cp == each[0].layout.ep == 1)
+        return tuple(each for each in self.too_large if _trained(each[0]))
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
@@ -115,12 +155,7 @@ class Exploration:
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
-
-        Tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a pipeline, and a rank keeps at
-        least 4,096 tokens of a sequence; a fixed value may break these rules. ZeRO 3 also shards over 1, 2, 4 or 8
-        nodes with replicas on the others.
-        """
+        """The layouts that may be chosen, each with its best micro-batch, the best first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -136,17 +171,13 @@ class Exploration:
         return beyond if worth else None
 
 
+def _trained(how: Arrangement) -> bool:
+    """Return whether leaven can train with it. Context and expert parallelism can only be planned and exported."""
+    return how.layout.cp == how.layout.ep == 1
+
+
 def fits(memory: Memory, cluster: Cluster) -> bool:
     return memory.total <= USABLE * cluster.accelerator.memory_gib * GIB
-
-
-def evaluate(
-    model: Model, arrangement: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16
-) -> LayoutCandidate:
-    """Return memory and time of one arrangement."""
-    return LayoutCandidate(
-        arrangement, worst_stage(model, arrangement, code), step_time(model, arrangement, cluster, code)
-    )
 
 
 def layouts(
@@ -155,7 +186,12 @@ def layouts(
     code: TrainingCode = LEAVEN_BF16,
     fixed: Mapping[str, Any] | None = None,
 ) -> Iterator[Layout]:
-    """Every layout that may be chosen with its best micro-batch, the best first."""
+    """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
+
+    Tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a pipeline, and a rank keeps at
+    least 4,096 tokens of a sequence; a fixed value may break these rules. ZeRO 3 also shards over 1, 2, 4 or 8
+    nodes with replicas on the others.
+    """
     fixed = fixed or {}
     gpus, node = cluster.gpus, cluster.accelerator.node_size
     for tp in _values(fixed, "tp", (tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node))):

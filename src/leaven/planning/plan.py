@@ -8,19 +8,15 @@ from typing import TYPE_CHECKING
 from leaven.documents.planning import (
     CalibrationRow,
     CandidateRow,
-    CostRow,
-    Explanation,
     MemoryPlan,
     PlanDocument,
     Price,
     RampPlan,
     SpeedPlan,
     StageMemory,
-    StateRow,
 )
 from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
-from leaven.planning.blueprint import Model, blueprint
-from leaven.planning.cost import cost
+from leaven.planning.blueprint import blueprint
 from leaven.planning.explain import explain, lacking, no_layout, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
@@ -29,7 +25,6 @@ from leaven.planning.layouts import (
     Exploration,
     Job,
     LayoutCandidate,
-    evaluate,
     explore,
     pareto,
     ranked,
@@ -39,15 +34,11 @@ from leaven.planning.memory import GIB, Memory, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
 from leaven.planning.timing import StepTime
 from leaven.planning.training_codes import (
-    LEAVEN_BF16,
-    TRAINING_CODES,
     Moments,
-    TrainingCode,
     in_precision,
     states,
 )
 from leaven.recipe.batch import Batch
-from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 
 if TYPE_CHECKING:
@@ -140,33 +131,6 @@ class ClusterPlan:
         """Seconds of the run, including its batch ramp."""
         return RampThroughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
-    @property
-    def days(self) -> float:
-        return self.seconds / 86_400
-
-    @property
-    def gpu_hours(self) -> float:
-        return self.seconds / 3_600 * self.cluster.gpus
-
-    @cached_property
-    def stages(self) -> tuple[Memory, ...]:
-        """Memory of each rank of the pipeline."""
-        ranks = range(self.arrangement.layout.pp)
-        return tuple(stage_memory(self.job.model, self.arrangement, rank, self.job.code) for rank in ranks)
-
-    @property
-    def activations(self) -> dict[str, float]:
-        """Bytes of activations by operator, on the rank that needs the most memory."""
-        totals = [memory.total for memory in self.stages]
-        return activation_parts(self.job.model, self.arrangement, totals.index(max(totals)), self.job.code)
-
-    @property
-    def states(self) -> list[StateRow]:
-        """What the whole model keeps for every parameter between steps, each with its reason."""
-        model = blueprint(self.job.model)
-        matrices = sum(block.matrices + block.experts for block in model.blocks)
-        return states(model.params, self.job.code, matrices)
-
     @cached_property
     def exploration(self) -> Exploration:
         """The search over all layouts and micro-batches. It also runs if the plan's own layout was given."""
@@ -178,26 +142,9 @@ class ClusterPlan:
         return self.exploration.fitting
 
     @cached_property
-    def alternatives(self) -> tuple[LayoutCandidate, ...]:
-        """The next best layouts that fit, each with its best micro-batch."""
-        own = self.arrangement.layout
-        others = [other for other in self.exploration.layouts if other.arrangement.layout != own]
-        return tuple(others[:N_ALTERNATIVES])
-
-    @cached_property
     def pareto(self) -> tuple[LayoutCandidate, ...]:
         """The choices that no other beats in both time and memory, the fastest first."""
         return tuple(pareto(self.exploration.choices))
-
-    @property
-    def untrained(self) -> LayoutCandidate | None:
-        """A layout that leaven plans and exports but cannot train, if it is more than 2% faster."""
-        return self.exploration.untrained
-
-    @cached_property
-    def not_lines(self) -> tuple[str, ...]:
-        """Why the neighbouring layouts were not chosen: ``tp 8: all-reduce 38% of the step``."""
-        return not_lines(self.exploration, self.chosen)
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
@@ -228,18 +175,18 @@ class ClusterPlan:
         """Where a batch ramp in this layout should start, and what it costs."""
         return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
 
-    def explain(self, asked: str) -> Explanation:
-        """Compare the choice with the best layout that has, say, ``tp=4``; see
-        :func:`leaven.planning.explain.explain`."""
-        return explain(self.exploration, self.chosen, asked)
-
-    def cost(self, price: Price | None = None) -> CostRow:
-        """Time, GPU-hours and energy; also money if the price of a GPU-hour is given."""
-        return cost(self.seconds, self.cluster, price)
-
     def document(self, asked: str | None = None, price: Price | None = None) -> PlanDocument:
-        """The document of ``leaven plan``. ``asked``: the layout to explain."""
-        times = self.calibration
+        """Return the document of ``leaven plan``, without the commands to run next. ``asked`` is a layout to explain,
+        ``price`` that of a GPU-hour."""
+        model, code, own, times = self.job.model, self.job.code, self.arrangement.layout, self.calibration
+        stages = [stage_memory(model, self.arrangement, rank, code) for rank in range(own.pp)]
+        totals = [memory.total for memory in stages]
+        activations = activation_parts(model, self.arrangement, totals.index(max(totals)), code)
+        table = blueprint(model)
+        matrices = sum(block.matrices + block.experts for block in table.blocks)
+        cost = self.cluster.cost(self.seconds, price)
+        others = [other for other in self.exploration.layouts if other.arrangement.layout != own]
+        untrained = self.exploration.untrained
         return PlanDocument(
             cluster=str(self.cluster),
             gpus=self.cluster.gpus,
@@ -249,21 +196,21 @@ class ClusterPlan:
                 capacity_gib=self.cluster.accelerator.memory_gib,
                 fits=self.fits,
                 parts=self.memory.parts_gib,
-                activations={name: size / GIB for name, size in self.activations.items()},
-                states=self.states,
+                activations={name: size / GIB for name, size in activations.items()},
+                states=states(table.params, code, matrices),
             ),
             speed=self.speed,
             time=vars(self.time),
-            days=self.days,
-            gpu_hours=self.gpu_hours,
+            days=cost.days,
+            gpu_hours=cost.gpu_hours,
             flops_convention=CONVENTION,
-            alternatives=[_row(other) for other in self.alternatives],
-            cost=self.cost(price),
-            stages=[StageMemory(gib=memory.total / GIB, parts=memory.parts_gib) for memory in self.stages],
+            alternatives=[_row(other) for other in others[:N_ALTERNATIVES]],
+            cost=cost,
+            stages=[StageMemory(gib=memory.total / GIB, parts=memory.parts_gib) for memory in stages],
             pareto=[_row(candidate) for candidate in self.pareto],
-            untrained=self.untrained and _row(self.untrained),
+            untrained=untrained and _row(untrained),
             ramp=self.ramp,
-            **{"not": list(self.not_lines)},
+            **{"not": list(not_lines(self.exploration, self.chosen))},
             cautions=list(self.cautions),
             calibration=times
             and CalibrationRow(
@@ -271,7 +218,7 @@ class ClusterPlan:
                 uncalibrated_step_seconds=replace(self.job, slower=1.0).time(self.arrangement).step,
                 says=str(times),
             ),
-            explain=None if asked is None else self.explain(asked),
+            explain=None if asked is None else explain(self.exploration, self.chosen, asked),
             next=[],
         )
 
@@ -292,7 +239,7 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
     trained.
 
     Raises:
-        InputError: as :func:`plan_job` and :func:`in_precision`.
+        InputError: as :func:`plan` and :func:`in_precision`.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     compiled = recipe.layout.compile
@@ -310,80 +257,10 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
         code=code.with_moments(moments),
         compile=asked.compile if asked else compiled,
     )
-    return plan_job(job, recipe.data.tokens, asked, recipe.batch)
+    return plan(job, recipe.data.tokens, asked, recipe.batch)
 
 
-def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
-    """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
-
-    Sequence length, batch and tokens are the run's own; the vocabulary is padded to a multiple of 128. Limits of
-    leaven's own trainer do not apply.
-
-    Raises:
-        InputError: if there is no such run, or too little of it is published to plan it.
-    """
-    from leaven.catalogue.runs import find_run  # a recipe is planned without the catalogue
-    from leaven.planning.published import published_blueprint
-
-    run = find_run(id)
-    seq_len = run.data.seq_len if run.data else None
-    known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
-    missing = [name for name, value in known.items() if value is None]
-    if seq_len is None or run.batch_tokens is None or run.tokens is None:
-        raise InputError(f"{id}: no {' and no '.join(missing)} is published; plan a recipe: leaven new --from {id}")
-    model = published_blueprint(run.arch, seq_len)
-    model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
-    cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
-    job = Job(
-        model,
-        _sequences(run.batch_tokens, seq_len) * seq_len,
-        cluster,
-        micro_batch,
-        code=TRAINING_CODES["megatron-flash"].with_moments(moments),
-        by_leaven=False,
-        compile=asked is not None and asked.compile,
-    )
-    return plan_job(job, run.tokens, asked)
-
-
-def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences of a batch that was published as a rounded number of tokens.
-
-    It is the roundest count within 5%: 16M tokens in sequences of 8,192 are 2,048.
-    """
-    count = batch_tokens / seq_len
-    if count == int(count):
-        return int(count)
-    units = [2**n for n in range(20, -1, -1)]
-    near = [round(count / unit) * unit for unit in units]
-    return next((sequences for sequences in near if abs(sequences / count - 1) <= 0.05), max(round(count), 1))
-
-
-def plan(
-    model: Model,
-    tokens: int,
-    batch_tokens: int,
-    cluster: Cluster,
-    layout: Layout | None = None,
-    *,
-    micro_batch: int | None = None,
-    smallest_tokens: int | None = None,
-    code: TrainingCode = LEAVEN_BF16,
-) -> ClusterPlan:
-    """Plan a run of ``tokens`` tokens in batches of ``batch_tokens``.
-
-    ``smallest_tokens`` is the first batch, if the batch grows.
-
-    Raises:
-        InputError: as :func:`plan_job`.
-    """
-    compiled = layout is not None and layout.compile
-    job = Job(model, batch_tokens, cluster, micro_batch, smallest_tokens, code, compile=compiled)
-    return plan_job(job, tokens, layout)
-
-
-def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
+def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
     """Plan a job of ``tokens`` tokens. ``batch`` is given if it grows.
 
     Without a layout the fastest that fits is chosen. A given layout is planned with its fastest micro-batch that
@@ -401,7 +278,7 @@ def plan_job(job: Job, tokens: int, layout: Layout | None = None, batch: Batch |
         vars(found)["exploration"] = seen  # reuse the search
         return found
     check_layout(job.model, layout, job.cluster)
-    tried = [evaluate(job.model, how, job.cluster, job.code) for how in job.arrangements(layout)]
+    tried = [job.candidate(how) for how in job.arrangements(layout)]
     fitting = [candidate for candidate in tried if candidate.fits(job.cluster)]
     # If nothing fits, show the one that needs the least memory.
     chosen = ranked(job.model, fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)

@@ -1,10 +1,13 @@
-"""Blueprints of published architectures, including those that leaven cannot build."""
+"""Blueprints and plans of published runs, including architectures that leaven cannot build."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from typing import NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
+from leaven.catalogue.runs import find_run
+from leaven.planning.arrangement import parse_layout
 from leaven.planning.blueprint import (
     BlockTable,
     Blueprint,
@@ -14,6 +17,10 @@ from leaven.planning.blueprint import (
     block_table,
     mlp_rows,
 )
+from leaven.planning.hardware import parse_cluster
+from leaven.planning.layouts import Job
+from leaven.planning.plan import ClusterPlan, plan
+from leaven.planning.training_codes import TRAINING_CODES, Moments
 from leaven.recipe.errors import InputError
 
 _NEEDED = ("n_layers", "d_model", "n_heads", "gated", "norm", "tied_embeddings", "qk_norm")
@@ -27,6 +34,50 @@ class LayerWidths(NamedTuple):
     n_heads: int
     n_kv_heads: int
     d_ff: int | None  # None where the layer has experts
+
+
+def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
+    """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
+
+    Sequence length, batch and tokens are the run's own; the vocabulary is padded to a multiple of 128. Limits of
+    leaven's own trainer do not apply.
+
+    Raises:
+        InputError: if there is no such run, or too little of it is published to plan it.
+    """
+    run = find_run(id)
+    seq_len = run.data.seq_len if run.data else None
+    known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
+    missing = [name for name, value in known.items() if value is None]
+    if seq_len is None or run.batch_tokens is None or run.tokens is None:
+        raise InputError(f"{id}: no {' and no '.join(missing)} is published; plan a recipe: leaven new --from {id}")
+    model = published_blueprint(run.arch, seq_len)
+    model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
+    cluster = parse_cluster(gpus)
+    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
+    job = Job(
+        model,
+        _sequences(run.batch_tokens, seq_len) * seq_len,
+        cluster,
+        micro_batch,
+        code=TRAINING_CODES["megatron-flash"].with_moments(moments),
+        by_leaven=False,
+        compile=asked is not None and asked.compile,
+    )
+    return plan(job, run.tokens, asked)
+
+
+def _sequences(batch_tokens: int, seq_len: int) -> int:
+    """Return the number of sequences of a batch that was published as a rounded number of tokens.
+
+    It is the roundest count within 5%: 16M tokens in sequences of 8,192 are 2,048.
+    """
+    count = batch_tokens / seq_len
+    if count == int(count):
+        return int(count)
+    units = [2**n for n in range(20, -1, -1)]
+    near = [round(count / unit) * unit for unit in units]
+    return next((sequences for sequences in near if abs(sequences / count - 1) <= 0.05), max(round(count), 1))
 
 
 def published_blueprint(

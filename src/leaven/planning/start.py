@@ -12,6 +12,7 @@ from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.documents.planning import ComparedRow, NewRecipe, ProxyRow
 from leaven.planning.hardware import Cluster
+from leaven.planning.layouts import Job
 from leaven.planning.memory import GIB
 from leaven.planning.plan import ACCURACY, plan
 from leaven.recipe.errors import InputError
@@ -98,7 +99,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     recipe = derivation.recipe
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
     try:
-        found = plan(recipe.model, recipe.data.tokens, recipe.batch.tokens, cluster, smallest_tokens=smallest)
+        found = plan(Job(recipe.model, recipe.batch.tokens, cluster, smallest_tokens=smallest), recipe.data.tokens)
     except InputError as error:
         raise InputError(f"--gpus {cluster}: {error}; or take fewer GPUs") from None
     how = found.arrangement

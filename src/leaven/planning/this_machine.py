@@ -1,9 +1,17 @@
-"""Rough estimates, without a plan: can this machine train a recipe, and if not, which cluster can?"""
+"""The machine that leaven runs on: its processor as an accelerator, its GPUs, and what it can train.
 
+:func:`trainable_here` and :func:`cluster_for` are rough estimates, without a plan.
+"""
+
+import ctypes
 import math
 import os
+import platform
+from contextlib import suppress
+from pathlib import Path
 
-from leaven.planning.accelerators import this_machine
+from leaven.documents.catalogue import NumberSource
+from leaven.planning.accelerators import Accelerator
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 
@@ -13,6 +21,52 @@ _MFU = 0.4
 _GPU = "H100-80GB"
 _GPU_FLOPS = 1e15  # per second, dense bf16
 _GPU_BYTES = 60 * 2**30  # of 80 GiB, what is left beside activations
+
+
+def physical_memory() -> int:
+    """Return the bytes of memory of this machine."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # Windows: MEMORYSTATUSEX has its own size first and the total physical memory at byte 8.
+    status = ctypes.create_string_buffer((64).to_bytes(4, "little"), 64)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # type: ignore[attr-defined]
+    return int.from_bytes(status.raw[8:16], "little")
+
+
+def processor() -> str:
+    """Return the model name of this machine's processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def this_machine() -> Accelerator:
+    """Return the processors of this machine as one accelerator.
+
+    Memory and cores are the machine's own. The rest is a guess by the core, for a server with AVX2.
+    """
+    cores = os.cpu_count() or 1
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
+    guess = tuple(
+        NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
+        for group in ("peak", "memory", "board")
+    )
+    return Accelerator(
+        name="cpu",
+        peak_tflops=rate,
+        best_matmul_tflops=None,
+        memory_gib=round(physical_memory() / 2**30, 1),
+        memory_tb_s=0.01 * cores,
+        link_gb_s=10.0 * cores,
+        network_gb_s=1.0,
+        node_size=1,
+        power_w=5.0 * cores,
+        peaks=(("bf16", rate), ("fp32", rate)),
+        sources=guess,
+        note="guessed from the number of cores; --measure calibrates the time of a step, the peak stays a guess",
+    )
 
 
 def trainable_here(recipe: Recipe) -> bool:

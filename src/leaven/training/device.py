@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import torch
 
 from leaven import __version__
-from leaven.planning.accelerators import Accelerator, physical_memory
-from leaven.planning.calibration import processor
+from leaven.planning.accelerators import Accelerator
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import known_device, parse_cluster
+from leaven.planning.this_machine import physical_memory, processor
 from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
