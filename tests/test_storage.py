@@ -77,7 +77,7 @@ def test_a_killed_folder_is_whole_or_absent(tmp_path: Path, moment: str) -> None
     assert names(tmp_path / "it") == ["d"]
 
 
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_leaves_the_old_content(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(OLD)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -179,7 +179,7 @@ def read(path: Path) -> tuple[list[Any], bool, list[int]]:
     return [line["n"] for line in found.documents], found.torn, found.damaged
 
 
-def test_a_line_torn_anywhere_is_told_from_damage_and_repaired_by_the_next_append(tmp_path: Path) -> None:
+def test_the_next_append_repairs_a_line_torn_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     assert read(path) == ([], False, [])
     lines = [json.dumps({"n": n, "of": "ä 🍞"}, ensure_ascii=False).encode() + b"\n" for n in (1, 2)]
@@ -192,7 +192,7 @@ def test_a_line_torn_anywhere_is_told_from_damage_and_repaired_by_the_next_appen
         assert path.read_bytes().endswith(b'\n{"n": 3}\n')
 
 
-def test_what_is_no_object_in_the_middle_is_damage(tmp_path: Path) -> None:
+def test_a_line_without_an_object_is_reported_as_damaged(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b'{"n": 1}\n\n\xff\xfe\n[1]\n{"n": \n' + b"[" * 50_000 + b'\n{"n": 2}\nnull')
     assert read(path) == ([1, 2], True, [3, 4, 5, 6])
@@ -210,7 +210,7 @@ def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
     assert path.read_text() == '{"n": 2}\n'
 
 
-def test_a_file_that_must_be_there_is_not_made(tmp_path: Path) -> None:
+def test_append_without_create_needs_an_existing_file(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         storage.append(tmp_path / "lines", b"{}\n", create=False)
     assert names(tmp_path) == []

@@ -30,7 +30,7 @@ def test_order_bubble_and_live_micro_batches_are_those_planned(name: str, ranks:
         assert [alive(rank) for rank in passes] == ALIVE[name]
 
 
-def test_order_of_a_pipeline_by_hand() -> None:
+def test_the_bubble_of_a_small_gpipe_schedule() -> None:
     """Two ranks, two micro-batches, GPipe: F F . B B against . F F B B by the second, 9 slots of which 3 are idle."""
 
     def rank(stage: int) -> list[MeasuredPass]:

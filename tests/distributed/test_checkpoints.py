@@ -150,21 +150,26 @@ def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     return replace(checkpoint, optimizer=dict(checkpoint.optimizer) | {"step.w": torch.tensor(1.0)})
 
 
+def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
+    return replace(checkpoint, model={"w": torch.zeros(5, 100)}) if rank == 1 else checkpoint
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (shifted(1, 1), "w: a part of it is saved by no process"),
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
+        (overlapping, "w: a part of it is saved twice"),
         (twice, "step.w: a part of it is saved twice"),
         (without_number, "step.w: no process saves it; rank 0 holds a replica"),
         (doubled, r"w: its blocks belong to different tensors, float32 \(12, 100\) and float64"),
     ],
 )
-def test_parts_that_make_no_whole_tensor_are_not_saved(
-    tmp_path: Path, change: Callable[[Checkpoint, int], Checkpoint], said: str
+def test_parts_that_do_not_make_a_whole_tensor_are_not_saved(
+    tmp_path: Path, change: Callable[[Checkpoint, int], Checkpoint], message: str
 ) -> None:
     def body(group: ProcessGroup) -> str:
-        with pytest.raises(NotSaved, match=said) as error:
+        with pytest.raises(NotSaved, match=message) as error:
             write_checkpoint(tmp_path, change(rows(1, group.rank, 3), group.rank), Exchange(group))
         return str(error.value)
 
@@ -172,21 +177,7 @@ def test_parts_that_make_no_whole_tensor_are_not_saved(
     assert names(tmp_path) == []
 
 
-def test_overlapping_pieces_are_found(tmp_path: Path) -> None:
-    """Rows 0 to 6 and 4 to 12: every row is there, two of them twice."""
-
-    def body(group: ProcessGroup) -> None:
-        start, end = ((0, 6), (4, 12))[group.rank]
-        made = Checkpoint(
-            Progress(1, 256), {"w": torch.zeros(end - start, 5)}, {}, places={"w": Place((12, 5), (start, 0))}
-        )
-        with pytest.raises(NotSaved, match="w: a part of it is saved twice"):
-            write_checkpoint(tmp_path, made, Exchange(group))
-
-    together(2, body)
-
-
-def test_a_process_that_answers_too_late(tmp_path: Path) -> None:
+def test_a_process_that_answers_too_late_fails_the_save_on_all(tmp_path: Path) -> None:
     """Its files are removed, and it gets the same error as the others."""
 
     def body(group: ProcessGroup) -> str:
@@ -207,7 +198,7 @@ def test_a_process_that_answers_too_late(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_processes_with_different_folders(tmp_path: Path) -> None:
+def test_processes_that_write_to_different_folders_fail_the_save(tmp_path: Path) -> None:
     def body(group: ProcessGroup) -> str:
         folder = tmp_path / f"node{group.rank // 2}"
         with pytest.raises(NotSaved) as error:

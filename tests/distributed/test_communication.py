@@ -15,14 +15,14 @@ SLOW = {"dp 2 pp 2 zero 0", "dp 2 pp 2 zero 1", "dp 2 pp 2 zero 3", "dp 2 zero 1
 @pytest.mark.parametrize(
     "changes", [pytest.param(LAYOUTS[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
 )
-def test_bytes_are_those_of_theory(changes: dict[str, Any], ranks: Pool, tiny: Recipe) -> None:
+def test_a_step_sends_the_bytes_of_theory(changes: dict[str, Any], ranks: Pool, tiny: Recipe) -> None:
     recipe = tiny.replace(SHAPE | changes)
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     found = ranks(recipe.layout.ranks, counted, recipe, tokens)
     assert found == [theory(recipe, rank) for rank in range(recipe.layout.ranks)]
 
 
-def test_theory_is_that_of_the_paper(tiny: Recipe) -> None:
+def test_theory_gives_the_bytes_of_the_zero_paper(tiny: Recipe) -> None:
     """With a micro-batch a step 2 Psi of ZeRO 0 to 2 and 3 Psi of ZeRO 3, which gathers the ends and norms once."""
     one = tiny.replace(SHAPE | {"batch.micro_batch": 4, "layout.dp": 2})
     sizes = {parameter.name: 4 * parameter.size for parameter in one.model.parameters()}

@@ -2,46 +2,22 @@
 
 import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from tests.distributed.pool import Pool
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from leaven.distributed.compat import (
-    all_gather,
     local_place,
     pretend,
     quiet_about_views,
-    reduce_scatter,
-    resizes_seen,
-    shapes_apart,
-    stage_backward,
 )
 from leaven.distributed.lean_stage import LeanStage
-
-
-def collectives() -> tuple[Tensor, Tensor]:
-    dist.init_process_group("gloo")
-    rank, group = dist.get_rank(), dist.group.WORLD
-    assert group is not None
-    mine = torch.full((2, 3), float(rank))
-    return all_gather(mine.T.contiguous().T, group), reduce_scatter(torch.arange(8.0).view(4, 2) * (rank + 1), group)
-
-
-def test_all_gather_and_reduce_scatter(ranks: Pool) -> None:
-    everything = torch.tensor([0.0, 0.0, 1.0, 1.0])[:, None].expand(4, 3)
-    for rank, (whole, part) in enumerate(ranks(2, collectives)):
-        assert torch.equal(whole, everything)
-        assert torch.equal(part, 3 * torch.arange(8.0).view(4, 2)[2 * rank : 2 * rank + 2])
 
 
 def places(rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -81,50 +57,6 @@ def test_quiet_about_views_and_nothing_else(ranks: Pool) -> None:
     """torch began to warn with 2.13."""
     assert len(ranks(1, warned, False)[0]) == (torch.__version__ >= "2.13")
     assert ranks(1, warned, True)[0] == []
-
-
-def test_stage_backward_gives_the_inputs_gradients_and_adds_to_the_parameters() -> None:
-    x, w = torch.randn(3, 2, requires_grad=True), torch.randn(2, 2, requires_grad=True)
-    grad = torch.randn(3, 2)
-    expected_x, expected_w = torch.autograd.grad(x @ w, (x, w), grad)
-    (found,) = stage_backward((x @ w,), (grad,), (x,))
-    assert found is not None
-    torch.testing.assert_close(found, expected_x)
-    assert w.grad is not None
-    torch.testing.assert_close(w.grad, expected_w)
-
-
-def test_resizes_are_seen_inside_the_block_only() -> None:
-    storage, sizes = torch.ones(4).untyped_storage(), list[int]()
-    with resizes_seen(lambda storage: sizes.append(storage.nbytes())):
-        storage.resize_(0)
-        storage.resize_(32)
-    storage.resize_(8)
-    assert sizes == [0, 32]
-
-
-def propagated() -> list[int]:
-    """How often something is set apart: of an operation that is new to DTensor, and of one that it knows."""
-    pretend(0, 2)
-    times = [0]
-
-    @contextmanager
-    def count() -> Iterator[None]:
-        times[-1] += 1
-        yield
-
-    x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with FakeTensorMode(allow_non_fake_inputs=True), shapes_apart(count):
-        x.exp()
-    times.append(0)
-    x.sin()
-    return times
-
-
-def test_shape_inference_of_a_dtensor_is_apart(ranks: Pool) -> None:
-    inside, after = ranks(1, propagated)[0]
-    assert inside > 0
-    assert after == 0
 
 
 @pytest.mark.parametrize("name", [name for name in vars(LeanStage) if inspect.isfunction(vars(LeanStage)[name])])

@@ -53,7 +53,7 @@ def taken(recipe: Recipe) -> StepMemory:
         pytest.param("dp=2,tp=2,pp=2,zero=1", marks=pytest.mark.slow),
     ],
 )
-def test_a_dry_run_finds_what_real_processes_take(layout: str, ranks: Pool, tiny: Recipe) -> None:
+def test_a_dry_run_finds_the_memory_of_real_processes(layout: str, ranks: Pool, tiny: Recipe) -> None:
     recipe = rehearsal(with_layout(tiny.replace(SMALL | {"model.n_layers": 1 + ("pp" in layout)}), layout))
     rank = recipe.layout.ranks - 1
     real, dry = ranks(recipe.layout.ranks, taken, recipe)[rank], fresh(recipe, rank, "cpu")
@@ -125,7 +125,7 @@ OUTSIDE = {
     ("layout", "layers"),
     [pytest.param(name, n, marks=pytest.mark.xfail(strict=True, reason=why)) for name, (n, why) in OUTSIDE.items()],
 )
-def test_the_planner_is_off(layout: str, layers: int, tiny: Recipe) -> None:
+def test_layouts_that_the_planner_predicts_wrongly(layout: str, layers: int, tiny: Recipe) -> None:
     rows = judged(with_layout(tiny.replace(SMALL | {"model.n_layers": layers}), layout))
     assert all(row.passed for row in rows), rows
 
@@ -137,7 +137,7 @@ def test_a_70b_model_on_512_ranks(tiny: Recipe) -> None:
         assert row.passed, row
 
 
-def test_ranks_that_are_looked_at(tiny: Recipe) -> None:
+def test_which_ranks_are_checked(tiny: Recipe) -> None:
     layout = with_layout(tiny.replace(SMALL), "dp=2,tp=2,pp=4").layout
     assert ranks_to_check(layout) == [0, 4, 12]
     assert ranks_to_check(layout, all_stages=True) == [0, 4, 8, 12]

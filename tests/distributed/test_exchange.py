@@ -55,7 +55,7 @@ def test_values_of_an_earlier_start_are_ignored() -> None:
     assert together(3, restarted, store)[0] == ["new", None, None]
 
 
-def test_a_first_process_that_does_not_answer() -> None:
+def test_a_silent_first_process_is_an_error() -> None:
     def body(group: ProcessGroup) -> str:
         exchange = Exchange(group, timedelta(seconds=0.05))
         if group.is_first:

@@ -192,7 +192,7 @@ def listening(port: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_a_node_fewer(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
+def test_a_run_resumes_after_losing_a_node(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
     """Two agents on this machine, each with one process. One of them is gone at step 8, with all
     that it started; the other notices, and resumes alone with dp = 1."""
     write_recipe(two.replace({"layout.timeout_seconds": 60}), tmp_path / "two.toml")

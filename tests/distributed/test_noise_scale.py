@@ -39,9 +39,7 @@ def squared_norm(training: Training, windows: torch.Tensor) -> float:
     [{"layout.zero": 3}, {"layout.zero": 2, "layout.tp": 2}],
     ids=["zero 3", "zero 2, tp 2"],
 )
-def test_ranks_measure_what_one_device_would_of_the_same_sequences(
-    ranks: Pool, tiny: Recipe, layout: dict[str, int]
-) -> None:
+def test_ranks_measure_the_same_noise_scale_as_one_device(ranks: Pool, tiny: Recipe, layout: dict[str, int]) -> None:
     plain = tiny.replace({"batch.micro_batch": 2, "model.n_kv_heads": 2, "layout.dp": 2, **layout})
     tokens = prepare(plain.data, plain.model.vocab_size)
     found = ranks(plain.layout.ranks, steps, plain.replace({KEY: 256}), tokens, 1)
@@ -58,7 +56,7 @@ def test_ranks_measure_what_one_device_would_of_the_same_sequences(
         assert each["averages"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_ranks_train_the_same_with_it(ranks: Pool, tiny: Recipe) -> None:
+def test_measuring_the_noise_scale_does_not_change_the_losses(ranks: Pool, tiny: Recipe) -> None:
     plain = tiny.replace({"batch.micro_batch": 2, "layout.dp": 2, "layout.zero": 2})
     tokens = prepare(plain.data, plain.model.vocab_size)
     off, on = (ranks(2, steps, recipe, tokens, 3) for recipe in (plain, plain.replace({KEY: 256})))

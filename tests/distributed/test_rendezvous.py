@@ -50,7 +50,7 @@ def test_a_proposal_without_full_agreement_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(("before", "then"), [(2, 4), (4, 2)])
-def test_a_store_of_another_number_of_processes(before: int, then: int) -> None:
+def test_a_store_used_by_another_number_of_processes(before: int, then: int) -> None:
     store = HashStore()
     met(store, before)
     first, *others = met(store, then)

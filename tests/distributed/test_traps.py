@@ -52,7 +52,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused_before_anything_starts(changes: dict[str, Any], said: str, tiny: Recipe) -> None:
+def test_layouts_that_would_hang_or_abort_are_refused(changes: dict[str, Any], said: str, tiny: Recipe) -> None:
     recipe = tiny.replace(FOUR | changes)
     with pytest.raises(InputError, match=said) as refused:
         require_trainable(recipe, recipe.layout.ranks)
@@ -85,7 +85,7 @@ def test_zero_bubble_is_refused_where_torch_computes_it_wrong(there: str, wrong:
         (6, "there are 6 processes; dp=1 tp=2 pp=3 or dp=3 tp=1 pp=2 would do"),  # four heads: no tp=3
     ],
 )
-def test_another_number_of_processes(processes: int, said: str, tiny: Recipe) -> None:
+def test_a_wrong_number_of_processes_is_refused(processes: int, said: str, tiny: Recipe) -> None:
     recipe = tiny.replace(FOUR | layout(dp=2, tp=2, pp=2))
     with pytest.raises(InputError, match=f"dp 2 x tp 2 x pp 2 is 8 ranks, and {said}"):
         require_trainable(recipe, processes)

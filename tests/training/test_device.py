@@ -78,7 +78,7 @@ def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: p
     assert device_peak(CPU, compute).flops == 2e11
 
 
-def test_conventions_by_hand(tiny: Recipe) -> None:
+def test_mfu_causal_mfu_and_hfu_follow_their_formulas(tiny: Recipe) -> None:
     """L 2, d 16 (q 16, kv 8), d_ff 32, V 320, T 32: N without the embedding, and 12 L d s for attention."""
     n = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 32) + 320 * 16
     attention = 12 * 2 * 16 * 32
@@ -89,7 +89,7 @@ def test_conventions_by_hand(tiny: Recipe) -> None:
     assert again["hfu"] == pytest.approx(0.5 * (full + 2 * (n - 320 * 16) + attention / 3) / full)
 
 
-def test_peak_memory() -> None:
+def test_peak_memory_counts_freed_tensors_until_it_is_reset() -> None:
     reset_peak_memory(CPU)
     before = peak_memory(CPU)
     held = torch.ones(64 * 2**20)

@@ -102,7 +102,7 @@ def test_a_checkpoint_of_many_processes_is_the_same_model(run: Path, tokens: Tok
     assert all(torch.equal(resumed.optimizer[name], tensor) for name, tensor in whole.optimizer.items())
 
 
-def test_checkpoints_by_their_tokens(scaled_run: Path) -> None:
+def test_a_checkpoint_is_chosen_by_its_tokens(scaled_run: Path) -> None:
     newest, earlier = load_run(scaled_run), load_run(scaled_run, 5_120)
     assert (newest.tokens, earlier.tokens) == (10_240, 5_120)
     name = "layers.0.mlp.in.weight"
@@ -178,12 +178,12 @@ def test_a_run_starts_from_weights_and_is_resumed(
     assert resumed.loss == whole.loss
 
 
-def test_the_recipe_says_where_everything_is_from(adopted: Recipe, tmp_path: Path) -> None:
+def test_an_adopted_recipe_names_the_source_of_every_value(adopted: Recipe, tmp_path: Path) -> None:
     folder = tmp_path / "exported"
     assert adopted.start.weights == str(folder)
     assert adopted.data.tokenizer == str(folder / "tokenizer.json")
     assert adopted.why["model.d_model"] == f"hidden_size of {folder}/config.json"
-    assert adopted.why["model.qk_norm"] == "what a Qwen3ForCausalLM is"
+    assert "Qwen3ForCausalLM" in adopted.why["model.qk_norm"]
     for path in ("data.tokens", "batch.tokens", "hyperparameters.lr", "hyperparameters.init_std", "start.weights"):
         assert adopted.why[path]
     assert adopted.hyperparameters.init_std == 0.02

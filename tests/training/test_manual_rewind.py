@@ -48,7 +48,7 @@ def lines(run: RunFolder, key: str) -> list[float]:
     return [line[key] for line in run.metrics()]
 
 
-def test_back_over_some_data_with_another_lr(run: RunFolder) -> None:
+def test_a_rewind_skips_data_and_changes_the_lr(run: RunFolder) -> None:
     before = RunFolder(run.path).metrics()
     back = ManualRewind(rewind_to=40 * STEP, skip_tokens=3 * STEP - 5)
     summary = train(LOWER, text(), run.path, back=back)
@@ -74,7 +74,7 @@ def test_back_over_some_data_with_another_lr(run: RunFolder) -> None:
     assert "before: 0.01" in written.why["hyperparameters.lr"]
 
 
-def test_the_same_command_again_resumes(run: RunFolder) -> None:
+def test_the_same_rewind_command_resumes_the_run(run: RunFolder) -> None:
     back = ManualRewind(rewind_to=40 * STEP)
     stopped = train(LOWER, text(), run.path, back=back, stop=lambda: len(run.metrics()) >= 45)
     assert not stopped.finished

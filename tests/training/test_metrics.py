@@ -3,14 +3,13 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training.metrics import Curves, writers
+from leaven.training.metrics import writers
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -87,26 +86,6 @@ def test_a_failing_tracker_does_not_stop_the_run(
     reader.Reload()
     assert len(reader.Scalars("train/loss")) == 40
     assert reader.Scalars("validation/loss")[-1].value == pytest.approx(summary.loss)
-
-
-def test_a_full_disk_closes_the_writer_alone(tiny: Recipe, tmp_path: Path) -> None:
-    lost: list[tuple[str, str]] = []
-    curves = Curves(["tensorboard"], tmp_path, tiny, 0, lost=lambda *said: lost.append(said))
-    curves.validation(1, 10, {"loss": 3.0})
-    board: Any = curves._open["tensorboard"]
-    board._records._writer = _Full()
-    curves.validation(2, 20, {"loss": 2.0})
-    curves.validation(3, 30, {"loss": 1.0})
-    curves.close()
-    assert lost == [("tensorboard", "OSError: [Errno 28] No space left on device")]
-
-
-class _Full:
-    def write(self, content: bytes) -> int:
-        raise OSError(28, "No space left on device")
-
-    def flush(self) -> None:
-        raise OSError(28, "No space left on device")
 
 
 def test_writers_by_name() -> None:

@@ -20,7 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, by_rule_of_thumb, even, needed_memory, settle, sizes
+from leaven.training.micro_batch import GIB, by_rule_of_thumb, even, needed_memory, settle
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -35,13 +35,6 @@ def test_a_batch_is_cut_evenly_into_as_few_forwards_as_fit(sequences: int, micro
     assert 1 <= size <= micro_batch
     assert forwards == -(-sequences // micro_batch)
     assert forwards * size - sequences < forwards  # less than one sequence of padding a forward
-
-
-def test_candidates_are_powers_of_two_evened_out() -> None:
-    assert sizes(1) == [1]
-    assert sizes(8) == [1, 2, 4, 8]
-    assert sizes(12) == [1, 2, 4, 6, 12]
-    assert sizes(100) == [1, 2, 4, 8, 15, 25, 50, 100]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +106,7 @@ def at_speed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
         ({1: 1.0, 2: 1.5}, 2),
     ],
 )
-def test_the_fastest_is_taken(
+def test_the_fastest_micro_batch_is_chosen(
     tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], seconds: dict[int, float], chosen: int
 ) -> None:
     at_speed.update(seconds)
@@ -125,7 +118,7 @@ def test_the_fastest_is_taken(
     assert choice.too_large == (() if len(seconds) == 4 else (4,))
 
 
-def test_no_more_than_a_minute_is_spent(
+def test_timing_takes_at_most_a_minute(
     tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At ten seconds a sequence 1 takes 40 s, and 2 would take 80 more."""
@@ -167,7 +160,7 @@ def test_out_of_memory_reduces_the_micro_batch(
     assert set(event["too_large"]) == ({8, 4} if not how else {4})
 
 
-def test_not_one_sequence_fits(
+def test_a_run_is_refused_if_not_one_sequence_fits(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for how in ({}, LONG):

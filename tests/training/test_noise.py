@@ -81,7 +81,7 @@ def test_measuring_does_not_change_the_run(measured: Recipe, tokens: TokenSet) -
     assert plain.checkpoint().optimizer.keys() < watched.checkpoint().optimizer.keys()
 
 
-def test_it_is_measured_every_so_many_tokens(measured: Recipe, tokens: TokenSet) -> None:
+def test_the_noise_scale_is_measured_every_so_many_tokens(measured: Recipe, tokens: TokenSet) -> None:
     training = Training(measured.replace({KEY: 1_000}), tokens)
     assert training.noise is not None
     seen = []
@@ -133,7 +133,9 @@ Change = Callable[[Recipe], Recipe]
         ({"layout.dp": 4, "layout.zero": 2, "layout.dp_replicate": 2}, 4, r"exchanges them once a step"),
     ],
 )
-def test_refused_in_one_line(measured: Recipe, changes: dict[str, object], processes: int, said: str) -> None:
+def test_recipes_without_two_gradients_are_refused(
+    measured: Recipe, changes: dict[str, object], processes: int, said: str
+) -> None:
     with pytest.raises(InputError, match=said) as refused:
         require_trainable(measured.replace(changes), processes)
     assert "\n" not in str(refused.value)

@@ -55,7 +55,7 @@ def test_a_sample_does_not_depend_on_other_samples(run: LoadedRun) -> None:
     assert draw(0, 1) == texts[0, 1]
 
 
-def test_a_text_that_ends(run: LoadedRun) -> None:
+def test_a_sample_ends_at_the_end_of_text_token(run: LoadedRun) -> None:
     with torch.no_grad():
         run.model.unembedding.weight.zero_()  # all are as likely: the first is the end of text
     assert run.end_of_text == 0

@@ -1,5 +1,5 @@
-"""Everything that leaven uses of torch.distributed's private or changing names; tests/distributed/test_compat.py
-tests each."""
+"""Wraps the private or changing names of torch.distributed that leaven uses. If torch changes them, the tests of
+compat, layouts, lean stages and dry runs fail."""
 
 import warnings
 from collections.abc import Callable, Iterator

@@ -87,12 +87,19 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(
             f"{run}: holds no tokenizer.json (runs of older versions do not); copy the one it was trained with there"
         )
+    from tokenizers import Tokenizer
+
     tokenizer_json = read_text(folder.tokenizer_file)
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # tokenizers raises no narrower class
+        why = f"damaged ({error}); copy the tokenizer the run was trained with there"
+        raise InputError(f"{folder.tokenizer_file}: {why}") from None
     return LoadedRun(
         recipe=recipe,
         table=resolve(recipe),
         weights=checkpoint.model,
-        tokenizer=_tokenizer(tokenizer_json, folder.tokenizer_file),
+        tokenizer=tokenizer,
         tokenizer_json=tokenizer_json,
         tokens=checkpoint.progress.tokens,
         damaged=tuple(path.name for path in damaged),
@@ -106,15 +113,6 @@ def _missing(folder: Path, tokens: int | None, damaged: list[str]) -> str:
     if there:
         return f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{count:_}' for count in there)}"
     return "no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped"
-
-
-def _tokenizer(text: str, path: Path) -> "Tokenizer":
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_str(text)
-    except Exception as error:  # tokenizers raises no narrower class
-        raise InputError(f"{path}: damaged ({error}); copy the tokenizer the run was trained with there") from None
 
 
 def sample(

@@ -111,18 +111,13 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
                 f"{len(tokens.train):,} tokens: give shorter durations or more text"
             )
         found.append(recipe.replace({"data.tokens": duration}))
-    if len({_values(branch) for branch in found}) > 1:
+    tables = map(resolve, found)
+    if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
             f"durations: rule {recipe.scaling.rule} gives each duration its own values, so they share no trunk; "
             "remove scaling.base, or train each duration separately"
         )
     return found
-
-
-def _values(recipe: Recipe) -> tuple[Any, ...]:
-    """Return the values of a recipe under its rule."""
-    table = resolve(recipe)
-    return table.rows, table.attention_scale, table.beta2
 
 
 def cooldown_start(recipe: Recipe) -> float:
