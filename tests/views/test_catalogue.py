@@ -24,13 +24,13 @@ BY_KEY = {quantity.key: quantity for quantity in CHARTS}
 def test_every_known_value_is_a_point_with_its_source(quantity: CatalogueChart) -> None:
     chart, _ = scatter(quantity, RUNS, hues_of(RUNS))
     drawn = {
-        re.match("<b>(.*?)</b>", told)[1]: (x, y, told)  # type: ignore[index]
+        re.match("<b>(.*?)</b>", hover)[1]: (x, y, hover)  # type: ignore[index]
         for trace in go.Figure(chart).data
         if trace.hovertext is not None
-        for x, y, told in zip(trace.x, trace.y, trace.hovertext, strict=True)
+        for x, y, hover in zip(trace.x, trace.y, trace.hovertext, strict=True)
     }
-    told = {run.id: (run.params_total, quantity.of_run(run)) for run in RUNS if quantity.of_run(run)}
-    assert {id: point[:2] for id, point in drawn.items()} == {id: pytest.approx(point) for id, point in told.items()}
+    known = {run.id: (run.params_total, quantity.of_run(run)) for run in RUNS if quantity.of_run(run)}
+    assert {id: point[:2] for id, point in drawn.items()} == {id: pytest.approx(point) for id, point in known.items()}
     for id, (_, _, said) in drawn.items():
         known = quantity.group(find_run(id)).provenance(quantity.field)  # type: ignore[union-attr]
         flowing = said.replace("<br>", " ").replace("&amp;", "&")

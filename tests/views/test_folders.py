@@ -88,9 +88,9 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder, tmp_path
     assert read_run(run).validation == ((20_000, 3.5), (60_000, 3.2))
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run).validation == ()
-    told = write_page(run, tmp_path / "page.html").read_text()
-    assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in told
-    assert "1 of 2 by itself" in told
+    page = write_page(run, tmp_path / "page.html").read_text()
+    assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in page
+    assert "1 of 2 by itself" in page
 
 
 def test_an_interrupted_run_has_no_final_loss(folder):

@@ -259,6 +259,6 @@ def test_a_study_shows_all_trials_on_request(browser: Browser, pages: dict[str, 
     assert browser.evaluate(numbers) == list(range(30))  # the first in the new order
     browser.evaluate("document.querySelector('.all-rows').click()")
     assert browser.evaluate(numbers) == list(range(64))
-    told = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
+    readout = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
     browser.evaluate("document.querySelector('.multipliers svg').dispatchEvent(new Event('click', {bubbles: true}))")
-    assert browser.evaluate(told).startswith("every block, lr, layer by layer: ")
+    assert browser.evaluate(readout).startswith("every block, lr, layer by layer: ")

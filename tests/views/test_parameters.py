@@ -48,14 +48,14 @@ def test_a_reason_names_the_cell_and_its_value():
 
 @pytest.mark.parametrize("quantity", ["lr", "weight_decay", "eps", "init_std", "multiplier"])
 def test_the_factor_in_a_reason_is_target_over_base(quantity):
-    """The factor that is told is the ratio between the resolved values of target and base."""
+    """The printed factor is the ratio between the resolved values of target and base."""
     small = proxy().replace({"hyperparameters.depth": {}})
     recipe = target(small)
     for group in groups(resolve(recipe).rows, resolve(small)):
         mine, base = getattr(group.row, quantity), getattr(group.base, quantity)
-        told = reason(recipe, resolve(recipe), group.row, quantity)
-        if base and " = " in told:
-            assert float(told.rpartition(" = ")[2]) == pytest.approx(mine / base, rel=6e-3)
+        text = reason(recipe, resolve(recipe), group.row, quantity)
+        if base and " = " in text:
+            assert float(text.rpartition(" = ")[2]) == pytest.approx(mine / base, rel=6e-3)
         elif base:
             assert mine == base
 

@@ -65,7 +65,7 @@ def test_a_long_step_is_drawn_at_both_ends_with_true_times():
     assert sum(len(kind.x) for kind in chart.data) <= plan_charts.PASSES
     ends = [start + width for kind in chart.data for start, width in zip(kind.base, kind.x, strict=True)]
     assert max(ends) == pytest.approx(drawn.width, rel=1e-5)
-    numbers = {int(told.split()[1].strip(",")) for kind in chart.data for told in kind.hovertext}
+    numbers = {int(hover.split()[1].strip(",")) for kind in chart.data for hover in kind.hovertext}
     assert {0, m - 1} <= numbers
     assert m // 2 not in numbers
     for place, label in zip(chart.layout.xaxis.tickvals, chart.layout.xaxis.ticktext, strict=True):

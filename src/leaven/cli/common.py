@@ -66,7 +66,7 @@ def recipe_name(file: Path, default: str) -> str:
 
 
 def group() -> typer.Typer:
-    """A verb with subcommands; called without one it prints its help."""
+    """Return a verb with subcommands; called without one it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 

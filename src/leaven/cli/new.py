@@ -125,7 +125,7 @@ def new(
 
 
 def _proxy_params(text: str | None) -> int | None:
-    """The size of the proxy in parameters: None to let leaven choose, 0 for no proxy."""
+    """Return the size of the proxy in parameters: None to let leaven choose, 0 for no proxy."""
     if text is None:
         return None
     if text == "none":

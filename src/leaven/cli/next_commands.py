@@ -162,7 +162,7 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
 
 
 def again(*words: str) -> str:
-    """The command that was typed, with more arguments."""
+    """Return the command that was typed, with more arguments."""
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
@@ -193,7 +193,7 @@ def _run(stem: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """The path, with a number appended if it exists."""
+    """Return the path, with a number appended if it exists."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

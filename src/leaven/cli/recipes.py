@@ -189,7 +189,7 @@ def check(
 
 
 def _text_tokens(recipe: Recipe) -> int | None:
-    """An estimate of the tokens in the recipe's files; None for remote files and the built-in sample text."""
+    """Return an estimate of the tokens in the recipe's files; None for remote files and the built-in sample text."""
     names = [source.source for source in recipe.data.sources]
     if "python-stdlib" in names:
         return None

@@ -80,7 +80,7 @@ def sample_(
 
 
 def shown(text: str) -> str:
-    """The text, with control characters replaced on a terminal: a model may generate escape sequences."""
+    """Return the text, with control characters replaced on a terminal: a model may generate escape sequences."""
     if not sys.stdout.isatty():
         return text
     return "".join(each if each in "\n\t" or unicodedata.category(each) != "Cc" else "\ufffd" for each in text)

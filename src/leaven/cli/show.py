@@ -49,7 +49,7 @@ def show(
 
 
 def resolved(recipe: Recipe, found: list[Caution], following: list[str]) -> ShowDocument:
-    """The document of a recipe with its warnings, which are printed on standard error too."""
+    """Return the document of a recipe with its warnings, which are printed on standard error too."""
     warn(each.message for each in found)
     cautions = [asdict(each) for each in found]
     return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, next=following)

@@ -91,7 +91,7 @@ def train_(
     if loaded.start.folder is not None:  # fails before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        _leave_if_decided(RunFolder(folder))
+        _exit_if_stopped_on_purpose(RunFolder(folder))
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
@@ -126,7 +126,7 @@ def train_(
         raise typer.Exit(75)
 
 
-def _leave_if_decided(run: "RunFolder") -> None:
+def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
     """Exit if the run stopped on purpose. torchrun restarts all processes after any exit code but 0; such a run must
     stay stopped until the user starts it again."""
     last = (run.events() or [{"event": None}])[-1]

@@ -43,7 +43,7 @@ def _metavar(param: Any) -> str:
 
 
 def _usage(context: Any) -> str:
-    """The command with its required arguments: ``leaven export config RECIPE --to TARGET``."""
+    """Return the command with its required arguments: ``leaven export config RECIPE --to TARGET``."""
     words = [context.command_path]
     for param in context.command.get_params(context):
         if param.required:

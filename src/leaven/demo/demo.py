@@ -101,7 +101,7 @@ class Arm:
 
 
 def arms(target: Recipe) -> tuple[Arm, ...]:
-    """The compared runs: tuned values moved by the rule, tuned values copied, untuned values of leaven new."""
+    """Return the compared runs: tuned values moved by the rule, tuned values copied, untuned values of leaven new."""
     return (
         Arm(
             "transferred",
@@ -316,12 +316,12 @@ class Demo:
 
 
 def _is_left_over(name: str) -> bool:
-    """Whether a file was left by a demo that was killed before it had written demo.json."""
+    """Return whether a file was left by a demo that was killed before it had written demo.json."""
     return name == LOCK or name.startswith(".demo.json.")
 
 
 def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
-    """Tokens per second of a recipe on one thread: the median over nine steps."""
+    """Return tokens per second of a recipe on one thread: the median over nine steps."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     training = Training(recipe, tokens)

@@ -31,7 +31,7 @@ LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside
 
 @dataclass(frozen=True)
 class CatalogueChart:
-    """What one chart shows of every run."""
+    """A chart: the value of every run that it shows, and its lines."""
 
     key: str
     title: str
@@ -39,13 +39,13 @@ class CatalogueChart:
     unit: str  # of the y axis
     hover: str  # a point's value in words
     of_run: Callable[[PublishedRun], float | None]
-    group: Callable[[PublishedRun], PublishedGroup | None]  # of the run's file, where the value stands
-    field: str  # in that group
+    group: Callable[[PublishedRun], PublishedGroup | None]  # the group of the run's file that has the value
+    field: str  # its name in that group
     lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # by name, over sizes
 
 
 def _laws(pick: str) -> Callable[[Sequence[float]], dict[str, list[LinePoint]]]:
-    """What each law gives at 20 tokens a parameter, other forms of the same law left out."""
+    """Return a function from sizes to the predictions of each law at 20 tokens per parameter, one form per law."""
 
     def lines(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
         found: dict[str, list[LinePoint]] = {}
@@ -64,7 +64,7 @@ def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """N = 12 L d^2 without embeddings, so d = (N x aspect / 12)^(1/3)."""
+    """Return the init std by each rule; N = 12 L d^2 without embeddings, so d = (N x aspect / 12)^(1/3)."""
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
@@ -133,7 +133,7 @@ def page(runs: Sequence[PublishedRun]) -> str:
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Colours by lineage, for those with the most runs."""
+    """Return colours by lineage, for those with the most runs."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -154,7 +154,7 @@ def symbol(run: PublishedRun) -> str:
 
 
 def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
-    """The chart, and the names of its lines in the order of their numbers."""
+    """Return the chart, and the names of its lines in the order of their numbers."""
     points = [(run, value) for run in runs if (value := quantity.of_run(run))]
     sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
     low, high = min(values) / 1.25, max(values) * 1.25
@@ -206,7 +206,7 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
 
 
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
-    """Id, value, lineage and source of a point."""
+    """Return the tooltip of a point: id, value, lineage and source."""
     spell = numbers.quantity if value >= 1 else numbers.value
     lines = [
         f"{quantity.hover.format(spell(value))}, {numbers.quantity(run.params_total)} parameters",
@@ -226,7 +226,7 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """(size, lower quartile, upper quartile) over the sizes at which at least four lineages have a vote."""
+    """Return (size, lower quartile, upper quartile) for sizes with at least four lineages, one vote each."""
     points = sorted(points, key=lambda point: point[0].params_total)
     if not points:
         return []
@@ -245,7 +245,7 @@ def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float, float]]]]:
-    """Parts of a line inside and outside of the fit, each beginning where the one before ends."""
+    """Split a line into parts inside and outside of the fitted range; each begins where the last one ends."""
     made: list[tuple[bool, list[tuple[float, float]]]] = []
     for fitted, together in groupby(points, key=lambda point: point[2]):
         before = [made[-1][1][-1]] if made else []
@@ -254,7 +254,7 @@ def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Places for the labels of lines, moved up where two would lie on one another."""
+    """Return the places of the labels of lines, moved up where two would overlap."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
@@ -268,7 +268,7 @@ _LINKED = re.compile(r"arXiv (\d{4}\.\d{4,5})|^([\w.-]+/[\w.-]+): ")
 
 
 def linked(source: str) -> list[tuple[str, str]]:
-    """A source as (text, address) parts, its arXiv number or repository with an address, the rest with none."""
+    """Split a source into (text, address); arXiv numbers and repositories have an address, other text has none."""
     parts, at = [], 0
     for found in _LINKED.finditer(source):
         paper, repository = found.groups()

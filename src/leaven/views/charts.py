@@ -93,14 +93,14 @@ def figure(
 
 
 def scatter(x: Iterable[float | None], y: Iterable[float | None], mode: str, **style: Any) -> Figure:
-    """Points or lines; without ``hovertext`` they have no tooltip."""
+    """Return points or lines; without ``hovertext`` they have no tooltip."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     return {"type": "scatter", "x": list(map(short, x)), "y": list(map(short, y)), "mode": mode, **style}
 
 
 def line(x: Iterable[float | None], y: Iterable[float | None], colour: str, width: float = 2, **style: Any) -> Figure:
-    """A line; ``dash`` and ``shape`` are those of plotly's line."""
+    """Return a line; ``dash`` and ``shape`` are those of plotly's line."""
     looks = {key: style.pop(key) for key in ("dash", "shape") if key in style}
     return scatter(x, y, "lines", line={"color": colour, "width": width, **looks}, **style)
 
@@ -111,7 +111,7 @@ def short(value: float | None) -> float | None:
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """A logarithmic axis from low to high with at most so many round ticks, and some room at both ends."""
+    """Return a logarithmic axis from low to high with at most so many round ticks, and some room at both ends."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -119,14 +119,14 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """A linear axis from low to high with at most so many round ticks."""
+    """Return a linear axis from low to high with at most so many round ticks."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
 
 
 def whole_numbers(low: int, high: int, **more: Any) -> Figure:
-    """A linear axis with ticks at whole numbers only."""
+    """Return a linear axis with ticks at whole numbers only."""
     places = [place for place in numbers.linear_ticks(low, max(high, low + 1), 10) if place == int(place)]
     return {"tickvals": places, "range": [low - 0.2, high + 0.2], **more}
 
@@ -134,14 +134,14 @@ def whole_numbers(low: int, high: int, **more: Any) -> Figure:
 def mark_line(
     axis: str, at: float, colour: str = INK, dash: str = "solid", width: float = 1.0, **more: Any
 ) -> Figure:
-    """A line across the whole chart where ``axis`` (x or y) is ``at``."""
+    """Return a line across the whole chart where ``axis`` (x or y) is ``at``."""
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": at, f"{axis}1": at, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
     return {"type": "line", "line": {"color": colour, "width": width, "dash": dash}, **ends, **more}
 
 
 def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
-    """A band across the whole chart where ``axis`` is between low and high, below everything else."""
+    """Return a band across the whole chart where ``axis`` is between low and high, below everything else."""
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": low, f"{axis}1": high, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
     return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **ends}
@@ -154,7 +154,7 @@ def bars(
     colour: str,
     **more: Any,
 ) -> Figure:
-    """Error bars from low to high."""
+    """Return error bars from low to high."""
 
     def lengths(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
         pairs = zip(above, below, strict=True)
@@ -165,7 +165,7 @@ def bars(
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """A straight line fitted round every point, over ``share`` of the points before it on both sides.
+    """Smooth y over x by a straight line fitted around every point, ``share`` of its index to each side.
 
     The window grows with the distance from the start because a loss is drawn over the logarithm of tokens. A local
     line, unlike a moving mean, does not lag where the curve falls and is correct at its end.
@@ -202,6 +202,6 @@ def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
 
 
 def corners(values: Sequence[float | None]) -> list[int]:
-    """Indices where a step function begins or ends a level: all that a line through its points needs."""
+    """Return the indices at which a step function begins or ends a level: enough to draw it."""
     last = len(values) - 1
     return [i for i, v in enumerate(values) if i in {0, last} or v != values[i - 1] or v != values[i + 1]]

@@ -31,7 +31,7 @@ def write_check(check: CheckDocument, out: Path) -> Path:
 
 
 def check_page(check: CheckDocument) -> str:
-    """The page of a check as HTML."""
+    """Return the page of a check as HTML."""
     drawn, sections = _slopes(check) if check.check in SLOPES else _losses(check)
     return render(
         "check.html.j2",
@@ -50,7 +50,7 @@ def _setting(value: Any) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Each module's curve over size relative to its first point; a gradient is divided by its eps as well."""
+    """Draw each module's curve over size relative to its first point; a gradient is divided by its eps as well."""
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
     sections = []
@@ -79,7 +79,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
-    """The points over the first one; empty where one is 0 or not finite, which a logarithmic axis cannot show."""
+    """Return the points divided by the first; empty if one is 0 or not finite, which a log axis cannot show."""
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
     known = [value for value in values if value]
@@ -87,8 +87,10 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Loss over lr, decay, init std or batch: a line for each scale, a star at each optimum; and the optimum over
-    the axis along which the scales differ."""
+    """Draw the loss over lr, decay, init std or batch: a line for each scale, a star at each optimum.
+
+    A second chart has the optimum over the axis along which the scales differ.
+    """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
     name = _VALUES[curves[0].axis]
@@ -110,7 +112,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:
-    """The best value over an axis, with the 95% interval of each."""
+    """Return the best value over an axis, with the 95% interval of each."""
     level = _line("as at the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
     line = _line(title, curve.x, curve.y, _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)

@@ -26,7 +26,7 @@ def value(number: float | None, digits: int = 3) -> str:
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
-    """A number in scientific notation with all its digits: ``3.50e-4``."""
+    """Return a number in scientific notation with all its digits: ``3.50e-4``."""
     if number is None:
         return NONE
     mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
@@ -34,7 +34,7 @@ def scientific(number: float | None, digits: int = 2) -> str:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """A range, or the one value if both ends read the same."""
+    """Return a range, or the one value if both ends read the same."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
@@ -46,7 +46,7 @@ def loss(number: float | None) -> str:
 
 
 def delta(number: float | None) -> str:
-    """A difference in nats with its sign."""
+    """Return a difference in nats with its sign."""
     if number is None:
         return NONE
     shown = f"{abs(number):.4f}"
@@ -56,7 +56,7 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """A factor: ``3.6×``, ``0.3×``, near 1 ``0.97×``, a small one as a fraction where it is one: ``1/8×``."""
+    """Return a factor: ``3.6×``, ``0.3×``, near 1 ``0.97×``, a small one as a fraction where it is one: ``1/8×``."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:
@@ -69,7 +69,7 @@ def quantity(number: float | None) -> str:
 
 
 def tick(number: float) -> str:
-    """A count beside an axis: ``2.5 M``, where prose would have 2.50 M."""
+    """Return a count beside an axis: ``2.5 M``, where prose would have 2.50 M."""
     digits, _, suffix = format_quantity(number).partition(" ")
     digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
     return f"{digits} {suffix}".strip()
@@ -110,14 +110,14 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def money(price: Price, hours: float = 1.0) -> str:
-    """The price of so many GPU-hours: ``$2,150``, ``$2.50``, ``EUR 2.50``, ``2.50``."""
+    """Return the price of so many GPU-hours: ``$2,150``, ``$2.50``, ``EUR 2.50``, ``2.50``."""
     total = price.amount * hours
     before = f"{price.currency} " if price.currency[-1:].isalpha() else price.currency
     return f"{before}{total:,.0f}" if total >= 100 else f"{before}{total:,.2f}"
 
 
 def costs(cost: CostRow) -> list[str]:
-    """A cost in words: ``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)``, ``$53,760 at $2.50 a GPU-h``."""
+    """Return a cost in words: ``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)``, ``$53,760 at $2.50 a GPU-h``."""
     hours = f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 10 else f"{cost.gpu_hours:.2g}"
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:

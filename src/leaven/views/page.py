@@ -25,7 +25,7 @@ def write_page(folder: Path, out: Path) -> Path:
 
 
 def page(document: FolderView) -> str:
-    """The HTML of what a folder holds."""
+    """Return the HTML of what a folder holds."""
     if isinstance(document, CheckDocument):
         return check_page(document)
     if isinstance(document, StudyView):
@@ -46,7 +46,7 @@ def run_page(run: RunView) -> str:
 
 
 def demo_page(demo: DemoView) -> str:
-    """The page of a demo, finished or not: its runs, its study, the trained recipe, the cost."""
+    """Return the page of a demo, finished or not: its runs, its study, the trained recipe, the cost."""
     runs, mine = [arm.run for arm in demo.arms if arm.run], demo.transferred
     drawn, searched = search_view(demo.study) if demo.study else ({}, {})
     target = demo.target or (mine.run.recipe if mine and mine.run else None)
@@ -66,7 +66,7 @@ def demo_page(demo: DemoView) -> str:
 
 
 def _demo_commands(demo: DemoView) -> list[str]:
-    """The commands that do the same as ``leaven demo``, typed in its folder."""
+    """Return the commands that do the same as ``leaven demo``, typed in its folder."""
     lines = [demo.command, ""]
     study, target = demo.study, demo.target
     if study and target:

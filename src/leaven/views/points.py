@@ -28,12 +28,12 @@ def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """The change from the start as text: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
+    """Return the change from the start as text: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """The changes of a point, largest first, as many as fit: ``embedding.lr x1.41, …``."""
+    """Return the changes of a point, largest first, as many as fit: ``embedding.lr x1.41, …``."""
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
         f"{short_path(d.path)} {d.change(to, origin)}"
@@ -48,7 +48,7 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """A trial in one line: its changes against ``best`` or the start, or which point it runs again."""
+    """Return a trial in one line: its changes against ``best`` or the start, or which point it runs again."""
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
         return cut(f"the start again{seed}", room)

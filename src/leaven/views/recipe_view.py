@@ -25,7 +25,7 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # of multipliers
 
 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
-    """The context of the macros in ``recipe.html.j2``; ``names`` are those of ``beside`` and of the recipe."""
+    """Return the context of the macros in ``recipe.html.j2``; ``names`` are those of ``beside`` and of the recipe."""
     table, base = resolve(recipe), resolve(beside) if beside else None
     found = groups(table.rows, base)
     by_label: dict[str, list[LayerGroup]] = {}
@@ -33,7 +33,7 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
         by_label.setdefault(group.label, []).append(group)
 
     def line(members: Sequence[LayerGroup]) -> Mapping[str, Any]:
-        """A line of the parameter table; a cell is (values of the base, values, reason)."""
+        """Return a line of the parameter table; a cell is (values of the base, values, reason)."""
         first = members[0]
         span = LayerGroup(first.label, first.first, members[-1].last, first.row, None)
         cells = [
@@ -93,13 +93,13 @@ def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """The range of the colours in whole octaves; values slightly beyond have the full colour."""
+    """Return the range of the colours in whole octaves; values slightly beyond have the full colour."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """The colour of a factor: one hue below 1, another above it, by octaves."""
+    """Return the colour of a factor: one hue below 1, another above it, by octaves."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -109,14 +109,14 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int, most: int) -> list[tuple[str, float]]:
-    """The colours of ``shade`` with their factors: whole octaves, at most so many to either side of 1."""
+    """Return the colours of ``shade`` with their factors: whole octaves, at most so many to either side of 1."""
     every = -(-reach // most)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """All values of a recipe as (keys, value), grouped by their reason; None for those without."""
+    """Return all values of a recipe as (keys, value), grouped by their reason; None for those without."""
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
     for path, setting in flatten(document).items():
@@ -142,7 +142,7 @@ def _setting(setting: Any) -> str:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """The kinds of multipliers that are searched per module or over depth, or that the recipe has anyhow."""
+    """Return the kinds of multipliers that are searched per module or over depth, or that the recipe has anyhow."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -156,12 +156,12 @@ def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
 
 
 def acts(recipe: Recipe, module: str, kind: str) -> bool:
-    """Whether a kind of multiplier has an effect on a module."""
+    """Return whether a kind of multiplier has an effect on a module."""
     return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """The multiplier of the depth by layer."""
+    """Return the multiplier of the depth by layer."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 
@@ -174,7 +174,7 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """The multipliers found: a row for each module, a column for each kind; None without multipliers.
+    """Return the multipliers found: a row for each module, a column for each kind; None without multipliers.
 
     A band has its cells as (colour, factor) and ``number``, the module's own multiplier without that of the depth.
     """
@@ -218,7 +218,7 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
 
 
 def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
-    """The multipliers over depth, a line for each kind and a dot for each layer; None without a profile."""
+    """Return the multipliers over depth, a line for each kind and a dot for each layer; None without a profile."""
     found = {kind: getattr(recipe.hyperparameters.depth, kind) for kind in multiplier_kinds(recipe, space)}
     found = {kind: points for kind, points in found.items() if len(points) > 1}
     if not found:

@@ -30,7 +30,7 @@ FILTERS = {
 
 
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
-    """The page of a template in ``templates/``; every text in the context is escaped.
+    """Return the page of a template in ``templates/``; every text in the context is escaped.
 
     A template draws the chart ``name`` with the macro ``chart``, and asks ``if charts.name`` where there may be none.
 

@@ -21,7 +21,7 @@ Points = list[tuple[float, float]]  # tokens consumed, value
 
 
 def run_charts(runs: Sequence[RunView]) -> dict[str, Figure | None]:
-    """Charts by name; None where no run has written the quantity."""
+    """Return charts by name; None where no run has written the quantity."""
     drawn = sorted(runs, key=lambda run: run.key == "transferred")  # the transferred run lies on top
     return {
         "loss": _loss(drawn),
@@ -34,7 +34,7 @@ def run_charts(runs: Sequence[RunView]) -> dict[str, Figure | None]:
 
 
 def _loss(runs: Sequence[RunView]) -> Figure:
-    """Every step faint, smoothed as a line, validation as dots."""
+    """Draw the loss: every step as a faint line, smoothed as a strong one, validation as dots."""
     faint, lines = [], []
     for run in runs:
         found = _points(run, "loss")
@@ -49,7 +49,7 @@ def _loss(runs: Sequence[RunView]) -> Figure:
 
 
 def _second_half(runs: Sequence[RunView]) -> Figure:
-    """The loss over the second half of the run, where runs differ by hundredths."""
+    """Return the loss over the second half of the run, where runs differ by hundredths."""
     end = max(run.tokens for run in runs)
     traces, seen = [], []
     for run in runs:
@@ -65,7 +65,7 @@ def _second_half(runs: Sequence[RunView]) -> Figure:
 def _over_tokens(
     runs: Sequence[RunView], quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
 ) -> Figure:
-    """A chart of a scheduled quantity over tokens, from 0 on both axes."""
+    """Return a chart of a scheduled quantity over tokens, from 0 on both axes."""
     lines = [_line(run, keep(_points(run, quantity)), **style) for run in runs]
     x = charts.linear_axis(0, max(run.tokens for run in runs), numbers.tick)
     return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
@@ -96,7 +96,7 @@ def _gradient(runs: Sequence[RunView]) -> Figure | None:
 
 
 def _noise_scale(runs: Sequence[RunView]) -> Figure | None:
-    """The measured noise scale, with the batch size as a dotted line."""
+    """Return the measured noise scale, with the batch size as a dotted line."""
     traces, seen = [], []
     for run in runs:
         scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])

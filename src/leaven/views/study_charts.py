@@ -15,7 +15,7 @@ from leaven.views.folders import StudyView
 
 @dataclass(frozen=True)
 class TrialMark:
-    """How a kind of trial is drawn, and what the key above a chart calls it."""
+    """How a kind of trial is drawn, and its label in the legend."""
 
     label: str
     symbol: str  # of plotly; the macro `mark` in search.html.j2 draws the same in a line of text
@@ -25,7 +25,7 @@ class TrialMark:
     opacity: float = 1.0
 
     def on(self, x: Sequence[float], y: Sequence[float], hover: Sequence[str]) -> Figure:
-        """The trace of the points with one mark."""
+        """Return the trace of the points with one mark."""
         edge = {"color": self.colour if self.line else PAPER, "width": self.line or 1.0}
         looks = {"symbol": self.symbol, "color": self.colour, "size": self.size, "opacity": self.opacity}
         return charts.scatter(x, y, "markers", marker=looks | {"line": edge}, cliponaxis=False, hovertext=list(hover))
@@ -47,7 +47,7 @@ SAME = 1.02  # costs that differ by no more are the same
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Trials by their mark, in drawing order, without those that are running."""
+    """Return the trials by kind, in drawing order, without those that are running."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     _, _, top = window(study)
     for trial in study.trials:
@@ -56,7 +56,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
         elif trial.loss is None:
             continue
         elif study.best and trial.number == study.best.number:
-            found["best"].append(trial)  # also where it was first run as a rerun
+            found["best"].append(trial)  # even if it was first run as a rerun
         elif trial.purpose != "search":
             found["noise" if points.at_start(trial) else trial.purpose].append(trial)
         elif trial.state == "stopped":
@@ -85,7 +85,7 @@ def window(study: StudyView) -> tuple[float, float, float]:
 
 
 def hover(trial: StudyTrial, study: StudyView) -> str:
-    """A trial's loss and its changes."""
+    """Return a trial's loss and its changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
         lines.append(f"{numbers.loss(trial.loss)} nats per token{' expected' if trial.state == 'stopped' else ''}")
@@ -95,9 +95,9 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 
 
 def search(study: StudyView) -> Figure:
-    """Trials in the order of their start, the lowest loss so far as a line, the noise as a band around the answer.
+    """Draw all trials in order, the lowest loss so far as a line, and the noise as a band around the answer.
 
-    The answer, a mean over fresh seeds, stands with its interval behind the last trial.
+    The answer, a mean over fresh seeds, is drawn with its interval to the right of the last trial.
     """
     low, high, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -153,7 +153,7 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def slice_frame(study: StudyView) -> tuple[float, float]:
-    """The range of the y axis of slices, in nats above the best.
+    """Return the range of the y axis of slices, in nats above the best.
 
     The best point need not be the minimum of the surrogate, so slices may go below it: the axis follows them, at
     most as far down as up.
@@ -168,7 +168,7 @@ def slice_frame(study: StudyView) -> tuple[float, float]:
 
 
 def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, float]) -> Figure:
-    """Loss above the best over one value, in nats, the value in factors of the start, in a ``frame``.
+    """Draw the loss above the best (nats) over one value (factors of the start); ``frame`` is the y range.
 
     The line is the surrogate, its band one standard deviation; grey is flat within the noise; the red hill is the
     chance of divergence, 1 at the top; crosses are trials that diverged, ticks those that ended.
@@ -203,7 +203,7 @@ def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, fl
     traces.append(charts.line(x, y, ACCENT, hovertext=hovers))
 
     def trials(places: Iterable[float], y: float, **marker: Any) -> None:
-        if at := sorted(set(places)):  # a place that many trials share is one mark
+        if at := sorted(set(places)):  # one mark for trials at the same place
             traces.append(charts.scatter(at, [y] * len(at), "markers", marker=marker, cliponaxis=False))
 
     at = {
@@ -217,7 +217,7 @@ def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, fl
     blamed = {place for place in at["diverged"] if np.interp(place, places, risks) > BLAMED}
     cross = {"symbol": "x-thin", "size": 7, "line": {"color": colour, "width": 1.6}}
     trials(at["complete"], depth - 0.15 * (height - depth), symbol="line-ns-open", size=7, color=MUTED, opacity=0.5)
-    trials(at["diverged"] - blamed, height, **cross, opacity=0.3)  # this value is hardly the reason
+    trials(at["diverged"] - blamed, height, **cross, opacity=0.3)  # probably diverged because of another value
     trials(blamed, height, **cross)
     best = {"color": ACCENT, "size": 9, "line": {"color": PAPER, "width": 1.5}}
     traces.append(charts.scatter([coordinate.best], [0.0], "markers", marker=best))
@@ -243,7 +243,7 @@ Curves = dict[int, list[tuple[float, float]]]  # (tokens, loss) by the trial's n
 
 
 def known_curves(study: StudyView) -> Curves:
-    """The curves that have points."""
+    """Return the curves that have points."""
     curves = {
         trial.number: [(float(tokens), loss) for tokens, loss in trial.curve if tokens > 0 and math.isfinite(loss)]
         for trial in study.trials
@@ -252,7 +252,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView) -> Curves:
-    """The curves minus that of the best trial at the same tokens."""
+    """Return the curves minus that of the best trial at the same tokens."""
     known = known_curves(study)
     best = known.get(study.best.number) if study.best else None
     if best is None:
@@ -268,7 +268,7 @@ def against_best(study: StudyView) -> Curves:
 
 
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
-    """Loss curves of all trials over tokens; the best is highlighted, pruned and diverged ones end early."""
+    """Draw the loss curves of all trials over tokens; the best is highlighted, pruned and diverged ones end early."""
     most = 60 if len(known) <= 150 else 30
     best = study.best.number if study.best else None
     traces = []
@@ -302,7 +302,7 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Loss against cost: a dot for each trial and duration, and the Pareto front as steps.
+    """Draw loss against cost: a dot for each trial and duration, and the Pareto front as steps.
 
     None if all trials have one duration, up to whole batches.
     """

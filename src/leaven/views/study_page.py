@@ -51,7 +51,7 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Charts, and the context of the macro in ``search.html.j2``; nothing before a trial has finished."""
+    """Return the charts and the context of the macro in ``search.html.j2``; empty before a trial has ended."""
     if study.start_loss is None:
         return {}, {}
     kinds = study_charts.by_kind(study)
@@ -155,7 +155,7 @@ def _shown(value: float | str | None) -> str:
 
 
 def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """(tokens, trial, loss) of the lowest loss at each duration; empty for a single duration."""
+    """Return (tokens, trial, loss) of the lowest loss at each duration; empty for a single duration."""
     ends = [
         (tokens, trial.number, loss)
         for trial in study.trials
@@ -169,7 +169,7 @@ def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """All trials, the lowest loss first, those without a loss last."""
+    """Return the rows of the table of trials, the lowest loss first, those without a loss last."""
     names, best = points.workers(study), study.best_trial
     lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
     lowest = best.loss if best else lowest
@@ -190,7 +190,7 @@ def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
 
 
 def _cost(study: StudyView) -> Mapping[str, Any]:
-    """The cost of the search: time, tokens, FLOPs, machines."""
+    """Return the cost of the search: time, tokens, FLOPs, machines."""
     ran = [trial for trial in study.trials if trial.seconds]
     workers = {trial.worker for trial in ran if trial.worker}
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
@@ -211,7 +211,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """The command that made a study, with its space, method and number of trials."""
+    """Return the command that made a study, with its space, method and number of trials."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
     if study.durations:
@@ -220,7 +220,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """The searched values as an argument of ``--space``; a quantity of all modules is one pattern."""
+    """Return the searched values as an argument of ``--space``; a quantity of all modules is one pattern."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -91,7 +91,7 @@ class Table:
             yield Text(f"all rows: {values}")
 
     def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
-        """The columns of the table, the gap between them, and the columns printed below the table."""
+        """Return the columns of the table, the gap between them, and the columns printed below the table."""
         kept = list(range(len(self.columns)))
         while self._least(kept, 2) > width and any(self.columns[i].drop for i in kept):
             kept.remove(max(kept, key=lambda i: self.columns[i].drop))
@@ -150,7 +150,7 @@ class RowByRow:
         return self.line({column.header: column.header for column in self.columns})
 
     def line(self, cells: Mapping[str, Cell]) -> Text:
-        """A row, from cells by header; cells without a column are left out."""
+        """Return a row, from cells by header; cells without a column are left out."""
         aligned = []
         for column in self.columns:
             cell, width = cells.get(column.header, ""), self.widths[column.header]
@@ -216,5 +216,5 @@ def at_point(cells: Sequence[str]) -> list[str]:
 
 
 def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
-    """Facts under one label, which is printed before the first."""
+    """Return facts under one label, which is printed before the first."""
     return [("" if n else label, line) for n, line in enumerate(lines)]

@@ -61,7 +61,7 @@ def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[R
 
 
 def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
-    """The fitted noise scale and the stages that it allows a run of ``tokens``."""
+    """Yield the fitted noise scale and the stages that it allows a run of ``tokens``."""
     fit, ahead = ramp.noise, tokens / ramp.noise.to_tokens
     first = fit.last * (fit.from_tokens / fit.to_tokens) ** fit.exponent
     noise = [

@@ -13,7 +13,7 @@ from leaven.recipe.units import format_number, format_quantity
 from leaven.views import numbers
 from leaven.views.tables import Column, Table, folded
 
-_MARK = "*"  # behind a learning rate that means something else
+_MARK = "*"  # after a learning rate that is not comparable
 _RUN = Column("run", lambda run: run.id, align="left")
 _SIZE = (
     Column("params", lambda run: format_quantity(run.params)),
@@ -40,7 +40,7 @@ def _marked(run: RunSummary) -> bool:
 
 
 def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
-    """Return the columns of the sizes; that of the active parameters only if it has a number."""
+    """Return the columns of the sizes; that of active parameters only if a run has fewer active ones."""
     return _SIZE if any(map(_sparse, runs)) else _SIZE[:1]
 
 
@@ -57,7 +57,7 @@ def list_screen(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
 def nearest_screen(
     runs: Sequence[NearRun], params: int, factor: float, stack: str, l2: bool
 ) -> Iterator[RenderableType]:
-    """The nearest runs, and how they differ from the request.
+    """Yield the nearest runs, and how they differ from the request.
 
     ``params``, ``factor`` and ``stack`` are those of the request. ``l2``: the recipe's adam has L2 decay.
     """
@@ -87,7 +87,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """The values in which two runs or recipes differ; values that only one side can have are below."""
+    """Yield the values in which two runs or recipes differ; values that only one side can have are below."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),
@@ -108,7 +108,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
 
 
 def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
-    """All values of one run: the sources of a group are above its values, an exception is below its value."""
+    """Yield all values of one run: the sources of a group are above its values, an exception is below its value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
@@ -144,7 +144,7 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
 
 
 def value_lines(value: Any) -> list[str]:
-    """The text of a value of a run; a list gives one line for each item."""
+    """Return the text of a value of a run; a list gives one line for each item."""
     match value:
         case None:
             return [numbers.NONE]

@@ -12,7 +12,7 @@ from leaven.views.tables import Column, Facts, Table
 
 
 def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
-    """The tables, each distinct note once below its table, and the conclusion."""
+    """Yield the tables, each distinct note once below its table, and the conclusion."""
     for shown in check_tables(check):
         notes: dict[str, list[str]] = {}
         for row, note in zip(shown.table.rows, shown.notes, strict=True):

@@ -30,5 +30,5 @@ def say_damaged(names: Iterable[str]) -> None:
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """The commands to type next below their label."""
+    """Return the commands to type next below their label."""
     return [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]

@@ -17,14 +17,14 @@ def wrote(path: Path, recipe: Recipe) -> str:
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
-    """``leaven new``: a line each step, then the files."""
+    """Yield the screen of ``leaven new``: a line for each step, then the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     for path, recipe in files:
         yield wrote(path, recipe)
 
 
 def adopted(path: Path, recipe: Recipe, weights: Path, architecture: str) -> Iterator[RenderableType]:
-    """``leaven new --from-weights``: what the model is, and what was chosen for it."""
+    """Yield the screen of ``leaven new --from-weights``: the model, and the values chosen for it."""
     shape, why = recipe.model, recipe.why
     heads = f"heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  vocab {shape.vocab_size:,}"
     lines = {
@@ -56,7 +56,7 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """At most ten lines: the result, its cost, and where to read more."""
+    """Yield at most ten lines: the result, its cost and the report."""
     yield demo.verdict
     mine = next((arm.loss for arm in demo.arms if arm.key == "transferred"), None)
     width = max([12, *(len(arm.title) for arm in demo.arms)])

@@ -17,7 +17,7 @@ _MOST = 4  # run ids printed in a line; --json has all
 
 
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[Text]:
-    """The findings, the farthest outside first.
+    """Yield the findings, the farthest outside first.
 
     For values with a reason in the recipe (paths in ``chosen``) a note points to the reason and suggests no change.
     """
@@ -48,7 +48,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """A value as ``--set`` reads it; nothing for None, which removes the value."""
+    """Return a value as ``--set`` reads it; an empty string for None, which removes the value."""
     match value:
         case None:
             return ""
@@ -76,7 +76,7 @@ def _evidence(one: FindingRow) -> Iterator[str]:
 
 
 def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
-    """The options to type, in lines that a shell joins: only broken between options, with a backslash."""
+    """Yield the options to type; lines are broken between options, with a backslash for the shell."""
     line = " " * _LABEL + "->"
     for path, to in suggestion.items():
         option = f" --set {path}={written(to)}"

@@ -41,7 +41,7 @@ def _range(law: LawRow | OptimumRow, most: int) -> str:
 
 
 def _factor(number: float) -> str:
-    """A factor rounded to two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
+    """Return a factor rounded to two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
     return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
 
 
@@ -86,7 +86,7 @@ def laws_screen(
     batch_tokens: float | None = None,
     params_non_embedding: float | None = None,
 ) -> Iterator[RenderableType]:
-    """The laws for one run, a batch compared with theirs if one is given, and their median and range."""
+    """Yield the laws for one run, a batch compared with theirs if one is given, and their median and range."""
     with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
     yield Table.of(_LAWS, with_number, _notes)
     yield ""
@@ -101,7 +101,7 @@ def laws_screen(
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
-    """The compute-optimal sizes for a FLOP budget by every law, and their median and range."""
+    """Yield the compute-optimal sizes for a FLOP budget by every law, and their median and range."""
     yield Table.of(_OPTIMA, rows, _notes)
     yield ""
     yield range_legend()
@@ -143,7 +143,7 @@ def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
 
 
 def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
-    """The laws that give a batch of this kind, with the batch in tokens; other forms of a law are left out."""
+    """Return the laws that predict a batch of this kind, with the batch in tokens, one form per law."""
     return [
         (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     ]
@@ -156,7 +156,7 @@ def law_spread(
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """The N that was used, and the median and range of each quantity over the laws; each law counts once."""
+    """Return the N that was used, and the median and range of each quantity over the laws; each law counts once."""
     own = [law for law in laws if law.form_of is None]
     lrs = [(each.lr, each.in_range) for each in own if each.lr]
     batches = {
@@ -188,7 +188,7 @@ def law_spread(
 
 
 def _smaller_counts(laws: Sequence[LawRow], params: float, params_non_embedding: float | None) -> Parts:
-    """Which laws count fewer parameters than all of them, and the count that they were given."""
+    """Return the laws that do not count all parameters, and the count that was used for them."""
     body, head = (
         [each.law for each in laws if each.params_definition == definition]
         for definition in ("non-embedding", "without input embedding")
@@ -213,7 +213,7 @@ def range_legend() -> Facts:
 
 
 def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> Parts:
-    """The median and range over all laws, and the range over those that are inside their fitted range."""
+    """Return the median and range over all laws, and the range over those that are inside their fitted range."""
     found = [value for value, _ in values]
     inside = [value for value, within in values if within]
     parts = [

@@ -1,4 +1,4 @@
-"""The live screen of a verb: rows that stay, and on a terminal changing lines and progress bars below them.
+"""The live screen of a verb: rows that are kept, and on a terminal status lines and progress bars below them.
 
 Everything goes to standard error. Without a terminal only the rows are printed. The screens of ``leaven tune``
 (:mod:`.study`) and ``leaven train`` (:mod:`.training`) extend it.
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 
 class LiveScreen(Progress):
-    """Rows of one table and lines between them; the bars are gone when the work is done.
+    """Rows of one table with lines between them; the progress bars disappear at the end.
 
-    ``columns`` are those of the table. ``above`` is asked for lines above the bars whenever these are drawn, in a
-    thread of rich.
+    ``columns`` are those of the table. rich calls ``above``, in a thread of its own, for the lines above the bars.
     """
 
     above: Callable[[], Iterable[RenderableType]] | None = None
@@ -34,8 +33,8 @@ class LiveScreen(Progress):
         super().__init__(*bars, console=console.errors, transient=True, disable=not console.errors.is_terminal)
         self.table = RowByRow(columns, self.console.width)
         self._headed = False
-        self._bars: dict[str, tuple[TaskID, float]] = {}  # and when it was first seen
-        self._already: dict[str, float] = {}  # what was done by then
+        self._bars: dict[str, tuple[TaskID, float]] = {}  # and when it was added
+        self._already: dict[str, float] = {}  # done when it was added
 
     def get_renderables(self) -> Iterable[RenderableType]:
         if self.above is not None:
@@ -46,14 +45,14 @@ class LiveScreen(Progress):
         self.console.print(text, soft_wrap=True)
 
     def row(self, cells: dict[str, Cell]) -> None:
-        """A row of the table, under its header if it is the first."""
+        """Print a row of the table, and before the first row the header."""
         if not self._headed:
             self._headed = True
             self.line(Text(self.table.header.plain, style="dim"))
         self.line(self.table.line(cells))
 
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
-        """Move a bar; returns what stands behind it, the time left if ``left`` says nothing else."""
+        """Move a bar and return the text behind it: ``left``, by default the time left."""
         if name not in self._bars:
             self._bars[name] = (self.add_task(name, total=total, left=""), time.monotonic())
         task, began = self._bars[name]
@@ -73,7 +72,7 @@ class LiveScreen(Progress):
         return update
 
     def text(self, stage: str, done: int, total: int) -> None:
-        """Return a callback that shows the bytes of text read and tokenised."""
+        """Show the bytes of text read and tokenised."""
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     def notes(self, tokens: "TokenSet") -> None:

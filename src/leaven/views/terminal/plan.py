@@ -25,7 +25,7 @@ ALTERNATIVES = 3
 
 
 def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
-    """The layout, whether it fits, how fast, how long and at what cost, where its ramp starts, and why no other."""
+    """Yield the layout, memory, speed, time and cost of a plan, its batch ramp, and the alternatives."""
     facts: list[Fact] = [
         ("layout", str(Arrangement.read(plan.layout)).split(" · ")),
         (f"memory / {plan.cost.device}", _memory(plan)),
@@ -73,7 +73,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 
 
 def _time(plan: PlanDocument) -> list[Cell]:
-    """The parts of a step that take more than half a per cent of it."""
+    """Return the parts of a step that take more than half a per cent of it."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{PARTS.get(part, part)} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
@@ -96,13 +96,13 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """The first batch and its share of full speed, which is 100% only if it is exactly that."""
+    """Return the first batch and its share of full speed; 100% is printed only if it is exact."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Memory, time, and what differs from the choice; dp and accumulation follow from the rest."""
+    """Return memory, time and the keys that differ from the choice; dp and accumulation follow from the others."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -125,7 +125,7 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """The line, and the parts of a step that differ by 1% of it or more."""
+    """Return the reason, and the parts of a step that differ by at least 1% of it."""
     return [
         f"{explained.asked}: {explained.line}",
         *(
@@ -154,7 +154,7 @@ def _per_param(number: float) -> str:
 
 
 def _short(layout: Layout) -> str:
-    """``dp 64 zero 3 mbs 2 recompute full``, without degrees of one and what follows from the rest."""
+    """Return a layout as ``dp 64 zero 3 mbs 2 recompute full``, without degrees of one."""
     more = {
         "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
         "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
@@ -165,7 +165,7 @@ def _short(layout: Layout) -> str:
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
-    """Rows from the largest model to the smallest, and what it costs."""
+    """Yield the model sizes that fit, the largest first, and the cost."""
     flops = [row.flops for row in budget.rows]
     note = [budget.note] if budget.note else []
     seconds = format_seconds(86_400 * budget.days)

@@ -28,7 +28,7 @@ _PARAMETERS = (
 
 
 def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """The resolved parameter table; neighbouring layers with equal values are one line.
+    """Yield the resolved parameter table; neighbouring layers with equal values are one line.
 
     ``lr`` is the parameter's own peak and ``decay`` is multiplied by it, both as the optimizer receives them.
     """
@@ -43,7 +43,7 @@ def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """``leaven show``: the parameter table, settings of the whole model, and the initialisations side by side."""
+    """Yield the parameter table, settings of the whole model, and the initialisations side by side."""
     yield from parameter_table(shown)
     facts: list[Fact] = []
     if shown.start is not None:
@@ -78,13 +78,13 @@ _LETTERS = (
 
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
-    """A scaling rule: role x quantity, then what all roles share and what the letters stand for."""
+    """Yield a scaling rule: role x quantity, then what all roles share and what the letters stand for."""
 
     def cell(quantity: str) -> Callable[[str], str]:
         return lambda role: shown.roles[role][quantity].text
 
     def sources(role: str) -> list[str]:
-        """A source that several cells of a row share is printed once."""
+        """Return the sources of a row; one that several cells share is printed once."""
         by_source: dict[str, list[str]] = {}
         for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
@@ -122,7 +122,7 @@ SHOWN = (
 
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """The init std of every matrix in this recipe, and what each published initialisation would give it."""
+    """Yield the init std of every matrix in this recipe, and what each published initialisation would give it."""
     init, found = shown.init, shown.init["starts"]
     there = [(module, drop) for module, drop in SHOWN if any(start["module"] == module for start in found)]
     columns = (
@@ -154,12 +154,12 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def _std(start: Mapping[str, Any], name: str) -> float:
-    """The std of a module in this recipe, or by a published initialisation."""
+    """Return the std of a module in this recipe, or by a published initialisation."""
     return float(start["std"] if name == OWN else start["published"][name])
 
 
 def _blocks(found: Sequence[Mapping[str, Any]], name: str, n_layers: int) -> tuple[str, ...]:
-    """``all``, or the first and the last block where their stds differ."""
+    """Return ``all``, or the first and the last block if their stds differ."""
     for module in {start["module"] for start in found}:
         if len({_std(start, name) for start in found if start["module"] == module}) > 1:
             return "0", str(n_layers - 1)

@@ -122,7 +122,7 @@ class TuneScreen(LiveScreen):
             self._best = trial
 
     def _judged(self, trial: StudyTrial) -> tuple[Cell, Cell]:
-        """The loss of a trial and its difference from the best; for one that stopped early, why and where."""
+        """Return the loss of a trial and its difference from the best; for one that stopped early, why and where."""
         if trial.state != "complete" or trial.loss is None:
             style = "yellow" if trial.state == "stopped" else "red"
             return Text(trial.state, style), Text(points.share(trial, self._state), style)
@@ -133,7 +133,7 @@ class TuneScreen(LiveScreen):
         return f"{trial.loss:.4f}", Text(f"{delta:+.4f} {'*' if better else ' '}", "green" if better else "")
 
     def _name(self, worker: str) -> str:
-        """w1, w2 and so on, in the order in which workers first appear."""
+        """Return w1, w2 and so on, in the order in which workers first appear."""
         return "-" if worker == "-" else self._names.setdefault(worker, f"w{len(self._names) + 1}")
 
     def _status(self) -> Iterator[RenderableType]:
@@ -153,7 +153,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """The median seconds of the trials that have ended, including diverged and pruned ones."""
+        """Return the median seconds of the trials that have ended, including diverged and pruned ones."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -162,7 +162,7 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """The time until the first limit of the budget, estimated from the trials so far."""
+        """Return the time until the first limit of the budget, estimated from the trials so far."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -177,7 +177,7 @@ class TuneScreen(LiveScreen):
         return f"{format_seconds(min(left))} left" if left and min(left) > 0 else ""
 
     def _busy(self) -> float:
-        """The seconds so far in which at least one trial was running."""
+        """Return the seconds so far in which at least one trial was running."""
         now, here = time.time(), time.monotonic()
         spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
         spans += [(t.ended - t.seconds, t.ended) for t in self._state.trials if t.ended and t.seconds]
@@ -200,7 +200,7 @@ class TuneScreen(LiveScreen):
 
 
 def headline(state: StudyDocument) -> list[str]:
-    """What is searched, and how: ``study wheat-proxy``, ``trust-region, 31 dimensions``, radius and noise."""
+    """Return the study's name, its method and dimensions, radius and noise, as text."""
     count = len(state.space)
     parts = [f"study {state.name}", f"{state.method}, {count} dimension{'s' if count != 1 else ''}"]
     if state.radius is not None:
@@ -209,7 +209,7 @@ def headline(state: StudyDocument) -> list[str]:
 
 
 def _noise(state: StudyDocument) -> str | None:
-    """The noise as text; None before three runs of the start have measured it."""
+    """Return the noise as text; None before three runs of the start have measured it."""
     if state.noise_floor is None or state.noise_runs < 2:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeats)"
