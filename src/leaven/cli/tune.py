@@ -127,18 +127,18 @@ def tune(
 
 
 def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """The database URL, or None if the study is a folder, and the folder of the results."""
+    """Return the database URL, or None if the study is a folder, and the folder of the results."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
 
 
 def _as_of_stacks(space: "Space", durations: bool) -> "Space":
-    """The space of a study that was started with stacked trials, so that the same command resumes it."""
+    """Return the space of a study that was started with stacked trials, so that the same command resumes it."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
     errors.print("--stack is obsolete: trials now run one per worker; set --workers for more at once")
     if durations:
         raise InputError("--stack and --durations cannot be combined; leave one out")
-    space = space.without(BATCH, "trials of one stack have one batch").without(TOKENS, "and one duration")
-    return space.without(DROPOUT, "a trial with dropout is in no stack")
+    space = space.without(BATCH, "stacked trials share a batch").without(TOKENS, "stacked trials share a duration")
+    return space.without(DROPOUT, "trials with dropout cannot be stacked")

@@ -34,7 +34,7 @@ class Dimension:
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # of a choice, the recipe's own first
     near: tuple[float, float] | None = None  # the box in which a search begins; low and high if None
-    ends: tuple[str, str] = ("the end of the space",) * 2  # what low and high are; empty where nothing lies beyond
+    ends: tuple[str, str] = ("the end of the space",) * 2  # names of low and high; empty for a natural limit
 
     @property
     def box(self) -> tuple[float, float]:
@@ -62,7 +62,7 @@ class StudyTrial:
     tokens_per_second: float | None
     octaves: dict[str, float] | None = None  # by path, from the start
     purpose: str = "search"  # search | noise (other seeds of the start) | rerun (fresh seeds of the best few)
-    confirms: bool = False  # a rerun of what reruns chose, which had no part in choosing it
+    confirms: bool = False  # a confirmation run: of the point that reruns chose, with new seeds
     seed: int = 0  # offset from the recipe's; all trials of a search share one, and with it init and data order
     tokens: int = 0
     flops: float = 0.0
@@ -79,8 +79,8 @@ class Best:
     number: int  # of the first trial at this point
     loss: float
     interval: tuple[float, float]
-    fresh: int = 0  # how many of its runs did not choose it; 0: all did, and the loss is too low
-    runs: int = 1  # that the loss is the mean of
+    fresh: int = 0  # number of its runs that were not used to choose it; 0: all were, and the loss is too low
+    runs: int = 1  # the loss is the mean of so many runs
 
     @property
     def certainty(self) -> str:
@@ -110,14 +110,14 @@ class Coordinate:
     path: str
     best: float  # octaves from the start
     flat: tuple[float, float]  # octaves between which the loss stays within the noise of the best
-    gain: float  # that moving it from the start to the best brought, all else at the best
+    gain: float  # the loss with this value at the start less the loss at the best, all else at the best
     importance: float  # share, of 1, of how much the loss varies along the slice over the values that were tried
-    worth: bool  # whether tuning it paid: the gain is above the noise
+    worth: bool  # whether it was worth tuning: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()
     gain_deviation: float = 0.0  # standard deviation of the gain
-    at_end: bool = False  # the best is as far as the search may go: the optimum may lie beyond
-    end: str = ""  # what is there: a bound with its reason, or the recipe's [tuning.octaves]
-    optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: what the best tenth of the trials have in common
+    at_end: bool = False  # whether the best is at the limit of the search, so that the optimum may lie beyond
+    end: str = ""  # that limit: a bound with its reason, or the recipe's [tuning.octaves]
+    optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: how the best tenth of the trials differs
 
 
 @dataclass(frozen=True)
@@ -140,14 +140,14 @@ class Answer(BaseModel):
     noise_floor: float | None = None  # standard deviation between runs of one point
     noise_runs: int = 0  # degrees of freedom of the noise: runs less points; 10^6 where the noise was given
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
-    fewest: Best | None = None  # of the points equal to the best within noise, the nearest to the start, if run again
-    fewest_octaves: dict[str, float] | None = None  # where it is, or would be
+    fewest: Best | None = None  # the point with the fewest changes that equals the best within noise, if it was rerun
+    fewest_octaves: dict[str, float] | None = None  # that point, measured or predicted
     fewest_cost: float | None = None  # its expected loss less that of the best
-    # Paths that were not worth tuning: all at the start, they cost less than the noise together. Where that would be
-    # all there are, the best is the start or the trials are too few to tell, and it is empty.
+    # Paths that were not worth tuning: with all of them at the start, the loss rises by less than the noise. Empty if
+    # that holds for every path: then the best is the start, or the trials are too few.
     idle: tuple[str, ...] = ()
-    gain: float | None = None  # how far the best is below the start, by runs that did not choose it
-    advice: str = ""  # where everything diverged: what to lower
+    gain: float | None = None  # the start's loss less the best's, over runs that were not used to choose it
+    advice: str = ""  # if all trials diverged: which value to lower
     dimensions: tuple[Dimension, ...] = ()  # what was searched
 
     @property
@@ -168,8 +168,8 @@ class StudyDocument(Answer):
     space: tuple[str, ...]  # recipe paths that vary
     trials: tuple[StudyTrial, ...]
     radius: float | None = None  # octaves, of the trust region
-    stalled: bool = False  # the search stopped before its budget was used: rounds had gained less than the noise
-    durations: tuple[int, ...] = ()  # in tokens, that each trial compared
+    stalled: bool = False  # whether it stopped before its budget was used: some rounds gained less than the noise
+    durations: tuple[int, ...] = ()  # tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
 
     @property

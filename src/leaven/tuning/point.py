@@ -5,11 +5,11 @@ Distances: In the unit ``octave`` one unit doubles a value, except for
 - ``beta1`` and ``beta2``: ``beta ** 2^x``: one unit halves the half-life of the moment, and beta stays within (0, 1);
   to first order 1 - beta doubles. The multipliers of modules and depth do the same to the rest of the table.
 - ``schedule.warmup_tokens`` and ``data.tokens``: whole tokens, at least one.
-- ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. Sequences and their order stay:
-  they are cut into other batches, and a run has fewer steps the larger they are (it ends with the batch that reaches
-  ``data.tokens``). A recipe without a base gets its own scale for one, so that the scaling rule moves lr, betas, eps
-  and decay with the batch, as :func:`leaven.scaling.transfer.transfer` does: else a batch is only as good as the lr
-  found for another. With ``rule = "standard"`` nothing moves along. The same holds of ``data.tokens``.
+- ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. The sequences and their order
+  stay the same; a larger batch means fewer steps. A recipe without a base gets its own scale as the base, so that the
+  scaling rule moves lr, betas, eps and decay with the batch, as :func:`leaven.scaling.transfer.transfer` does:
+  otherwise a batch would be judged with an lr for another batch. With ``rule = "standard"`` nothing else moves. The
+  same holds for ``data.tokens``.
 - ``hyperparameters.depth.lr[2]``, a point of a depth profile. A profile of one point stands for three equal ones.
 
 In the unit ``tenth``, for values that may be 0 (``TENTHS``), one unit adds 0.1. For a choice (``CHOICES``) the whole
@@ -31,13 +31,13 @@ CLIP, DROPOUT, DECAY = "hyperparameters.grad_clip", "model.dropout", "schedule.d
 FLOOR, COOLDOWN, OPTIMIZER = "schedule.min_lr_ratio", "schedule.decay_ratio", "hyperparameters.optimizer"
 GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, BATCH)
 OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
-"""What a recipe has besides, and a set of its own adds to the global values."""
+"""Values of the whole recipe that ``global-full`` adds to ``global``."""
 WHOLE_RECIPE = (*GLOBAL, *OTHERS, TOKENS)
 POINTS = 3  # of a depth profile: a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
 """Values that may be 0, with the highest that a recipe may have."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
-"""What there is to choose from besides the recipe's own; the decays that end at min_lr_ratio."""
+"""The levels of a choice besides the recipe's own; decays that end at min_lr_ratio."""
 
 _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
 
@@ -57,12 +57,12 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
     """Return the points of a depth profile that affect some block: only the first for one block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
-    felt = []
+    found = []
     for point in range(points):
         only = tuple(2.0 if other == point else 1.0 for other in range(points))
         if any(DepthProfile.at(only, layer, n_layers) != 1 for layer in range(n_layers)):
-            felt.append(f"hyperparameters.depth.{quantity}[{point}]")
-    return felt
+            found.append(f"hyperparameters.depth.{quantity}[{point}]")
+    return found
 
 
 def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
@@ -117,7 +117,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
     if path in CHOICES:
         return levels(recipe, path)[round(x)]
     value = value_at(recipe, path)
-    assert isinstance(value, float), f"{path} is nothing to search"
+    assert isinstance(value, float), f"{path} cannot be searched"
     times = value * math.exp2(x)
     match path:
         case "model.dropout" | "schedule.min_lr_ratio":

@@ -50,26 +50,24 @@ from leaven.tuning.point import (
 )
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
-LEAST_STEPS = 100  # of a run: what larger batches and shorter runs have to leave
+LEAST_STEPS = 100  # the fewest steps of a run with a larger batch or fewer tokens
 _FINEST = 1 / 8  # octave: a value that cannot move so far is not searched
-_SEPARATE = 64.0  # bounds of a multiplier where there is no global value to multiply, to either side of 1
+_SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 to 64
 
 
 class Reach(NamedTuple):
-    """The bounds of a searched value, in its own unit. A multiplier is searched until the value that it multiplies
-    reaches them.
-    """
+    """The bounds of a searched value; for a multiplier, of its product with the global value."""
 
-    low: float
+    low: float  # in the unit of the value
     high: float
-    near: float  # octaves or tenths to either side of the recipe: the box in which a search begins
+    near: float  # octaves or tenths to either side of the recipe: the initial box of a search
     scale: float  # a first step is half of it: 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
-    why: str
+    why: str  # the reason for the bounds, shown to the user
     of_run: bool = False  # low and high are shares of data.tokens
     natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
 
 
-# "Published" is what the catalogue has (leaven recipes), "own" what benchmarks/tuning found (docs/log.md).
+# "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/log.md).
 REACH = {
     "lr": Reach(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
     "init_std": Reach(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
@@ -96,11 +94,11 @@ REACH = {
 
 @dataclass(frozen=True)
 class Space:
-    """The dimensions of a search. ``left_out``: values that were left out, as path and reason."""
+    """The dimensions of a search around a recipe."""
 
     recipe: Recipe
     dimensions: tuple[Dimension, ...]
-    left_out: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -164,8 +162,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     Values that the recipe does not have, or that have no effect, are left out of a set and refused by name.
 
     Args:
-        which: with commas between: one of ``SETS``, paths, patterns of paths with ``*``. ``recipe`` is what its
-            ``[tuning]`` says. Without, that, and ``global`` where there is none.
+        which: one of ``SETS``, paths, or patterns of paths with ``*``, separated by commas. ``recipe``: what its
+            ``[tuning]`` names. By default that, or ``global`` for a recipe without ``[tuning]``.
 
     Raises:
         InputError: if a path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
@@ -175,11 +173,11 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         which = "recipe" if tuning else "global"
     if which == "recipe":
         if tuning is None:
-            raise InputError(f"--space recipe: it has no [tuning]; write one, or take {', '.join(SETS)}")
-        asked = [("[tuning] space =", name) for name in (tuning.space or "").split(",") if tuning.space]
-        asked += [("[tuning.octaves]", pattern) for pattern in tuning.octaves]
+            raise InputError(f"--space recipe: it has no [tuning]; write one, or give {', '.join(SETS)}")
+        requested = [("[tuning] space =", name) for name in (tuning.space or "").split(",") if tuning.space]
+        requested += [("[tuning.octaves]", pattern) for pattern in tuning.octaves]
     else:
-        asked = [("--space", name) for name in which.split(",")]
+        requested = [("--space", name) for name in which.split(",")]
     known = point.searchable(recipe)
     ends = {
         path: both
@@ -190,9 +188,9 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         raise InputError(f"[tuning.octaves] {choice}: a choice has no octaves; name it in [tuning] space")
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
-    for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in asked):
+    for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in requested):
         for path in _paths(recipe, known, origin, name):
-            if reason := _nothing(recipe, path) or (None if path in ends else _fixed(recipe, path)):
+            if reason := _why_not_searched(recipe, path) or (None if path in ends else _fixed(recipe, path)):
                 left_out[path] = reason
             else:
                 found[path] = _dimension(recipe, path, ends.get(path))
@@ -206,7 +204,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
     """Return the paths that a set, a pattern or a path stands for."""
     if not name:
-        raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths with commas between")
+        raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths separated by commas")
 
     def by_module(*quantities: str) -> list[str]:
         modules = [path for path in known if path.startswith("hyperparameters.modules.")]
@@ -266,28 +264,28 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     )
 
 
-def _nothing(recipe: Recipe, path: str) -> str | None:
+def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     """Return why a value cannot be searched, or None."""
     value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
-    said = None
+    reason = None
     if value is None:
-        said = (
+        reason = (
             f'init = "{recipe.hyperparameters.init}" sets every standard deviation itself; search '
             "hyperparameters.modules.MODULE.init_std, or write an init_std"
         )
     elif path == COOLDOWN and decay != "wsd":
-        said = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
+        reason = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
     elif path == FLOOR and decay == "constant":
-        said = 'decay = "constant" does not decay; set schedule.decay to another'
+        reason = 'decay = "constant" does not decay; set schedule.decay to another'
     elif value == 0 and path not in TENTHS:
-        said = "it is 0 in the recipe, and a search goes by factors; set it above 0"
+        reason = "it is 0 in the recipe, and a search multiplies it; set it above 0"
     elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
-        said = f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
+        reason = f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
     elif path not in CHOICES:
         for end in (-_FINEST, _FINEST):
-            if reason := _no_recipe(recipe, path, end):
-                said = said or f"there is no recipe {end:+g} octaves from here: {reason}"
-    return said
+            if invalid := _why_invalid(recipe, path, end):
+                reason = reason or f"there is no valid recipe {end:+g} octaves from here: {invalid}"
+    return reason
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
@@ -313,15 +311,15 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
         near = max(low, -reach.near), min(high, reach.near)
         return Dimension(path, value, low, high, reach.scale, unit, near=near, ends=(below, above))
     for end in ends:
-        if reason := _no_recipe(recipe, path, end):
-            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves are no recipe: {reason}")
+        if reason := _why_invalid(recipe, path, end):
+            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves do not give a valid recipe: {reason}")
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
-            f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves it stays {value:g}, for it moves in "
+            f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves it stays {value:g}; it changes by "
             f"whole {'sequences' if path == BATCH else 'tokens'}; give it more octaves"
         )
     low, high = ends
-    if unit == "tenth":  # no further than there is a value
+    if unit == "tenth":  # not beyond the valid values
         low, high = max(low, point.distance(path, value, 0.0)), min(high, point.distance(path, value, TENTHS[path]))
     return Dimension(path, value, low, high, reach.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)
 
@@ -354,7 +352,7 @@ def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     x = max(x, 0.0) if side else min(x, 0.0)
     reached = _reached(recipe, path, x)
     if reached != x:
-        return reached, f"beyond it: {_no_recipe(recipe, path, reached + math.copysign(_FINEST, x))}"
+        return reached, f"beyond it: {_why_invalid(recipe, path, reached + math.copysign(_FINEST, x))}"
     return x, "" if natural else f"the bound, {end:,g}: {reach.why}"
 
 
@@ -364,15 +362,15 @@ def _quantity(path: str) -> str:
 
 def _reached(recipe: Recipe, path: str, end: float) -> float:
     """Return ``end``, or the farthest point towards it, in eighths, at which the recipe is valid."""
-    if not _no_recipe(recipe, path, end):
+    if not _why_invalid(recipe, path, end):
         return end
     steps = math.floor(abs(end) / _FINEST)
-    while steps and _no_recipe(recipe, path, math.copysign(steps * _FINEST, end)):
+    while steps and _why_invalid(recipe, path, math.copysign(steps * _FINEST, end)):
         steps -= 1
     return math.copysign(steps * _FINEST, end)
 
 
-def _no_recipe(recipe: Recipe, path: str, octaves: float) -> str | None:
+def _why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
     try:
         moved(recipe, {path: octaves})
     except ValidationError as error:

@@ -61,13 +61,13 @@ def answer(
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
-    said = confirm(seen.trials, paths, seen.noise or 0.0) if over else None
-    point = seen.region.predicted if said is None else np.array(said.point)
+    confirmed = confirm(seen.trials, paths, seen.noise or 0.0) if over else None
+    point = seen.region.predicted if confirmed is None else np.array(confirmed.point)
     fewer = _fewest(seen, point)
     best, fewest, near = None, None, fewer
-    if said is not None:
-        best = _best(seen, said.point, said.losses, said.fresh)
-        fewest, near = _fewest_measured(seen, said.point, best)
+    if confirmed is not None:
+        best = _best(seen, confirmed.point, confirmed.losses, confirmed.fresh)
+        fewest, near = _fewest_measured(seen, confirmed.point, best)
     return Answer(
         best=best,
         octaves=dict(zip(paths, point.tolist(), strict=True)),
@@ -78,7 +78,7 @@ def answer(
         fewest_octaves=dict(zip(paths, near.tolist(), strict=True)),
         fewest_cost=_cost(seen, near, point)[0],
         idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
-        gain=said.gain if said is not None else None,
+        gain=confirmed.gain if confirmed is not None else None,
         dimensions=tuple(dimensions),
     )
 
@@ -304,26 +304,23 @@ def advice_when_all_diverged(
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])
     rates = learning_rates([d.path for d in dimensions])
     start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
-    said = f"all {len(diverged)} trials diverged, {start}: " if len(diverged) > 1 else "the only trial diverged: "
-    if not rates.any():
-        said += elsewhere
-    else:
-        tried = -points[:, rates].max(1).min()
-        rate = next(d for d, is_rate in zip(dimensions, rates, strict=True) if is_rate)
-        names = short_path(rate.path) if rates.sum() == 1 else "the learning rates"
-        factor = 2.0 ** (max(tried, 0.0) + 1)
-        value = (
-            f", {format_number(rate.centre / factor)}"
-            if rates.sum() == 1 and isinstance(rate.centre, float) and rate.centre
-            else ""
-        )
-        lowered = f" (1/{2**tried:.3g} of it diverged)" if tried >= DOWN else ""
-        said += f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{lowered}"
-    lasted = np.array([trial.tokens for trial in diverged])
-    blamed = divergence.fit(points, lasted < lasted.max() / 2)
-    if blamed.slopes.any():
-        down, i = divmod(int(np.argmax(blamed.slopes)), len(dimensions))
+    found = f"all {len(diverged)} trials diverged, {start}" if len(diverged) > 1 else "the only trial diverged"
+    advice = elsewhere
+    if rates.any():
+        lowered = max(-points[:, rates].max(1).min(), 0.0)  # octaves that the search has tried already
+        factor = 2.0 ** (lowered + 1)
+        names, value = "the learning rates", ""
+        if rates.sum() == 1:
+            rate = dimensions[int(np.argmax(rates))]
+            names = short_path(rate.path)
+            value = f", {format_number(float(rate.centre) / factor)}" if rate.centre else ""
+        tried = f" (1/{2**lowered:.3g} of it diverged)" if lowered >= DOWN else ""
+        advice = f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{tried}"
+    tokens = np.array([trial.tokens for trial in diverged])
+    early = divergence.fit(points, tokens < tokens.max() / 2)
+    if early.slopes.any():
+        down, i = divmod(int(np.argmax(early.slopes)), len(dimensions))
         if not rates[i]:
             moved = "another" if dimensions[i].levels else "lowered" if down else "raised"
-            said += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
-    return said
+            advice += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
+    return f"{found}: {advice}"

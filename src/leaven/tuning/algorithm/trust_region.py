@@ -182,8 +182,8 @@ class Region:
     @property
     def predicted(self) -> Array:
         """The point with the lowest predicted loss in the trust region, (D,)."""
-        still = np.zeros(len(self.features.owner))
-        return self._within(still, self._lowest(self.surrogate.mean.at_one))
+        no_step = np.zeros(len(self.features.owner))
+        return self._within(no_step, self._lowest(self.surrogate.mean.at_one))
 
     def proposal(self, rng: np.random.Generator) -> Array:
         """Return a point to try next, (D,)."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import Axes
@@ -12,7 +12,7 @@ from leaven.tuning.algorithm.trust_region import Axes
 OCTAVES = 1000.0  # the largest log2 multiplier: 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
 HUGE = 1e50  # the largest loss and noise: their fourth powers must be finite in the surrogate
-MOST = 10**12  # of a count
+MOST = 10**12  # the largest count of trials or workers
 
 
 def _limits(limits: Any) -> Any:
@@ -39,34 +39,27 @@ def _noise(noise: float) -> float:
     return noise
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, str):
-        raise ValueError("give a number")
-    return value
-
-
 Limits = Annotated[Any, AfterValidator(_limits)]
-Float = Annotated[float, BeforeValidator(_number)]
-Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=MOST)]
-Positive = Annotated[Float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SearchArguments(BaseModel):
-    """The arguments of ``search`` that do not come from a fixed set; their meaning is described there."""
+    """The arguments of ``search`` that are checked by type and range; they are described there."""
 
     model_config = ConfigDict(frozen=True)
 
     objective: Callable[..., Any]
     space: dict[str, Limits] = Field(min_length=1)
-    start: dict[str, Float]
-    scales: dict[str, Annotated[Float, Field(ge=FINEST, le=OCTAVES)]]
+    start: dict[str, float]
+    scales: dict[str, Annotated[float, Field(ge=FINEST, le=OCTAVES)]]
     near: dict[str, Limits]
     trials: Count | None
     flops: Positive | None
     hours: Positive | None
     run_flops: Positive | None
-    noise: Annotated[Float, AfterValidator(_noise)] | None
-    seed: Annotated[int, BeforeValidator(_number), Field(ge=0)]
+    noise: Annotated[float, AfterValidator(_noise)] | None
+    seed: Annotated[int, Field(ge=0)]
     workers: Count
     lease_seconds: Positive
 

@@ -1,7 +1,7 @@
 """Leases: which of the commands that work on a study are alive.
 
 A command's id is its host, its process (see :func:`process`) and a number, because a process may run several
-searches. For a process of the same machine and boot the kernel is asked. A process of another machine increases a
+searches. For a process of the same machine and boot the kernel knows. A process of another machine increases a
 counter in the store, its heartbeat. If the counter does not change for ``lease_seconds`` of the observer's own clock,
 the command is taken for dead; clocks of two machines are never compared. A command that was wrongly taken for dead
 (its machine slept, say) finds its trials closed and drops them.
@@ -28,7 +28,7 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Return the id of a command in a process of this machine."""
+    """Return the id of a command that runs in a process of this machine."""
     return f"{socket.gethostname()}:{process(pid)}:{number}"
 
 
@@ -94,7 +94,7 @@ class Leases:
 def process(pid: int) -> str:
     """Return a globally unique name of a process, ``boot/namespace:pid:start``.
 
-    Without /proc only the pid is known, and whether the process lives cannot be told.
+    Without /proc only the pid is known, and not whether the process is alive.
     """
     return f"{_boot()}:{pid}:{_started(pid)}"
 
@@ -116,7 +116,7 @@ def _boot() -> str:
 def _started(pid: int) -> str:
     """Return the start of a process in ticks since the boot, because pids are reused; empty if it has ended."""
     try:
-        # Fields 3 and 22 of stat (man 5 proc), after the name, which may hold anything.
+        # Fields 3 and 22 of stat (man 5 proc), after the name, which may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""

@@ -71,7 +71,7 @@ class WorkerDied(Exception):
 
 
 class TrialReleased(Exception):
-    """Raised by an objective that was asked to stop. The run is left for the next command."""
+    """Raised by an objective that is to stop. The run is left for the next command."""
 
 
 class SearchObserver(Protocol):

@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
-BUSY_SECONDS = 60  # for which SQLite waits until another has written
-OPENINGS = 20  # of a new database, where others make its tables at the same time
-LOCK_SECONDS = 30  # for which a lock is waited for; who holds it for so long was suspended, or has lost its disk
-GRACE_SECONDS = 3  # after which Optuna's lock is that of a process that was killed while it wrote
-RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # how a journal and a database begin
+BUSY_SECONDS = 60  # for which SQLite waits while another process writes
+OPENINGS = 20  # attempts to open a new database while others create its tables
+LOCK_SECONDS = 30  # to wait for a lock; a process that holds it longer is suspended or has lost its disk
+GRACE_SECONDS = 3  # after which Optuna's lock counts as left by a killed process
+RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # the first bytes of a journal and of a database
 TICKET = "leaven:ticket"  # a system attribute of every trial: which call created it
 
-# A server that is switched off or cut off says nothing: without these, libpq waits for it for hours. And a command
-# that is stopped within a transaction, or whose machine goes, must not keep the others from theirs.
+# Without these, libpq waits for hours for a server that was switched off, and a command that stops within a
+# transaction, or whose machine fails, blocks the others.
 POSTGRESQL = {
     "connect_timeout": "10",
     "keepalives_idle": "30",
@@ -97,7 +97,7 @@ def is_made(where: str | Path) -> bool:
     if isinstance(where, Path) or "://" not in where:
         return Path(where).exists()
     url = _url(where)
-    if url.drivername == "sqlite" and not Path(url.database or "").exists():  # to look is to make that too
+    if url.drivername == "sqlite" and not Path(url.database or "").exists():  # connecting would create it
         return False
     return _reached(url, _has_tables)
 
@@ -124,12 +124,12 @@ def _url(where: str) -> "URL":
     if scheme == "sqlite":
         file = Path(url.database or "")
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
-            raise InputError(f"{where}: no file; give sqlite:///FILE, with a fourth slash from the root on")
+            raise InputError(f"{where}: not a file; give sqlite:///FILE, or sqlite:////FILE for an absolute path")
         if file.is_dir() or not file.parent.is_dir():
             raise InputError(f"{where}: " + ("a folder" if file.is_dir() else f"there is no folder {file.parent}"))
         return url
     if scheme in {"postgresql", "postgresql+psycopg"}:
-        # Options in the URL are the user's; a psycopg that is chosen here is one that is installed.
+        # Options in the URL override these.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
         f"{scheme}://: not a supported store; give the file of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
@@ -160,7 +160,7 @@ def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
             if not (raced and left):
                 raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
-        except RuntimeError as error:  # of tables of another version
+        except RuntimeError as error:  # tables of another version
             raise InputError(f"{_name(url)}: {error}") from None
         time.sleep(random.uniform(0.05, 0.5))
     raise AssertionError("the last attempt returns or raises")
@@ -187,14 +187,14 @@ def _database(url: "URL") -> BaseStorage:
 
     lite = url.drivername == "sqlite"
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {"pool_pre_ping": True}
-    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # which Optuna formats
+    text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
     storage = Database(text, engine_kwargs=options)
     if lite:
-        # Optuna reads what it then changes, in one transaction, which must have the file to itself from the start.
+        # Optuna reads rows and then changes them in one transaction, which must lock the file from its start.
         event.listen(storage.engine, "begin", _begin_alone)
         event.listen(storage.engine, "connect", _begin_nothing)
         storage.engine.dispose()
-    # Without the cache every look at a study reads all of it again: 60 trials of 30 values are 2,000 rows.
+    # Without the cache, every read of a study reads all of its rows: 2,000 for 60 trials of 30 values.
     return _CachedStorage(storage)
 
 
@@ -217,9 +217,8 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 def _away(error: Exception) -> bool:
     """Whether an error means that the store cannot be reached, rather than that the call was wrong.
 
-    Found by stopping a PostgreSQL server under way (immediate, fast, one connection): Optuna raises
-    StorageInternalError, from SQLAlchemy's OperationalError, or from PendingRollbackError in whose context that is.
-    Of files it is an OSError.
+    When a PostgreSQL server stops, Optuna raises StorageInternalError; its cause, or the context of its cause, is
+    SQLAlchemy's OperationalError. For files it is an OSError.
     """
     from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 
@@ -231,15 +230,15 @@ def _away(error: Exception) -> bool:
 def _reason(error: Exception) -> str:
     """Return the cause of an error as one line."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
-    said = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
-    return said.splitlines()[0]
+    message = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
+    return message.splitlines()[0]
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """The journal in a file, which is made if there is none.
+    """Return the journal in a file; creates it if there is none.
 
     Raises:
-        InputError: if the file cannot be made or read, or is something else.
+        InputError: if the file cannot be created or read, or is something else.
     """
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
@@ -247,7 +246,7 @@ def open_journal(path: Path) -> JournalStorage:
         raise InputError(f"{path}: there is no folder {path.parent}")
     try:
         if path.exists():
-            _check(path)
+            _check_journal(path)
         return JournalStorage(Journal(str(path)))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
@@ -255,7 +254,7 @@ def open_journal(path: Path) -> JournalStorage:
         raise InputError(f"{path}: not a journal of Optuna; give another file") from None
 
 
-def _check(path: Path) -> None:
+def _check_journal(path: Path) -> None:
     with path.open("rb") as file:
         first = file.readline()
     if first.startswith(SQLITE):
@@ -268,30 +267,30 @@ def _check(path: Path) -> None:
 
 
 class Journal(JournalFileBackend):
-    """Optuna's file of lines, where a line that a kill or a full disk left torn harms nobody.
+    """Optuna's journal, in which a line that a kill or a full disk left incomplete is cut off by the next write.
 
-    The file is made here and never again: an unmounted disk must not get a second one.
+    An existing journal is never created a second time: its disk may be unmounted meanwhile.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
         try:
             yield from super().read_logs(log_number_from)
-        except ValueError as error:  # a network disk's stale page, or a torn line was cut off meanwhile: ask again
+        except ValueError as error:  # a stale page of a network disk, or an incomplete line was cut off: retry
             raise OSError(errno.EIO, "a line cannot be read", self._file_path) from error
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         path = Path(self._file_path)
-        path.stat()  # with its disk away there is nothing to lock
+        path.stat()  # raises OSError if its disk is away
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # The first lock is free at once when its holder dies; Optuna's own is for a dashboard that writes.
+        # The first lock is released as soon as its holder dies; Optuna's own protects from a dashboard that writes.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
             optunas.acquire()
             try:
-                # No reader has taken a torn line that is cut off here: to Optuna a line is one when it has its end.
+                # This may cut off an incomplete line, which no reader has used: Optuna waits for its end.
                 storage.append(path, lines, sync=True, create=False)
             finally:
-                with suppress(RuntimeError):  # another took this process, asleep perhaps, for dead
+                with suppress(RuntimeError):  # another process has taken this one, which was suspended, for dead
                     optunas.release()
 
 
@@ -324,7 +323,7 @@ class _Waiting:
                         "run it again to resume when it is back"
                     ) from error
                 self._waited(now - since)
-            # At random, for all who wait for one server not to come back at once.
+            # Random, so that not all commands return to a server at once.
             left = since + self._patience - now
             time.sleep(min(left, pause * random.uniform(0.5, 1.5)))
             pause, again = min(2 * pause, LONGEST_PAUSE), True
@@ -363,7 +362,7 @@ Patient: Callable[..., BaseStorage] = type(
     (_Waiting, BaseStorage),
     {
         "__module__": __name__,
-        "__doc__": "A storage that waits.",
+        "__doc__": "A storage whose calls are retried while the store is unreachable.",
         **{name: partialmethod(_Waiting._call, name) for name in _METHODS},
     },
 )
