@@ -1,4 +1,4 @@
-"""hf:// on data sets and tokenizers in a folder; what is said where the Hub or the extra is not there."""
+"""hf:// data sets and tokenizers in a folder; errors without the Hub or without the extra."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def _quiet() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same texts as save_to_disk writes them, in splits, and as a folder of files."""
+    """The same texts written by save_to_disk, with splits, as a folder of files, and in two pieces."""
     root = tmp_path_factory.mktemp("sets")
     small = datasets.Dataset.from_dict({"text": ["of the test split"], "id": [1]})
     whole = datasets.Dataset.from_dict({"text": TEXTS, "id": range(len(TEXTS))})
@@ -35,7 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "files").mkdir()
     whole.to_parquet(root / "files" / "train-00000.parquet")
     small.to_parquet(root / "files" / "test-00000.parquet")
-    # Read back in two pieces, whose rows are numbered on.
     datasets.concatenate_datasets([whole.select(range(5)), whole.select(range(5, len(TEXTS)))]).save_to_disk(
         root / "pieces"
     )
@@ -54,7 +53,7 @@ def opened(source: str, text: str = "text") -> Corpus:
 @pytest.mark.parametrize("name", ["saved", "splits", "files", "pieces"])
 def test_a_data_set_in_a_folder_is_read_row_by_row(folder: Path, name: str) -> None:
     found = {document.key: document.text for document in opened(f"hf://{folder}/{name}").documents()}
-    # Keys are of the split and the row, whatever file it is in.
+    # A key is the split and the row, whichever file it is in.
     assert found == {
         f"train:{number}": text for number, text in enumerate(TEXTS, start=1) if text is not None and text.strip()
     }
@@ -66,9 +65,7 @@ def test_a_split_is_chosen_by_name(folder: Path, name: str) -> None:
     assert "".join(document.text for document in documents) == "of the test split"
 
 
-def test_it_becomes_tokens_and_is_not_read_twice(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_is_tokenised_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Data(source=f"hf://{folder}/saved", tokens=1)
     first = prepare(data, 300, tmp_path / "cache")
     texts = [text for text in TEXTS if text and text.strip()]
@@ -77,7 +74,7 @@ def test_it_becomes_tokens_and_is_not_read_twice(
     assert prepare(data, 300, tmp_path / "cache").fingerprint == first.fingerprint
 
 
-def test_every_wrong_data_set_is_refused_in_one_line(folder: Path) -> None:
+def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
     for source, text, message in (
         (f"hf://{folder}/none", "text", "none' cannot be opened (Couldn't find any data file"),
         (
@@ -105,7 +102,7 @@ def test_every_wrong_data_set_is_refused_in_one_line(folder: Path) -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without a network, without the half minute of retries."""
+    """A machine without a network, without half a minute of retries."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -113,7 +110,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do() -> None:
+def test_an_unreachable_hub_is_an_error_with_a_suggestion() -> None:
     for what, give, instead in (
         ("source", opened, "files of text"),
         ("tokenizer", fetch_tokenizer, "a tokenizer.json"),
@@ -124,7 +121,7 @@ def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do() -> None:
             give("hf://org/nothing-of-that-name")
 
 
-def test_a_missing_extra_is_said_with_its_name(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(InputError, match=r"needs datasets; pip install 'leaven\[hf\]'"):
         opened(f"hf://{folder}/saved")

@@ -1,10 +1,10 @@
-"""The interleaving against its definition, and Tijdeman's bound."""
+"""Interleaving of sources: its definition, and Tijdeman's bound."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leaven.data.mixture import Mixture, place
@@ -19,6 +19,7 @@ def shares(weights: list[int]) -> tuple[Fraction, ...]:
 
 
 @given(weights, st.integers(0, 3))
+@settings(max_examples=50)
 def test_every_prefix_has_the_proportions_to_within_one_sample(weights: list[int], periods: int) -> None:
     proportions, k = shares(weights), len(weights)
     first = periods * sum(weights)
@@ -33,7 +34,7 @@ def test_every_prefix_has_the_proportions_to_within_one_sample(weights: list[int
 
 
 @given(weights, st.integers(0, 10**15), st.integers(1, 50))
-def test_a_place_is_a_function_of_n_alone(weights: list[int], first: int, count: int) -> None:
+def test_the_source_of_a_sample_does_not_depend_on_the_batch(weights: list[int], first: int, count: int) -> None:
     proportions = shares(weights)
     together = place(np.arange(first, first + count), proportions)
     for n in range(count):
@@ -52,17 +53,17 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 @given(weights, st.integers(0, 500), st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_a_batch_is_its_samples_however_it_is_split(weights: list[int], first: int, counts: list[int]) -> None:
+@settings(max_examples=25)
+def test_a_mixture_does_not_depend_on_the_batch_size(weights: list[int], first: int, counts: list[int]) -> None:
     streams = tuple(Stream(np.arange(n * 1_000, n * 1_000 + 41 + n), 4, seed=n) for n in range(len(weights)))
     mixture = Mixture(streams, shares(weights))
     whole = mixture.batch(first, sum(counts))
     starts = np.cumsum([first, *counts])
     parts = [mixture.batch(int(start), count) for start, count in zip(starts, counts, strict=False)]
     assert np.array_equal(whole, np.concatenate(parts))
-    for n, row in enumerate(whole, start=first):
-        source, number = (int(found[0]) for found in place(np.array([n]), mixture.proportions))
-        assert np.array_equal(row, streams[source].batch(number, 1)[0])
-        assert np.array_equal(row, mixture.batch(n, 1)[0])
+    sources, numbers = place(np.arange(first, first + sum(counts)), mixture.proportions)
+    for row, source, number in zip(whole, sources, numbers, strict=True):
+        assert np.array_equal(row, streams[source].batch(int(number), 1)[0])
 
 
 def test_the_longest_period_is_exact() -> None:
@@ -75,7 +76,7 @@ def test_the_longest_period_is_exact() -> None:
     ("given_weights", "expected"),
     [((0.7, 0.2, 0.1), "7/10 1/5 1/10"), ((3, 1), "3/4 1/4"), ((1e-3, 0.999), "1/1000 999/1000")],
 )
-def test_weights_are_taken_as_they_are_written(given_weights: tuple[float, ...], expected: str) -> None:
+def test_decimal_weights_give_exact_proportions(given_weights: tuple[float, ...], expected: str) -> None:
     sources = [{"source": f"{n}", "weight": weight} for n, weight in enumerate(given_weights)]
     data = Data.model_validate({"source": sources, "tokens": 1})
     assert " ".join(map(str, data.proportions)) == expected

@@ -1,4 +1,4 @@
-"""What cannot be read is counted, named and skipped, up to a share; what can be read beside it is read."""
+"""Documents and files that cannot be read are counted, named and skipped, up to a share."""
 
 import gzip
 import json
@@ -38,7 +38,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("what", BAD_LINES)
-def test_a_bad_line_is_named_and_skipped_up_to_the_share(tmp_path: Path, what: str) -> None:
+def test_a_bad_line_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     bad, why = BAD_LINES[what]
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join([*good_lines(6), bad, b"", *good_lines(3)]))
@@ -59,13 +59,13 @@ def test_a_bad_line_is_named_and_skipped_up_to_the_share(tmp_path: Path, what: s
 
 def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([b"{", *good_lines(3), *[b"["] * 9]))
-    said = opened(tmp_path / "a.jsonl", share=1.0).skipped
-    assert said.startswith("10 of 13 documents")
-    assert said.count(str(tmp_path)) == 1 + 3
-    assert said.endswith("; ...")
+    skipped = opened(tmp_path / "a.jsonl", share=1.0).skipped
+    assert skipped.startswith("10 of 13 documents")
+    assert skipped.count(str(tmp_path)) == 1 + 3
+    assert skipped.endswith("; ...")
 
 
-def test_where_nothing_can_be_read_the_faults_are_named(tmp_path: Path) -> None:
+def test_the_faults_are_named_if_no_line_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"[\n{")
     with pytest.raises(InputError) as caught:
@@ -95,9 +95,9 @@ def flipped(raw: bytes) -> bytes:
     return raw[:half] + bytes(byte ^ 0xFF for byte in raw[half : half + 50]) + raw[half + 50 :]
 
 
-LINES = b"\n".join(good_lines(20_000))
+LINES = b"\n".join(good_lines(2_000))
 BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-5_000], "ended before the end-of-stream"),
+    "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "ended before the end-of-stream"),
     "no gzip": ("x.jsonl.gz", lambda: LINES, "Not a gzipped file"),
     "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
     "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
@@ -111,7 +111,7 @@ BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named_and_skipped_up_to_the_share(tmp_path: Path, what: str) -> None:
+def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     name, content, why = BROKEN[what]
     for number in range(9):
         (tmp_path / f"a{number}.txt").write_text("whole")
@@ -129,16 +129,16 @@ def test_a_broken_file_is_named_and_skipped_up_to_the_share(tmp_path: Path, what
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_but_broken_files_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-5_000])
+def test_a_source_of_only_broken_files_has_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-2_000])
     with pytest.raises(InputError, match="contains no text"):
         opened(tmp_path / "x.jsonl.gz", share=1.0)
 
 
-def test_a_row_of_parquet_that_is_no_text_harms_no_other(tmp_path: Path) -> None:
+def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"
-    # A column that says it is text, of bytes that are not.
+    # A column of strings with invalid UTF-8.
     offsets = pa.array([sum(map(len, rows[:n])) for n in range(601)], pa.int32())
     text = pa.StringArray.from_buffers(600, offsets.buffers()[1], pa.py_buffer(b"".join(rows)))
     path = tmp_path / "x.parquet"
@@ -148,7 +148,7 @@ def test_a_row_of_parquet_that_is_no_text_harms_no_other(tmp_path: Path) -> None
     assert f"{path}:301 is not UTF-8 (byte 0xe9 at 3)" in corpus.skipped
 
 
-def test_the_key_and_the_column_can_have_another_name(tmp_path: Path) -> None:
+def test_the_key_or_column_of_the_text_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"content": "one", "text": "no"}\n')
     (tmp_path / "x.parquet").write_bytes(table(3, "content"))
     found = read(opened(f"{tmp_path}/*", share=0.0, text="content"))

@@ -17,7 +17,7 @@ def test_the_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 9, 10, 255, 256, 257, 7_919, 2**16, 2**16 + 1, 99_999])
-def test_the_permutation_is_a_bijection_at_the_edges_of_its_halves(size: int) -> None:
+def test_the_permutation_is_a_bijection_at_edge_sizes(size: int) -> None:
     assert np.array_equal(np.sort(permutation(size)), np.arange(size))
 
 
@@ -30,13 +30,13 @@ def test_the_permutation_looks_random() -> None:
     assert (order == places).sum() < 8
     assert abs(np.corrcoef(places, order)[0, 1]) < 0.015
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.015
-    # No window is drawn towards a part of the epoch: 100 x 100 cells, chi-squared of 99^2 degrees.
+    # Places and orders are independent: chi-squared over 100 x 100 cells has 99^2 degrees of freedom.
     counts, _, _ = np.histogram2d(places, order, bins=100)
     chi_squared = ((counts - size / 1e4) ** 2 / (size / 1e4)).sum()
     assert abs(chi_squared - 99**2) < 5 * (2 * 99**2) ** 0.5
 
 
-def test_all_orders_of_a_small_epoch_come_up_equally_often() -> None:
+def test_all_orders_of_a_small_epoch_are_equally_frequent() -> None:
     epochs = np.repeat(np.arange(24_000, dtype=np.uint64), 4)
     places = np.tile(np.arange(4, dtype=np.uint64), 24_000)
     orders, counts = np.unique(permute(places, 4, 0, epochs).reshape(-1, 4), axis=0, return_counts=True)
@@ -44,7 +44,7 @@ def test_all_orders_of_a_small_epoch_come_up_equally_often() -> None:
     assert ((counts - 1_000) ** 2 / 1_000).sum() < 23 + 5 * 46**0.5
 
 
-def test_epochs_and_seeds_are_unlike() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     size = 10_007
     first = permutation(size)
     for other in (permutation(size, epoch=1), permutation(size, seed=1), permutation(size, seed=2**63)):
@@ -52,7 +52,7 @@ def test_epochs_and_seeds_are_unlike() -> None:
 
 
 def permute_one(place: int, size: int, seed: int, epoch: int) -> int:
-    """The permutation again, of one place and in Python's own integers."""
+    """Return the permutation of one place, computed with Python integers."""
     mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
 
     def mix(x: int) -> int:
@@ -89,9 +89,7 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 @given(st.integers(1, 9), st.integers(10, 200), st.integers(0, 5))
-def test_an_epoch_has_every_token_once_as_an_input_and_once_as_a_target(
-    seq_len: int, length: int, epoch: int
-) -> None:
+def test_an_epoch_has_every_token_once_as_input_and_target(seq_len: int, length: int, epoch: int) -> None:
     stream = Stream(np.arange(length), seq_len, seed=5)
     size = stream.samples_per_epoch
     rows = stream.batch(epoch * size, size)
@@ -102,7 +100,7 @@ def test_an_epoch_has_every_token_once_as_an_input_and_once_as_a_target(
 
 
 @given(st.integers(0, 10**13), st.lists(st.integers(1, 9), min_size=1, max_size=6))
-def test_a_batch_is_its_samples_however_it_is_split(first: int, counts: list[int]) -> None:
+def test_a_stream_does_not_depend_on_the_batch_size(first: int, counts: list[int]) -> None:
     stream = Stream(np.arange(100, dtype=np.uint16), 4, seed=3)
     whole = stream.batch(first, sum(counts))
     starts = np.cumsum([first, *counts])

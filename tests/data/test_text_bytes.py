@@ -1,4 +1,4 @@
-"""Bytes of text by token, against the text itself."""
+"""Bytes of text by token, compared with the text."""
 
 import math
 from pathlib import Path
@@ -14,8 +14,8 @@ from leaven.recipe.data import Data
 TEXT = "Käse und 東京, naïve café ☕🧀 … def f(x):\n    return x * 2  # ×2\n"
 
 
-def test_the_bytes_of_all_tokens_are_those_of_the_text(tmp_path: Path) -> None:
-    """Characters of one to four bytes, cut by the tokenizer in the middle; end-of-text has no bytes."""
+def test_the_bytes_of_all_tokens_add_up_to_the_text(tmp_path: Path) -> None:
+    """The tokenizer splits characters of several bytes; end-of-text has no bytes."""
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(TEXT * 3 + f"{number} <|endoftext|>\n", encoding="utf-8")
     tokens = prepare(Data(source=f"{tmp_path}/*.txt", tokens=1), 300)
@@ -27,8 +27,8 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rare", [True, False], ids=["bytes of rare characters", "metaspace"])
-def test_tokens_that_write_spaces_as_underlines(tmp_path: Path, rare: bool) -> None:
-    """As SentencePiece has it; one space more than the text has, which its tokenizer puts in front."""
+def test_sentencepiece_tokens(tmp_path: Path, rare: bool) -> None:
+    """The tokenizer puts one space in front of the text."""
     decoders = tokenizers.decoders
     vocabulary = {token: number for number, token in enumerate(["▁", "b", "i", "g", "é", "▁b", "ig", "▁big"])}
     if rare:
@@ -47,7 +47,7 @@ def test_tokens_that_write_spaces_as_underlines(tmp_path: Path, rare: bool) -> N
 
 
 def test_bits_per_byte_of_a_uniform_guess(tmp_path: Path) -> None:
-    """ln V nats a token of b bytes are log2 V / b bits a byte; None where tokens do not tell their text."""
+    """ln V nats per token of b bytes are log2 V / b bits per byte; None where tokens do not determine the text."""
     trained = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")]))
     trained.decoder = tokenizers.decoders.ByteLevel()
     trained.add_special_tokens(["</s>"])

@@ -1,4 +1,4 @@
-"""Attention in blocks against attention over the whole matrix, in float64; in bf16 against torch's own kernel."""
+"""Attention in blocks equals attention over the whole matrix in float64; bf16 is compared with torch's kernel."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def results(function: object, given: Case, dtype: torch.dtype = torch.float64) -
     return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
 
 
-@pytest.mark.parametrize("length", [1, 4, 5, 12])
+@pytest.mark.parametrize("length", [1, 5, 12])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1)])
 def test_output_and_gradients_in_float64(
     heads: int, kv_heads: int, length: int, monkeypatch: pytest.MonkeyPatch
@@ -42,8 +42,8 @@ def test_output_and_gradients_in_float64(
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-def test_in_bf16_it_is_about_as_exact_as_the_kernel_of_torch() -> None:
-    """Scores are rounded once more: a processor's products come out in the dtype of their factors."""
+def test_bf16_is_about_as_exact_as_the_kernel_of_torch() -> None:
+    """Scores are rounded once more than in torch's kernel: products on a CPU have the dtype of their factors."""
     given = case(2, 2, 300, 32)
     exact = results(whole, given)
 

@@ -1,4 +1,4 @@
-"""The written-out gradients against those of the definitions, in float64."""
+"""Hand-written gradients equal those of the definitions, in float64."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_rms_norm_computes_in_the_dtype_of_its_gain() -> None:
     torch.testing.assert_close(grads[1], expected[1])
 
 
-def test_rotation_is_a_product_with_a_unit_number_and_its_gradient_turns_back() -> None:
+def test_rotation_is_a_complex_product_and_its_gradient_the_inverse() -> None:
     x, angles = random(2, 5, 3, 8), random(5, 4, seed=1).detach()
     y = rotate(x, angles.cos(), angles.sin())
     pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]

@@ -1,41 +1,23 @@
-"""Isolated documents: each is as if it were alone, wherever it stands in its window."""
+"""Isolated documents: logits and gradients equal those of each document alone."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.model.test_transformer import random_model, shape
 
 from leaven.data.stream import IGNORED, isolated
-from leaven.model.transformer import Positions, Transformer, places
-from leaven.recipe.shape import ModelShape
+from leaven.model.transformer import Positions, places
 
 END = 49
-BASE = {
-    "n_layers": 2,
-    "d_model": 24,
-    "n_heads": 6,
-    "n_kv_heads": 2,
-    "d_head": 4,
-    "d_ff": 40,
-    "vocab_size": 50,
-    "seq_len": 16,
-}
 FAMILIES = {
     "rope": {"qk_norm": True},
     "learned": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True, "n_kv_heads": 6},
     "alibi": {"positions": "alibi", "n_kv_heads": 3},
 }
 LENGTHS = ((5, 1, 3, 7), (16,), (1, 1, 14), (10, 6))
-"""Of the documents in each window; the last is cut by its end."""
+"""Lengths of the documents in each window; the window cuts the last one."""
 
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
-
-
-def random_model(family: dict[str, object]) -> Transformer:
-    model = Transformer(ModelShape.model_validate(BASE | family)).double()
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.5, generator=generator)
-    return model
 
 
 def packed() -> torch.Tensor:
@@ -48,7 +30,7 @@ def packed() -> torch.Tensor:
 
 
 @families
-def test_the_logits_of_a_document_are_the_same_alone_and_packed(family: dict[str, object]) -> None:
+def test_the_logits_of_packed_documents_are_the_same_as_alone(family: dict[str, object]) -> None:
     model, windows = random_model(family), packed()
     documents, _ = isolated(windows, END)
     together = model(windows[:, :-1], documents)
@@ -60,7 +42,7 @@ def test_the_logits_of_a_document_are_the_same_alone_and_packed(family: dict[str
 
 
 @families
-def test_so_are_the_gradients(family: dict[str, object]) -> None:
+def test_the_gradients_of_packed_documents_are_the_same_as_alone(family: dict[str, object]) -> None:
     model, windows = random_model(family), packed()
     documents, targets = isolated(windows, END)
     logits = model(windows[:, :-1], documents)
@@ -71,7 +53,7 @@ def test_so_are_the_gradients(family: dict[str, object]) -> None:
         first = 0
         for number, length in enumerate(lengths, start=1):
             part = window[first : first + length + 1]
-            # The end-of-text token has nothing to predict; the last document of a window has a target more.
+            # An end-of-text token has no target, but the last document of a window is cut before its own.
             counted = length if number == len(lengths) else length - 1
             logits = model(part[None, :-1])[0]
             F.cross_entropy(logits[:counted], part[1 : counted + 1], reduction="sum").backward()
@@ -81,7 +63,7 @@ def test_so_are_the_gradients(family: dict[str, object]) -> None:
 
 
 @families
-def test_one_document_is_a_window_as_ever(family: dict[str, object]) -> None:
+def test_a_single_document_equals_a_plain_window(family: dict[str, object]) -> None:
     model, tokens = random_model(family), packed()[:, :-1]
     torch.testing.assert_close(model(tokens, torch.full_like(tokens, 7)), model(tokens), rtol=0, atol=1e-12)
 
@@ -98,10 +80,10 @@ def test_documents_and_targets_of_a_window() -> None:
     assert places(None, documents).tolist() == list(range(7))
 
 
-def test_rotations_begin_anew_in_each_document() -> None:
-    # Attention sees differences of places only, so logits cannot tell.
-    shape, documents = ModelShape.model_validate(BASE), torch.tensor([[0, 0, 0, 1, 1]])
-    alone = Positions(shape, 5, torch.ones(1))
-    packed = Positions(shape, 5, torch.ones(1), documents)
+def test_positions_start_at_0_in_each_document() -> None:
+    # Logits only depend on differences of positions, so they cannot show this.
+    documents = torch.tensor([[0, 0, 0, 1, 1]])
+    alone = Positions(shape({}), 5, torch.ones(1))
+    packed = Positions(shape({}), 5, torch.ones(1), documents)
     assert torch.equal(packed.cos_TE[0], alone.cos_TE[[0, 1, 2, 0, 1]])
     assert torch.equal(packed.sin_TE[0], alone.sin_TE[[0, 1, 2, 0, 1]])

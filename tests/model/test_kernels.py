@@ -1,4 +1,4 @@
-"""The unpromised names of torch still do what they are used for."""
+"""Private functions of torch that leaven uses."""
 
 import torch
 
@@ -17,7 +17,7 @@ def test_norms() -> None:
     torch.testing.assert_close(norms(some), torch.tensor([float(t.pow(2).sum()) ** 0.5 for t in some]))
 
 
-def test_one_factor_for_all_and_one_for_each() -> None:
+def test_multiply() -> None:
     some, like = tensors(0), tensors(0)
     multiply_(some, torch.tensor(3.0))
     assert all(torch.equal(a, 3 * b) for a, b in zip(some, like, strict=True))
@@ -32,7 +32,7 @@ def test_subtract() -> None:
     assert all(torch.equal(a, b - c) for a, b, c in zip(some, tensors(0), tensors(1), strict=True))
 
 
-def test_a_gated_step_of_adam_is_none_and_the_next_is_its_first() -> None:
+def test_a_gated_adam_step_changes_nothing() -> None:
     def adam() -> tuple[torch.nn.Parameter, torch.optim.Adam]:
         parameter = torch.nn.Parameter(torch.ones(5))
         return parameter, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1, fused=True)
@@ -53,7 +53,7 @@ def test_a_gated_step_of_adam_is_none_and_the_next_is_its_first() -> None:
     assert float(optimiser.state[gated]["step"]) == 1
 
 
-def test_the_gradient_of_a_softmax() -> None:
+def test_softmax_backward() -> None:
     scores, grad = (tensor.double() for tensor in (tensors(0)[1].requires_grad_(), tensors(1)[1]))
     p = scores.softmax(-1)
     (expected,) = torch.autograd.grad(p, scores, grad)

@@ -1,4 +1,4 @@
-"""The loss in chunks against the loss at once, in float64."""
+"""The loss in chunks equals the loss of the whole logits, in float64."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(chunk_tokens: int, mon
     torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_a_tied_weight_gets_both_gradients() -> None:
+def test_a_tied_weight_gets_the_gradients_of_both_uses() -> None:
     _, weight, targets = case()
     ids = torch.arange(N)
     cross_entropy(weight[ids].tanh(), weight, targets).backward()
@@ -42,27 +42,19 @@ def test_a_tied_weight_gets_both_gradients() -> None:
     torch.testing.assert_close(weight.grad, weight_.grad, rtol=1e-12, atol=1e-14)
 
 
-def test_without_gradients_there_is_only_the_loss() -> None:
-    hidden, weight, targets = case()
-    with torch.no_grad():
-        total = cross_entropy(hidden, weight, targets)
-    assert not total.requires_grad
-    torch.testing.assert_close(total, cross_entropy(hidden, weight, targets).detach())
-
-
 def test_an_evaluation_computes_no_gradient_of_a_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 4, IGNORED])
     weight = torch.nn.Parameter(torch.randn(5, 4))
     expected = cross_entropy(hidden, weight, targets).item()
-    monkeypatch.setattr(torch, "zeros_like", None)  # where the gradient of the weight begins
+    monkeypatch.setattr(torch, "zeros_like", None)  # allocates the gradient of the weight
     with torch.no_grad():
         assert cross_entropy(hidden, weight, targets).item() == expected
     with pytest.raises(TypeError):
         cross_entropy(hidden, weight, targets)
 
 
-def test_in_half_precision_small_gradients_live_by_the_factor() -> None:
-    """A token in 10 million: its gradient is below fp16's smallest number, unless a loss scale lifts it."""
+def test_a_loss_scale_keeps_small_gradients_in_half_precision() -> None:
+    """The gradient of one token in 10 million is below fp16's smallest number without a loss scale."""
     share = 1e-7 / N
     grads = []
     for factor in (share, share * 2.0**16):

@@ -1,4 +1,4 @@
-"""The model against its table of parameters, and against an attention-by-attention account of it in numpy."""
+"""The model: parameters as in its table, logits as in a loop over positions and heads in numpy."""
 
 import math
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from leaven.model.initialise import build_model
+from leaven.model.initialise import build_model, fill
 from leaven.model.transformer import Transformer, alibi_slopes
+from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import resolve
@@ -52,7 +53,7 @@ def shape(family: dict[str, object]) -> ModelShape:
 
 
 def random_model(family: dict[str, object]) -> Transformer:
-    """In float64 with every parameter random, gains and biases too, so that a missing one shows."""
+    """Return a float64 model with random gains and biases too, so that a missing one shows."""
     multipliers = {
         "layers.0.attention.out.weight": 0.7,
         "layers.1.mlp.out.weight": 1.3,
@@ -74,7 +75,7 @@ def test_names_and_shapes_are_those_of_the_table(family: dict[str, object]) -> N
 
 
 def reference(model: Transformer, tokens: np.ndarray) -> np.ndarray:
-    """Logits of one sequence [T] -> [T, V], a position, a head and a key at a time."""
+    """Return the logits [T, V] of one sequence [T], computed for one position, head and key at a time."""
     w = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
     s = model.shape
 
@@ -154,7 +155,7 @@ def test_logits_equal_the_reference_in_float64(family: dict[str, object]) -> Non
 
 
 @families
-def test_a_token_sees_nothing_after_it(family: dict[str, object]) -> None:
+def test_attention_is_causal(family: dict[str, object]) -> None:
     model = random_model(family)
     tokens = torch.randint(0, 50, (1, 12), generator=torch.Generator().manual_seed(0))
     other = tokens.clone()
@@ -194,7 +195,25 @@ def test_initial_values_are_those_of_the_table(tiny: Recipe) -> None:
             assert abs(tensor.mean().item()) < 5 * row.init_std / math.sqrt(tensor.numel())
 
 
-def test_initial_values_depend_on_seed_and_name_alone(tiny: Recipe) -> None:
+@pytest.mark.parametrize("init", INITS)
+def test_initial_values_are_those_of_a_published_init(tiny: Recipe, init: str) -> None:
+    shape = {"d_model": 64, "n_heads": 8, "n_kv_heads": 8, "d_ff": 160, "n_layers": 3}
+    recipe = tiny.replace(
+        {f"model.{key}": value for key, value in shape.items()}
+        | {"hyperparameters.init": init, "hyperparameters.init_std": None}
+        | {"hyperparameters.modules": {"mlp.out": {"init_std": 2.0}}}
+    )
+    values = dict(build_model(recipe.model, resolve(recipe), seed=3).named_parameters())
+    for parameter in recipe.model.parameters():
+        if len(parameter.shape) == 2:
+            tuned = 2.0 if parameter.module == "mlp.out" else 1.0
+            expected = tuned * INITS[init].std(parameter, 3, gated=True)
+            tensor = values[parameter.name]
+            tolerance = 5 / math.sqrt(2 * tensor.numel())
+            assert tensor.std().item() == pytest.approx(expected, rel=tolerance), parameter.name
+
+
+def test_initial_values_depend_only_on_seed_and_name(tiny: Recipe) -> None:
     def values(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
         return dict(build_model(recipe.model, resolve(recipe), seed).named_parameters())
 
@@ -207,10 +226,8 @@ def test_initial_values_depend_on_seed_and_name_alone(tiny: Recipe) -> None:
     assert not torch.equal(first[name], first["layers.0.mlp.in.weight"])
 
 
-def test_a_block_of_rows_can_be_drawn_without_the_rest() -> None:
-    """What a sharded layout needs: rows 256 to 511 do not depend on rows before or after them."""
-    from leaven.model.initialise import fill
-
+def test_initial_rows_do_not_depend_on_the_number_of_rows() -> None:
+    """A sharded layout draws a part of the rows."""
     whole, longer = torch.empty(512, 8), torch.empty(1000, 8)
     fill(whole, "w", 0.0, 1.0, 3)
     fill(longer, "w", 0.0, 1.0, 3)

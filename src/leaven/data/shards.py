@@ -88,7 +88,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             damage |= _build(folder, corpus, encoder, meter, processes or processes_for(corpus.n_bytes))
             found, _ = _open(folder, encoder.dtype)
     assert found is not None
-    return replace(found, notes=tuple(f"{file} {why}; it was made again" for file, why in damage.items()))
+    return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
 def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
