@@ -80,9 +80,7 @@ def test_faults_are_cached_but_a_broken_file_is_read_again(tmp_path: Path, read:
     assert read == ["a.jsonl", "b.txt", "b.txt"]
 
 
-def test_a_survey_is_saved_while_it_runs(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_survey_is_saved_while_it_runs(tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in "abc":
         write(tmp_path / f"{name}.txt", name)
     monkeypatch.setattr(survey, "SAVE_EVERY_SECONDS", -1.0)

@@ -1,4 +1,4 @@
-"""A small recipe as a family, fed with a made-up text, and the faults that are planted in its parameter table."""
+"""A small recipe with synthetic text, and faults to plant in its parameter table."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def family(
     tied_embeddings: bool = False,
     **more: bool,
 ) -> RecipeFamily:
-    """The demo's proxy with a vocabulary of 256 and sequences of 32, with a fault in every row of its table."""
+    """Return the demo's proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
     small = ["model.vocab_size=256", "model.seq_len=32", f"model.tied_embeddings={str(tied_embeddings).lower()}"]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)
@@ -58,7 +58,7 @@ def residual_left_out(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 
 
 def depth_in_the_init_as_well(row: ParameterRow, recipe: Recipe) -> ParameterRow:
-    """GPT-2's 1/sqrt(2L) on what ends a branch, on top of the branch's multiplier."""
+    """Apply GPT-2's 1/sqrt(2L) to the last matrix of a branch, on top of the branch's multiplier."""
     ends = row.module in {"attention.out", "mlp.out"}
     return replace(row, init_std=row.init_std / math.sqrt(2 * recipe.model.n_layers)) if ends else row
 
@@ -77,7 +77,7 @@ def rule_applied_twice(row: ParameterRow, recipe: Recipe) -> ParameterRow:
 
 
 def alpha_1_multiplier(row: ParameterRow, recipe: Recipe) -> ParameterRow:
-    """The branch's multiplier of alpha 1 beside lrs and eps of the recipe's own alpha."""
+    """Use the branch multiplier of alpha 1 with the lrs and eps of the recipe's own alpha."""
     depth = recipe.model.n_layers / recipe.base.depth
     ends = row.module in {"attention.out", "mlp.out"}
     return replace(row, multiplier=row.multiplier * depth ** (recipe.scaling.alpha - 1)) if ends else row

@@ -1,4 +1,4 @@
-"""Models from a factory, module:factory: hooks find their outputs, and their runs equal a hand-written loop."""
+"""Models from module:factory: hooks record their outputs, and their runs equal a hand-written loop."""
 
 import math
 import sys
@@ -57,7 +57,7 @@ def wrong(width, depth):
 def nothing(width, depth):
     return None
 
-def short_of_a_group(width, depth):
+def missing_group(width, depth):
     model, groups = factory(width, depth)
     return model, groups[1:]
 
@@ -110,7 +110,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 SIZES = ("--widths", "32,64,128", "--depths", "2,4", "--seeds", "1", "--source", "made-up")
 
 
-def test_a_foreign_model_passes_or_fails_by_its_factory(here: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_coordinates_of_a_right_and_a_wrong_factory(here: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     page = here / "check.html"
     assert run(monkeypatch, "their_model:factory", *SIZES, "-o", str(page)) == 0
     assert "passed: " in capsys.readouterr().out
@@ -129,7 +129,7 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
     with pytest.raises(InputError, match="should return"):
         foreign("their_model:nothing", RunScale(32, 2))
     with pytest.raises(InputError, match="0.weight is not in any group of its optimiser"):
-        foreign("their_model:short_of_a_group", RunScale(32, 2))
+        foreign("their_model:missing_group", RunScale(32, 2))
     with pytest.raises(InputError, match="no torch.nn.Embedding"):
         foreign("their_model:no_embedding", RunScale(32, 2))
     with pytest.raises(InputError, match="vocabulary of 64 is too small for text, which needs 257.*made-up"):
@@ -141,20 +141,20 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
 
 
 def test_a_branch_multiplier_is_recorded_once() -> None:
-    """A hook scales what ends a branch: the line is the module's own output, and its container hands on the rest."""
+    """The output before the multiplier is recorded, and the container, which returns the scaled output, is not."""
     end = nn.Linear(4, 4)
     branch = nn.Sequential(nn.Linear(4, 4), end)
     end.register_forward_hook(ScaleOutput(0.5))
-    with ActivationRecorder(branch, lambda name: name or "branch") as probe:
+    with ActivationRecorder(branch, lambda name: name or "branch") as recorder:
         given = branch(torch.ones(2, 4))
-        found = probe.take()
+        found = recorder.take()
     assert list(found) == ["0", "1"]
     torch.testing.assert_close(found["1"][0], 2 * given)
-    assert probe.containers == set()
+    assert recorder.containers == set()
 
 
 def theirs(name: str, tokens: int = 4096) -> ForeignFamily:
-    """A batch is two sequences."""
+    """Return a family whose batch is two sequences."""
     return foreign(f"their_model:{name}", SCALE, source=MADE_UP, batch_tokens=128, tokens=tokens)
 
 
@@ -163,7 +163,7 @@ def trained(family: ForeignFamily, setting: RunSetting) -> Outcome:
 
 
 def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
-    """The validation loss of ``plain`` at width 16, with what a check promises written out."""
+    """Return the validation loss of ``plain`` at width 16, trained by a loop written out here."""
     text = synthetic(64, 64, 2)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
@@ -222,7 +222,7 @@ def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
         family.trial(RunSetting(replace(SCALE, batch=0.1), 1.0, 0))
 
 
-def test_training_never_sees_held_out_text() -> None:
+def test_training_never_reads_held_out_text() -> None:
     split = SimpleNamespace(train=np.arange(100), validation=np.arange(1000, 1100))
     batches = corpus(split, seq_len=9, count=4)  # type: ignore[arg-type]
     inputs, targets = batches(0, 1)
@@ -242,7 +242,7 @@ def test_the_key_of_a_run_changes_with_its_factory(here: Path) -> None:
     assert keys() == before
     assert not set(keys(8192)) & set(before)
     text = (here / "their_model.py").read_text()
-    (here / "their_model.py").write_text(text.replace("rule=True):", "rule=False):  # nothing moves with the width"))
+    (here / "their_model.py").write_text(text.replace("rule=True):", "rule=False):  # lr as at any width"))
     sys.modules.pop("their_model")
     after = keys()
     assert after[:2] == before[:2]  # at the base the two are the same
@@ -257,7 +257,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
             ran.update({trial.key: trial.run() for trial in trials})
             return lambda trial: ran[trial.key]
 
-    monkeypatch.setattr(equivalence_module, "LEAST_STEPS", 1)  # what is run counts here, not the losses
+    monkeypatch.setattr(equivalence_module, "LEAST_STEPS", 1)  # this test is about the runs, not the losses
     verdict = equivalence(theirs("plain"), SCALE, [4.0], Here(here), seeds=2)
     ruled, control = verdict.rows
     assert len(ran) == 6  # two seeds, at batch x 1 once for both arms
@@ -266,7 +266,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
         equivalence(theirs("eager"), SCALE, [4.0], Here(here))
 
 
-def test_transfer_from_the_command_line_resumes_and_is_reported(
+def test_transfer_from_the_command_line_resumes_and_has_a_report(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny = ("--lrs", "1,50,2500", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
@@ -285,7 +285,7 @@ def test_transfer_from_the_command_line_resumes_and_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ("equivalence their_model:plain --run runs", "--scale 64x4"),
         ("equivalence their_model:plain --run runs --scale 16", "--scale 16: give a size as WIDTHxDEPTH"),
@@ -304,10 +304,10 @@ def test_options_for_recipes_or_factories_only_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: str,
-    says: str,
+    message: str,
 ) -> None:
     assert cli(monkeypatch, "check", *arguments.replace("RECIPE", str(tiny_file)).split()) == 2
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
-    assert says in err
+    assert message in err
     assert not Path("runs").exists()

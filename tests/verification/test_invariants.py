@@ -1,4 +1,4 @@
-"""Invariants: exact faults that no few steps show, each named by its column, and a right rule that keeps them all."""
+"""Invariants: a right rule keeps all of them, and each planted fault is named by its column."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,16 +21,16 @@ def audited(
 
 
 @pytest.mark.parametrize("more", [{}, {"alpha": 0.5}, {"grow_heads": True}])
-def test_a_right_rule_balances(more: dict[str, object]) -> None:
+def test_a_right_rule_keeps_all_invariants(more: dict[str, object]) -> None:
     rows = audited(**more)
     assert all(row.passed for row in rows.values()), rows
-    # With all of its columns: a gain has no decay, and everything else has all five.
+    # A gain has no decay; everything else has all five columns.
     assert {name for name, value in rows["norm.mlp"].parts.items() if value is None} == {"lr x decay x steps"}
     assert None not in rows["mlp.out"].parts.values()
 
 
 def moved(module: str, **by: Callable[[Recipe], float]) -> Callable[[ParameterRow, Recipe], ParameterRow]:
-    """A fault of some modules: values times a function of the recipe."""
+    """Return a fault: values of some modules are multiplied by a function of the recipe."""
     return lambda row, recipe: (
         replace(row, **{name: getattr(row, name) * factor(recipe) for name, factor in by.items()})
         if row.module.startswith(module)
@@ -47,9 +47,9 @@ def depth(recipe: Recipe) -> float:
 
 
 FAULTS = {
-    "gains, lr with width": (moved("norm.mlp", lr=width), "norm.mlp", "lr x eps x entries", "width"),
-    "gains, lr against depth": (moved("norm.query", lr=lambda r: 1 / depth(r)), "norm.query", "lr x eps", "depth"),
-    "lr, the decay against it": (
+    "gain lr grows with width": (moved("norm.mlp", lr=width), "norm.mlp", "lr x eps x entries", "width"),
+    "gain lr falls with depth": (moved("norm.query", lr=lambda r: 1 / depth(r)), "norm.query", "lr x eps", "depth"),
+    "lr grows and decay falls": (
         moved("attention.value", lr=lambda r: width(r) ** 0.5, weight_decay=lambda r: width(r) ** -0.5),
         "attention.value",
         "lr x eps x entries",
@@ -64,13 +64,18 @@ FAULTS = {
     ),
     "beta1": (lambda row, r: replace(row, beta1=row.beta1 ** width(r)), "embedding", "beta1", "width"),
     "beta2": (lambda row, r: replace(row, beta2=1 - (1 - row.beta2) / width(r) ** 2), "mlp.out", "beta2", "width"),
-    "lr up with duration": (
+    "lr grows with tokens": (
         moved("mlp.in", lr=lambda r: ratios(r).tokens, eps=lambda r: 1 / ratios(r).tokens),
         "mlp.in",
         "lr",
         "tokens",
     ),
-    "decay gone": (moved("mlp.in", weight_decay=lambda r: 0.0 + (width(r) == 1)), "mlp.in", "lr x decay", "width"),
+    "no decay": (
+        moved("mlp.in", weight_decay=lambda r: 0.0 + (width(r) == 1)),
+        "mlp.in",
+        "lr x decay",
+        "width",
+    ),
 }
 
 
@@ -83,7 +88,7 @@ def test_a_fault_is_named(name: str) -> None:
     assert f"moves with {axis}  <-" in row.note
 
 
-def test_without_decay_the_lr_is_held_all_the_same() -> None:
+def test_the_lr_is_judged_without_weight_decay() -> None:
     def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         hidden = row.role is Role.HIDDEN_WEIGHT
         return replace(row, weight_decay=0.0, lr=row.lr * depth(recipe) ** 0.5 if hidden else row.lr)
@@ -93,7 +98,7 @@ def test_without_decay_the_lr_is_held_all_the_same() -> None:
     assert rows["mlp.in"].passed is False
 
 
-def test_a_rule_that_says_nothing_of_a_ratio_is_not_judged_by_it() -> None:
+def test_a_rule_without_batch_and_tokens_is_not_judged_on_them() -> None:
     rows = audited(rule="completep")
     assert rows["mlp.in"].passed
     assert rows["mlp.in"].parts["lr"] is None

@@ -1,4 +1,4 @@
-"""Transfer and equivalence: runs are kept and not run twice; the verdict follows from the losses."""
+"""Transfer and equivalence: verdicts on known losses, and the store of runs."""
 
 import math
 import random
@@ -25,13 +25,13 @@ GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
 def pretend(folder: Path, loss: Callable[[Recipe], float]) -> RunStore:
-    """A store whose runs end at a loss that is known."""
+    """Return a store whose runs end at a known loss."""
 
-    class Pretended(RunStore):
+    class KnownLosses(RunStore):
         def run(self, trials):  # type: ignore[no-untyped-def]
             return lambda trial: Outcome(loss(trial.recipe))
 
-    return Pretended(folder)
+    return KnownLosses(folder)
 
 
 def transfer(
@@ -49,19 +49,19 @@ def family(recipe: Recipe) -> RecipeFamily:
     return RecipeFamily(recipe, synthetic(recipe.model.vocab_size, recipe.model.seq_len, 8))
 
 
-def bowl(recipe: Recipe, best: float) -> float:
+def parabola(recipe: Recipe, best: float) -> float:
     return 3.0 + 0.1 * math.log2(recipe.hyperparameters.lr / best) ** 2 + 0.001 * recipe.data.seed
 
 
 def test_equal_optima_pass(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.01))
+    store = pretend(tmp_path, lambda recipe: parabola(recipe, 0.01))
     verdict = transfer(family(tiny), GRID, store)
     assert verdict.passed
     assert all(row.parts["shift"] == pytest.approx(0, abs=1e-9) for row in verdict.rows)
 
 
 def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.01 * 16 / recipe.model.d_model))
+    store = pretend(tmp_path, lambda recipe: parabola(recipe, 0.01 * 16 / recipe.model.d_model))
     verdict = transfer(family(tiny), GRID, store)
     (row,) = verdict.rows
     assert not verdict.passed
@@ -71,7 +71,7 @@ def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> 
 
 
 def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: bowl(recipe, 0.5))
+    store = pretend(tmp_path, lambda recipe: parabola(recipe, 0.5))
     verdict = transfer(family(tiny), GRID, store)
     assert not verdict.passed
     assert verdict.rows[0].undecided
@@ -79,7 +79,7 @@ def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe, tmp_path: Path)
 
 
 def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], float]:
-    """Valleys whose best lr moves by ``shift`` octaves at width 32, with a noise of each run's own."""
+    """Return parabolas whose best lr moves by ``shift`` octaves at width 32, with noise in each run."""
 
     def loss(recipe: Recipe) -> float:
         best = 0.01 * 2.0 ** (shift * (recipe.model.d_model > 16))
@@ -91,9 +91,9 @@ def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], fl
 
 
 def test_noise_larger_than_the_difference_does_not_pass(tiny: Recipe, tmp_path: Path) -> None:
-    # Far more noise than valley: whatever the shift is, two octaves here, three seeds cannot tell.
+    # The noise is far larger than the effect of two octaves, so three seeds cannot decide.
     store = pretend(tmp_path, noisy(-2, 0.07, 0.02))
-    for number in range(4):
+    for number in range(2):
         of = family(tiny.replace({"data.seed": 100 * number}))
         verdict = transfer(of, [0.00125, *GRID], store)
         assert not verdict.passed
@@ -102,7 +102,7 @@ def test_noise_larger_than_the_difference_does_not_pass(tiny: Recipe, tmp_path: 
     assert transfer(family(tiny), GRID, store, seeds=1).rows[0].undecided
 
 
-def test_a_flat_minimum_may_move(tiny: Recipe, tmp_path: Path) -> None:
+def test_a_flat_minimum_may_shift(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, noisy(-1, 0.0005, 0.004))
     (row,) = transfer(family(tiny), GRID, store).rows
     assert row.passed
@@ -112,7 +112,7 @@ def test_a_flat_minimum_may_move(tiny: Recipe, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else bowl(recipe, 0.01))
+    store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else parabola(recipe, 0.01))
     verdict = transfer(family(tiny), GRID, store)
     assert not verdict.passed
     assert "not finite, at lr 0.02" in verdict.rows[0].note
@@ -164,13 +164,13 @@ def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path) -> N
     assert verdict.rows[0].limit < 0.1  # type: ignore[operator]
 
 
-def test_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
+def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves 10 steps.*204,800 tokens"):
         equivalence(family(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
 
 
 class InThisProcess(ThreadPoolExecutor):
-    """In place of worker processes, which take seconds to import torch."""
+    """Replaces worker processes, which take seconds to import torch."""
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()

@@ -1,4 +1,4 @@
-"""The best lr, its interval and its regret, on valleys whose answers are known."""
+"""The best lr, its interval and its regret, on parabolas with known answers."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from leaven.verification.verdict import slope
 LRS = [2.0**octave for octave in range(-10, -3)]
 
 
-def valley(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
+def parabola(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
     random = np.random.default_rng(seed)
     return LossGrid.of(
         {
@@ -19,37 +19,37 @@ def valley(best_octave: float, noise: float = 0.0, seed: int = 0) -> LossGrid:
     )
 
 
-def test_a_parabola_gives_back_its_vertex_between_the_grid_points():
-    assert valley(-6.3).optimum() == pytest.approx(-6.3)
+def test_the_optimum_is_the_vertex_between_grid_points():
+    assert parabola(-6.3).optimum() == pytest.approx(-6.3)
 
 
-def test_shift_and_regret_of_two_valleys():
-    octaves, regret = shift(valley(-6.5), valley(-7.5))
+def test_shift_and_regret_of_two_parabolas():
+    octaves, regret = shift(parabola(-6.5), parabola(-7.5))
     assert (octaves.value, *octaves.ends) == (pytest.approx(-1),) * 3
     assert regret.value == pytest.approx(0.05)
 
 
-def test_a_valley_that_is_steeper_on_one_side_keeps_its_lowest_point():
-    # Slow on the way down, a cliff and then a plateau, as losses over lrs are; the lowest point is the fifth.
+def test_the_optimum_of_an_asymmetric_curve_is_its_lowest_point():
+    # A slow fall, a steep rise and a plateau, like real losses over lrs; the lowest point is the fifth.
     losses = dict(zip(LRS, ([loss] * 2 for loss in (4.58, 4.17, 3.81, 3.60, 3.49, 3.61, 3.65)), strict=True))
     assert LossGrid.of(losses).optimum() == pytest.approx(np.log2(LRS[4]), abs=0.1)
 
 
-def test_the_interval_covers_a_shift_that_only_noise_made():
-    octaves, _ = shift(valley(-7, 0.03, 1), valley(-7, 0.03, 2))
+def test_the_interval_covers_a_shift_due_to_noise():
+    octaves, _ = shift(parabola(-7, 0.03, 1), parabola(-7, 0.03, 2))
     assert octaves.low < 0 < octaves.high
 
 
-def test_an_optimum_at_the_edge_is_said_to_be():
-    assert [valley(best).edge for best in (-12, -7, -1)] == [-1, 0, 1]
+def test_an_optimum_at_the_edge_of_the_grid():
+    assert [parabola(best).edge for best in (-12, -7, -1)] == [-1, 0, 1]
 
 
-def test_the_exponent_of_an_optimum_that_moves_by_half_an_octave_a_doubling():
-    found = exponent({1: valley(-6.5), 2: valley(-7.0), 4: valley(-7.5)})
+def test_the_exponent_of_half_an_octave_per_doubling():
+    found = exponent({1: parabola(-6.5), 2: parabola(-7.0), 4: parabola(-7.5)})
     assert (found.value, found.low, found.high) == (pytest.approx(-0.5),) * 3
     covered = 0
     for number in range(20):
-        valleys = {2.0**i: valley(-6.5 - 0.5 * i, 0.02, 100 * number + i) for i in range(3)}
+        valleys = {2.0**i: parabola(-6.5 - 0.5 * i, 0.02, 100 * number + i) for i in range(3)}
         found = exponent(valleys, draws=100)
         covered += found.low < -0.5 < found.high
     assert covered >= 14  # 54 of 60 with a thousand draws: three seeds make an interval a little narrow

@@ -1,4 +1,4 @@
-"""A check that cannot fail is worth nothing: every fault here is caught, with a right rule beside it that passes."""
+"""A right rule passes the short checks, and they catch every planted fault."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def coordinate_check(of: RecipeFamily) -> CheckDocument:
     return CoordinateCheck(of, WIDTHS, DEPTHS, seeds=1).run()
 
 
-STEPS = 6  # of the gradient checks with a fault; wrong exponents show at the first step
+STEPS = 6  # of gradient checks with a fault; wrong exponents show at the first step
 
 
 def gradient_check(of: RecipeFamily, steps: int) -> CheckDocument:
@@ -42,7 +42,7 @@ def test_a_right_rule_passes_the_coordinate_check():
     verdict = coordinate_check(family())
     assert verdict.passed, failed(verdict)
     logits = next(row for row in verdict.rows if (row.module, row.axis) == ("unembedding", "width"))
-    # Allowed: a wide input makes the first logits fall as N^-1/2 (std 1/N over N entries of order 1).
+    # The first logits may fall as N^-1/2: they sum N entries of order 1 with weights of std 1/N.
     assert logits.parts["start"] == pytest.approx(-0.5, abs=0.05)
 
 
@@ -78,7 +78,7 @@ def test_depth_in_the_init_on_top_of_the_multiplier():
     assert {axis for _, axis in failing(verdict)} == {"depth"}
 
 
-def test_weight_decay_unscaled_is_seen_by_the_bookkeeping_alone():
+def test_only_the_gradient_check_sees_unscaled_weight_decay():
     verdict = GradientCheck(
         family(families.decay_unscaled, start=GradientCheck.start), WIDTHS, (2,), seeds=1, steps=STEPS
     ).run()
@@ -102,7 +102,7 @@ def test_the_standard_rule_fails():
 
 @pytest.mark.parametrize("divided_by_d", [True, False])
 def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool):
-    """Query and key align with training: their product becomes of order d, so it has to start with room for that."""
+    """Training aligns query and key, and their product becomes of order d, so it has to be divided by d."""
     right = family(grow_heads=True)
 
     def by_the_root(recipe: Recipe) -> ParameterTable:
@@ -118,29 +118,28 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool):
 ALPHA = 0.5
 
 
-def test_alpha_one_half_passes_the_coordinate_check_and_fails_beside_a_multiplier_of_alpha_one():
-    """A block's own weights move as depth^(alpha-1), by the rule; what reads the stream has to be flat."""
+def test_coordinates_at_alpha_one_half():
+    """The rule makes a block's own weights move as depth^(alpha-1); modules that read the stream have to be flat."""
     verdict = CoordinateCheck(family(alpha=ALPHA), (64,), DEPTHS, seeds=1).run()
     assert verdict.passed, failed(verdict)
     mixed = CoordinateCheck(family(families.alpha_1_multiplier, alpha=ALPHA), (64,), DEPTHS, seeds=1).run()
     assert {"norm.mlp", "norm.key"} <= {module for module, _ in failing(mixed)}
 
 
-def test_alpha_one_half_passes_the_gradient_check_and_fails_beside_a_multiplier_of_alpha_one():
+def test_gradients_at_alpha_one_half():
     right = family(start=GradientCheck.start, alpha=ALPHA)
     verdict = GradientCheck(right, (64,), DEPTHS, seeds=1, steps=STEPS).run()
     assert verdict.passed, failed(verdict)
     rows = {row.module: row for row in verdict.rows}
     assert rows["mlp.out"].parts["eps"] == pytest.approx(-0.5)
-    assert rows["mlp.out"].parts["decay"] == pytest.approx(-0.5)  # as the published rules leave it
+    assert rows["mlp.out"].parts["decay"] == pytest.approx(-0.5)  # the published rules leave it so
     mixed = family(families.alpha_1_multiplier, start=GradientCheck.start, alpha=ALPHA)
     faults = failed(GradientCheck(mixed, (64,), DEPTHS, seeds=1, steps=STEPS).run())
     assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {row.module for row in faults}
     assert all("eps GROWS against the gradient" in row.note for row in faults)
 
 
-def test_alpha_is_no_excuse_where_the_rule_has_none():
-    """A branch's own weights that move as depth^-1/2 are a fault under alpha 1."""
+def test_hidden_lr_of_alpha_one_half_fails_at_alpha_one():
     half = family(families.hidden_lr_of_alpha_one_half)
     verdict = CoordinateCheck(half, (64,), DEPTHS, seeds=1).run()
     assert {"mlp.out", "attention.out"} <= {module for module, _ in failing(verdict)}

@@ -1,4 +1,4 @@
-"""Checks of a few steps on recipes of any size: their widths, and tied embeddings."""
+"""Small models of recipes of any size, and tied embeddings."""
 
 import pytest
 from tests.verification.families import PROXY, failed, family
@@ -21,7 +21,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_every_recipe_has_four_small_widths(shape: dict[str, int]) -> None:
+def test_every_recipe_has_small_widths(shape: dict[str, int]) -> None:
     recipe = read_recipe(PROXY).replace({f"model.{key}": value for key, value in shape.items()})
     recipe = recipe.replace({"model.vocab_size": 49_152, "model.seq_len": 2048, "batch": {"tokens": 1 << 20}})
     small, changed = small_recipe(recipe)
@@ -34,7 +34,7 @@ def test_every_recipe_has_four_small_widths(shape: dict[str, int]) -> None:
     assert "vocab_size 49,152 -> 4,096" in changed
 
 
-def test_a_recipe_that_is_small_is_checked_as_it_is() -> None:
+def test_a_small_recipe_is_not_changed() -> None:
     recipe = read_recipe(PROXY, ["model.vocab_size=512", "model.seq_len=64"])
     small, changed = small_recipe(recipe)
     assert not changed
@@ -43,7 +43,7 @@ def test_a_recipe_that_is_small_is_checked_as_it_is() -> None:
 
 @pytest.mark.parametrize("check", [CoordinateCheck, GradientCheck])
 def test_a_right_rule_passes_with_tied_embeddings(check) -> None:  # type: ignore[no-untyped-def]
-    # From a tied matrix of 1/width the stream is its branches alone, and every gradient of a block was off by L^0.75.
+    # With a tied matrix of 1/width the stream consists of branches only, and block gradients are off by L^0.75.
     start = {} if check is CoordinateCheck else {"start": GradientCheck.start}
     steps = {} if check is CoordinateCheck else {"steps": 6}
     verdict = check(family(tied_embeddings=True, **start), (64,), (2, 4, 8), seeds=1, **steps).run()

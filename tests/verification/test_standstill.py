@@ -24,8 +24,11 @@ FAULTS: dict[str, tuple[Callable[[ParameterRow, Recipe], ParameterRow], str]] = 
         lambda row, recipe: replace(row, lr=0.0) if row.role is Role.HIDDEN_WEIGHT else row,
         "mlp.in",
     ),
-    "one gain is not": (lambda row, recipe: replace(row, lr=0.0) if row.module == "norm.mlp" else row, "norm.mlp"),
-    "a readout of 0 that stays": (
+    "a gain is not trained": (
+        lambda row, recipe: replace(row, lr=0.0) if row.module == "norm.mlp" else row,
+        "norm.mlp",
+    ),
+    "a readout of 0 is not trained": (
         lambda row, recipe: replace(row, lr=0.0, init_std=0.0) if row.module == "unembedding" else row,
         "unembedding",
     ),
@@ -44,7 +47,7 @@ def test_untrained_parameters_fail_every_check(name: str) -> None:
         assert "never move" in {row.module: row.note for row in failed(verdict) if row.axis == "width"}[module]
 
 
-def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
+def test_an_output_or_decay_of_0_at_some_sizes_fails() -> None:
     def value(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, init_std=0.0) if row.module == "attention.value" and wide(recipe) else row
 
@@ -60,7 +63,7 @@ def test_an_output_or_decay_that_is_0_at_some_sizes_only() -> None:
     assert found["mlp.in", "width"].note == "lr x decay is 0 at some sizes only"
 
 
-def test_a_gain_that_moves_with_width_alone() -> None:
+def test_a_gain_lr_that_grows_with_width_fails() -> None:
     def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         return replace(row, lr=row.lr * ratios(recipe).width) if row.module == "norm.mlp" else row
 
@@ -73,7 +76,7 @@ def test_a_gain_that_moves_with_width_alone() -> None:
     assert "its move GROWS with width" in row.note
 
 
-def test_a_fault_where_width_and_depth_both_grow() -> None:
+def test_a_fault_only_where_width_and_depth_both_grow() -> None:
     def fault(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         both = wide(recipe) and ratios(recipe).depth > 1
         return replace(row, multiplier=4 * row.multiplier) if row.module == "mlp.out" and both else row

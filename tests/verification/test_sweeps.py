@@ -1,4 +1,4 @@
-"""Duration, batch, decay and init: on losses whose optimum is known, and from the command line."""
+"""Duration, batch, decay and init on losses with a known optimum."""
 
 import math
 import random
@@ -18,7 +18,7 @@ LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
 def losses(tiny: Recipe, exponent: float, batch_cost: float, noise: float = 0.0005) -> Callable[[Recipe], float]:
-    """The best lr goes with the tokens to this power; a doubling of tokens gains 0.1, one of the batch costs."""
+    """Return losses whose best lr is proportional to tokens^exponent; twice the tokens gain 0.1 nats."""
 
     def loss(recipe: Recipe) -> float:
         longer, larger = recipe.data.tokens / tiny.data.tokens, recipe.batch.tokens / tiny.batch.tokens
@@ -47,7 +47,7 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     assert changes is not None
     low, high = changes["scaling.token_exponent_interval"]  # type: ignore[misc]
     assert low < 0.2 < high
-    # Not tuned again, at the base's best lr: 0.3 octaves a doubling too low under the rule, 0.2 too high left alone.
+    # At the base's best lr, each doubling is 0.3 octaves too low under the rule and 0.2 too high if unchanged.
     assert value(verdict, "tokens x4, nothing moved").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
     assert value(verdict, "tokens x4, lr left alone").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
 
@@ -59,17 +59,17 @@ def test_a_right_exponent_passes(tiny: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost", "noise", "says"),
+    ("cost", "noise", "note"),
     [(0.01, 0.0005, "limited by noise"), (0.09, 0.0005, "limited by optimisation"), (0.0585, 0.02, "undecided")],
 )
-def test_twice_the_batch_says_what_limits_the_base(
-    tiny: Recipe, tmp_path: Path, cost: float, noise: float, says: str
+def test_twice_the_batch_shows_what_limits_the_base(
+    tiny: Recipe, tmp_path: Path, cost: float, noise: float, note: str
 ) -> None:
     # The critical batch is where twice the batch costs 0.585 of the gain of twice the tokens, 0.1 here.
     verdict = duration(family(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, cost, noise)))
     found = value(verdict, "cost of twice the batch")
     assert found.value == pytest.approx(cost / 0.1, abs=1.5 * noise / 0.1)
-    assert found.note.startswith(says)
+    assert found.note.startswith(note)
 
 
 def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_pat
     verdict = duration(family(tiny), SMALL, [4], [0.00125, 0.0025, 0.005], store)
     assert not any(row.undecided for row in verdict.rows)
     grids = {curve.module: curve.x for curve in verdict.curves if curve.quantity == "loss"}
-    # The base to one step beyond its optimum of 0.01; x4, where the rule halves the lr, one further.
+    # One step beyond the optimum of 0.01 at the base; one more at x4, where the rule halves the lr.
     assert [max(grid) for grid in grids.values()] == pytest.approx([0.02, 0.04])
 
 
