@@ -107,7 +107,7 @@ def flipped(path: Path) -> None:
     [
         (Path.unlink, "was missing; it was rebuilt"),
         (truncated, "bytes; it was rebuilt"),
-        (flipped, "did not have the bytes that were written; it was rebuilt"),
+        (flipped, "had a wrong checksum; it was rebuilt"),
     ],
 )
 def test_only_a_damaged_shard_is_rebuilt(

@@ -85,7 +85,7 @@ def test_a_fault_is_named(name: str) -> None:
     row = audited(fault)[module]
     assert row.passed is False
     assert row.note.startswith(column)
-    assert f"moves with {axis}  <-" in row.note
+    assert f"changes with {axis}  <-" in row.note
 
 
 def test_the_lr_is_judged_without_weight_decay() -> None:

@@ -44,7 +44,7 @@ def test_untrained_parameters_fail_every_check(name: str) -> None:
         GradientCheck(family(fault, start=GradientCheck.start), *of, seeds=1, steps=2).run(),
     ):
         assert not verdict.passed
-        assert "never move" in {row.module: row.note for row in failed(verdict) if row.axis == "width"}[module]
+        assert "never change" in {row.module: row.note for row in failed(verdict) if row.axis == "width"}[module]
 
 
 def test_an_output_or_decay_of_0_at_some_sizes_fails() -> None:
@@ -73,7 +73,7 @@ def test_a_gain_lr_that_grows_with_width_fails() -> None:
     }
     row = found["norm.mlp", "width"]
     assert row.undecided  # two sizes, one seed
-    assert "its move GROWS with width" in row.note
+    assert "its change GROWS with width" in row.note
 
 
 def test_a_fault_only_where_width_and_depth_both_grow() -> None:

@@ -131,7 +131,7 @@ def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: boo
     if (found := file.stat().st_size) != size:
         return f"had {found:,} of {size:,} bytes"
     if checksum and _checksum(_map(file, record, dtype)) != record.blake2b:
-        return "did not have the bytes that were written"
+        return "had a wrong checksum"
     return ""
 
 

@@ -110,7 +110,7 @@ class SurveyCache:
     def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
         """Return the survey of a part, from the cache if its stamp has not changed since it settled."""
         stamp, now = part.stamp(), time.time_ns()
-        if (found := self._remembered(part.key, stamp)) is None:
+        if (found := self._cached(part.key, stamp)) is None:
             found, self._changed = survey(part, on_bytes), True
         settled = stamp is not None and all(not isinstance(n, int) or n < now - _SETTLED_NS for n in stamp)
         self._seen[part.key] = {"stamp": stamp, "settled": settled, "survey": asdict(found)}
@@ -118,7 +118,7 @@ class SurveyCache:
             self.save()
         return found
 
-    def _remembered(self, key: str, stamp: list[int | str] | None) -> Survey | None:
+    def _cached(self, key: str, stamp: list[int | str] | None) -> Survey | None:
         try:
             known = self._known[key]
             if stamp is None or known["stamp"] != stamp or not known["settled"]:

@@ -34,7 +34,7 @@ FORMAT = 3
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
-    """The tokens of all sources. An end-of-text token follows every document."""
+    """The tokens of all sources of a recipe. An end-of-text token follows every document."""
 
     names: tuple[str, ...]  # of the sources, as in the recipe
     proportions: tuple[Fraction, ...]  # share of each source in the samples
@@ -63,20 +63,20 @@ class TokenSet:
         return sum(source.validation_bytes for source in self.sources)
 
     def stream(self, seq_len: int, seed: int) -> "Stream | Mixture":
-        """The endless stream of training samples.
+        """Return the endless stream of training samples.
 
         Raises:
             InputError: if a source does not fill one window.
         """
         if len(self.sources) == 1:
             return Stream(self.sources[0].train, seq_len, seed)
-        # Each source has an order of its own, which stays when others come, go or change their weights.
+        # The order within a source does not depend on the other sources or on weights.
         seeds = [int(_hash(f"{seed} {name}".encode())[:16], 16) for name in self.names]
         streams = (Stream(source.train, seq_len, own) for source, own in zip(self.sources, seeds, strict=True))
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Validation windows of all sources by their proportions, [N, T + 1]: at most the limit, but one of each.
+        """Return validation windows, [N, T + 1]: each source by its proportion of the limit, and at least one.
 
         Raises:
             InputError: if a source does not fill one window.

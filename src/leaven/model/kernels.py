@@ -1,4 +1,4 @@
-"""The names of torch that it does not promise to keep, in one place; tests/model/test_kernels.py tests each.
+"""Private functions of torch, which may change with its version, in one place; tests/model/test_kernels.py tests each.
 
 They do to many tensors in a few kernels what a loop over parameters does in hundreds.
 """

@@ -23,7 +23,7 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences of a text; the seed `HELD_OUT` reads its validation split."""
+    """Return batches of ``count`` sequences from a text; the seed `HELD_OUT` reads its validation split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -34,7 +34,7 @@ def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return made-up text: with probability 0.7 a token's fixed successor follows it, else a Zipf-like one."""
+    """Return synthetic text: with probability 0.7 a token is followed by its fixed successor, else by a Zipf draw."""
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)

@@ -184,9 +184,9 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
     """Return why no slope can be judged: the output never changes, or is 0 at some sizes. "" if it can."""
     if any(line.stuck for line in lines):
-        return "its weights never move  <- an lr of 0, or no gradient within these steps?"
+        return "its weights never change  <- an lr of 0, or no gradient within these steps?"
     if any(line.trained for line in lines) and not any(means["change"]):
-        return "never moves  <- an lr of 0, or no gradient within these steps?"
+        return "never changes  <- an lr of 0, or no gradient within these steps?"
     gone = [q for q, values in means.items() if 0 in values and any(values)]
     return f"{gone[0]} is 0 at some sizes only" if gone else ""
 

@@ -37,7 +37,7 @@ class StepMemory:
 
     stays: BytesByPart  # allocated between steps
     peak: BytesByPart  # at the moment of the step when most is allocated
-    seconds: float  # that the dry run took
+    seconds: float  # duration of the dry run
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
@@ -66,7 +66,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
         ):
             text: Any = NoText(recipe.model.vocab_size)
             training = Training(recipe, text, device="cpu", group=group)
-        with fake, tracker, as_on(device):
+        with fake, tracker, kernels_of(device):
             return replace(two_steps(training, tracker, training.issue), seconds=time.perf_counter() - began)
     finally:
         if dist.is_initialized():
@@ -122,7 +122,7 @@ class NoText:
 
 
 @contextmanager
-def as_on(device: str) -> Iterator[None]:
+def kernels_of(device: str) -> Iterator[None]:
     """Use the kernels of another device type on tensors of the CPU."""
     if device == "cpu":
         yield

@@ -44,7 +44,7 @@ from leaven.verification.model_instance import (
 )
 
 MADE_UP = "made-up"
-"""The source of made-up text, drawn from a Markov chain: endless and available at once."""
+"""The source of synthetic text, drawn from a Markov chain: endless, and needs no tokenizer."""
 
 SOURCE = "python-stdlib"
 LEAST_VOCABULARY = 257  # 256 bytes and end-of-text

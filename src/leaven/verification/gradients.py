@@ -195,7 +195,7 @@ def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) ->
 def _standstill(records: Sequence[GradientRecord]) -> str:
     """Return why no slope can be judged: a value never changes, or is 0 at some sizes. "" if it can."""
     if not all(record.moved for record in records):
-        return "never moves  <- an lr of 0, or no gradient within these steps?"
+        return "never changes  <- an lr of 0, or no gradient within these steps?"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
     for name, what in named.items():
         values = [getattr(record, name) for record in records]
@@ -206,7 +206,7 @@ def _standstill(records: Sequence[GradientRecord]) -> str:
 
 def _note(axis: str, value: float, what: str) -> str:
     if what == "gain":
-        return f"its move {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- lr of a gain changed with {axis}?"
+        return f"its change {'SHRINKS' if value < 0 else 'GROWS'} with {axis}  <- lr of a gain changed with {axis}?"
     if what == "decay":
         change = "FALLS" if value < 0 else "GROWS"
         return f"lr x decay {change} with {axis}  <- only one of lr and decay changed?"

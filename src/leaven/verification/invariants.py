@@ -123,7 +123,7 @@ def invariants(family: ModelFamily, widths: Sequence[int], depths: Sequence[int]
             ScaleChange("tokens", FACTOR, tokens, FACTOR),
         ):
             if change.settings == base:
-                note = "nothing moves with it under this rule"
+                note = "the rule changes nothing with it"
                 ignored.append(
                     VerdictRow(module=change.axis, axis=AXIS, slope=None, limit=None, passed=None, note=note)
                 )
@@ -153,7 +153,7 @@ def _row(label: str, base: SettingsByLabel, changes: Sequence[ScaleChange], alph
     if beyond <= LIMIT:
         return row(slope=worst[column], limit=LIMIT, passed=True, beyond=max(beyond, 0.0))
     axis = "width and depth" if where == "both" else where
-    note = f"{column} moves with {axis}  <- {_REASONS[column]}"
+    note = f"{column} changes with {axis}  <- {_REASONS[column]}"
     return row(slope=worst[column], limit=LIMIT, passed=False, note=note, beyond=beyond)
 
 

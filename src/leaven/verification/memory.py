@@ -1,7 +1,7 @@
 """The memory check: compare the planner's memory of a rank with a dry run (:mod:`leaven.verification.dry_run`).
 
-The planner computes sizes from formulas; the dry run executes training steps and records every allocation. Both leave
-out memory that is not in tensors: the context, kernels and fragmentation.
+The planner computes sizes from formulas; the dry run executes training steps and records every allocation. Both omit
+memory that is not in tensors: the context, kernels and fragmentation.
 """
 
 import time

@@ -61,7 +61,7 @@ class LossGrid:
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, (...): the vertex of a parabola through the mean losses near the lowest."""
+        """Return log2 of the best value, (...): the vertex of a parabola through the lowest mean losses."""
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
         with np.errstate(divide="ignore", invalid="ignore"):

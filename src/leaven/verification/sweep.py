@@ -256,7 +256,7 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
     edges = [name for name, grid in pair.items() if grid.edge]
     if edges:
         note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the extended grid; "
-        note += f"give {swept.option} {_round_the_edge(pair[edges[0]])}"
+        note += f"give {swept.option} {_around_edge(pair[edges[0]])}"
         return row(passed=False, note=note, undecided=True)
     if seeds < 2:
         return row(passed=False, note="undecided: one seed has no interval; give --seeds 3", undecided=True)
@@ -274,7 +274,7 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
     return row(passed=False, note=note, beyond=beyond, undecided=True)
 
 
-def _round_the_edge(grid_losses: LossGrid) -> str:
+def _around_edge(grid_losses: LossGrid) -> str:
     """Return a grid of five values centred at the edge, as the text of an option."""
     values = (2**grid_losses.octaves).tolist()
     steps = [high / low for low, high in pairwise(values)]
