@@ -1,6 +1,6 @@
-"""Private functions of torch, which may change with its version, in one place; tests/model/test_kernels.py tests each.
+"""Private functions of torch, which may change with its version; tests/model/test_kernels.py tests each.
 
-They do to many tensors in a few kernels what a loop over parameters does in hundreds.
+They process many tensors in a few kernels, where a loop over parameters needs hundreds.
 """
 
 from collections.abc import Sequence
