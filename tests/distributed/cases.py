@@ -27,7 +27,7 @@ def dtype_of(name: str) -> Iterator[None]:
 
 
 def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:
-    """Steps and a validation; what this process owns of the parameters in the end."""
+    """Train some steps and validate. Returns the metrics, and the parameters that this process owns at the end."""
     with dtype_of(dtype), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         done = [training.step() for _ in range(steps)]
@@ -49,7 +49,7 @@ def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") 
 
 
 def save(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path) -> list[float]:
-    """Steps, then a checkpoint."""
+    """Train some steps, then save a checkpoint. Returns the losses."""
     with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         losses = [training.step().loss for _ in range(steps)]
@@ -58,7 +58,7 @@ def save(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path) -> list[flo
 
 
 def resume(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path, then: Path) -> list[float]:
-    """Steps from a checkpoint, then another one."""
+    """Train some steps from a checkpoint, then save another one. Returns the losses."""
     with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         found, damaged = read_checkpoint(folder, group=group)

@@ -28,7 +28,7 @@ def alone() -> Alone:
 
 
 def once() -> Alone:
-    """What one process gets of a recipe in so many steps, once for all the layouts that ask."""
+    """Return a function that trains a recipe on one process and remembers the result for other layouts."""
 
     @cache
     def trained(recipe_json: str, steps: int, dtype: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def once() -> Alone:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All that want ranks go to one worker: eight processes for each of several would be in each other's way."""
+    """Tests that use ranks run on one worker: eight processes for each of several workers would slow each other."""
     for item in items:
         if "zero-bubble" in item.name and torch.__version__ < "2.13":
             item.add_marker(pytest.mark.skip(reason="torch before 2.13 computes wrong gradients: it is refused"))

@@ -1,4 +1,4 @@
-"""Process groups of several processes without processes: a thread each, and a store between them."""
+"""Process groups whose processes are threads of this process, with a store between them."""
 
 import threading
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class InThread(ProcessGroup):
 
 
 def together(size: int, body: Callable[[ProcessGroup], T], store: Any = None) -> list[T]:
-    """Returns what ``body`` returns on each of ``size`` processes, by rank; raises the first error."""
+    """Return the results of ``body`` on ``size`` processes, by rank. Raises the first error."""
     meeting, store = ThreadRendezvous(size), store or dist.HashStore()
 
     def run(rank: int) -> T:

@@ -1,4 +1,4 @@
-"""Processes that wait for work, so that a test does not start Python and torch for each rank."""
+"""A pool of processes, so that a test does not start Python and import torch for each rank."""
 
 import faulthandler
 import gc
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.pipelining", "leaven.training.engine"]
 TIMEOUT = 300.0
-"""Seconds for one case: far above what any takes, so that a hang is an error and no wait for ever."""
+"""Seconds for one case, far more than any takes, so that a hang becomes an error."""
 
 
 class Pool:
@@ -30,7 +30,7 @@ class Pool:
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What ``function(*arguments)`` gives on each rank; it finds the others as torchrun would have it.
+        """Return ``function(*arguments)`` of each rank, with the environment variables that torchrun sets.
 
         Raises:
             RuntimeError: with the traceback of the ranks that raised, or the numbers of those that did not answer.
@@ -84,7 +84,7 @@ class Pool:
 
 def _work(connection: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # collections between cases look at what a case has left and at nothing else
+    gc.freeze()  # so that a collection between cases looks only at the objects of a case
     with suppress(EOFError):
         while True:
             environment, function, arguments = connection.recv()
@@ -103,7 +103,7 @@ def _work(connection: Connection) -> None:
 
 
 def _release_threads() -> None:
-    """End the threads of a case's process groups, which are twelve a case and stay as long as the process otherwise.
+    """End the threads of a case's process groups: twelve for each case, which would stay until the process ends.
 
     A group ends its threads when nothing refers to it. Cycles of the model keep destroyed groups, and so do device
     meshes, which the caches of DTensor keep; a mesh without a registry looks a group up by its name.

@@ -30,7 +30,7 @@ TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_ever
 
 
 def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[str, Any]:
-    """A whole run; what befalls its second process, and it alone."""
+    """A whole run, with a fault ``how`` on its second process."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training: list[Training] = []
         build = Training.__init__
@@ -40,11 +40,11 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
             training.append(self)
 
         Training.__init__ = kept  # type: ignore[method-assign]
-        befallen = []
+        injected = []
 
         def on_step(step: Step) -> None:
-            if how == "nan" and group.rank == 1 and step.step == 9 and not befallen:
-                befallen.append(step)
+            if how == "nan" and group.rank == 1 and step.step == 9 and not injected:
+                injected.append(step)
                 with torch.no_grad():
                     training[0].sharded.leaves[0].fill_(torch.nan)
 
@@ -63,7 +63,7 @@ def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[s
 
 
 def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
-    """The second process does not come to the fourth step in time."""
+    """The second process sleeps before the fourth step."""
     try:
         with join_process_group(recipe.layout, torch.device("cpu")) as group:
             training = Training(recipe, tokens, device="cpu", group=group)

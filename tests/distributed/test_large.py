@@ -42,8 +42,8 @@ Held = dict[str, tuple[tuple[int, ...], bool]]
 
 
 def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
-    """What the process holds that this one pretends to be, one of several. torch remembers meshes and where it is in
-    them: a process is only ever one rank of a layout."""
+    """Return the pieces of the rank that this process pretends to be. torch remembers meshes, so a process can be one
+    rank of one layout only."""
     layout, rank = recipe.layout, among[int(os.environ["RANK"])]
     pretend(rank, layout.ranks)
     group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))

@@ -22,12 +22,11 @@ MICRO_BATCHES = 6
 
 @dataclass(frozen=True)
 class Held:
-    """After a micro-batch's backward pass: elements of whole parameters, and of those whose gradient is whole yet;
-    buffers."""
+    """What a stage holds after the backward pass of a micro-batch."""
 
-    parameters: int
-    gradients: int
-    buffers: int
+    parameters: int  # elements of gathered parameters
+    gradients: int  # elements of parameters whose gradient is not sharded yet
+    buffers: int  # allocated receive buffers
 
 
 def watched(recipe: Recipe) -> tuple[list[Held], int]:

@@ -1,4 +1,4 @@
-"""What torch or gloo would do wrong, hang on or abort at is refused before anything starts, or cannot happen.
+"""Layouts with which torch or gloo would compute wrong results, hang or abort are refused before anything starts.
 
 Two more are held against one process in test_layouts.py, where all layouts evaluate between steps of a ramp: a
 schedule's own evaluation changes what it has noted down for training, and two schedules on the same stages lose

@@ -1,4 +1,4 @@
-"""kill -9, again and again, at moments that a seed draws; the process that is killed is a fork of one that has torch.
+"""Kills a run repeatedly with kill -9 at random moments; each attempt is a fork of a process that has imported torch.
 
 python -m tests.training.kills FOLDER prints what was killed when, and what came out, as JSON.
 """
@@ -82,7 +82,7 @@ def lost(run: RunFolder) -> int:
 
 
 def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
-    """Kill the run within its first rollback: after the line is written, then before each thing that is done."""
+    """Kill the run within its first rollback: after the event is written, or before one of the steps that follow."""
     shutil.copytree(begun, folder)
 
     def body() -> None:
@@ -120,7 +120,7 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    """What a run came to, but for times."""
+    """The result of a run, without times."""
     summary = train(RECIPE, TEXT, folder)
     run = RunFolder(folder)
     keys = ("step", "loss", "grad_norm", "update_norm", "lr")
@@ -143,7 +143,7 @@ def main(folder: Path) -> None:
     counts = killed_at_random(folder / "random")
     for where in places:
         killed_rolling_back(folder / "begun", folder / where, where)
-    # Only now does this process train: what has trained has threads, and is no longer to be forked.
+    # This process trains only now: a process that has trained has threads, and must not be forked.
     runs = {name: result(folder / name) for name in ("whole", "random", *places)}
     print(json.dumps({"counts": counts, "runs": runs}))
 

@@ -64,7 +64,7 @@ def test_an_unknown_device_is_measured_once() -> None:
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
 def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is computed in half precision can be computed in fp32: an fp16 product that is emulated is no peak."""
+    """The speed of an emulated fp16 product is not a peak: fp32 is faster, and could compute the same."""
     assert device_peak(CPU, compute).flops >= device_peak(CPU, "fp32").flops
     speeds = {torch.float32: 1e11, DTYPES[compute]: 4e9}
     monkeypatch.setattr(devices, "best_matmul", lambda device, dtype, threads: speeds[dtype])

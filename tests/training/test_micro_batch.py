@@ -91,7 +91,7 @@ def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: Toke
 
 @pytest.fixture
 def at_speed(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Seconds of a forward and backward by micro-batch, set by the test; what is not there runs out of memory."""
+    """Seconds of a forward and backward by micro-batch, set by the test; a missing size runs out of memory."""
     seconds: dict[int, float] = {}
     monkeypatch.setattr(micro_batch, "trial_step", lambda training, size: seconds.get(size))
     return seconds
@@ -240,7 +240,7 @@ def test_the_closed_form_counts_states_and_activations(tiny: Recipe) -> None:
 def test_a_ramp_has_a_micro_batch_for_each_batch_and_a_resume_keeps_them(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, at_speed: dict[int, float]
 ) -> None:
-    """Stopped in the middle of the ramp and gone on with when other sizes would be fastest: the losses are those of
+    """Stopped in the middle of the ramp, and resumed when other sizes would be fastest: the losses are those of
     the number set by hand."""
     recipe = tiny.replace(LONG | RAMP)
     at_speed.update({1: 1.0, 2: 1.9, 4: 3.0, 8: 8.0})

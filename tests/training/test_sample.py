@@ -26,7 +26,7 @@ def test_pieces_add_up_to_the_text(run: LoadedRun) -> None:
 
 
 def test_characters_of_several_tokens_come_whole(run: LoadedRun) -> None:
-    """A model that says one thing: the bytes of é over and over, one token each."""
+    """The model repeats the two bytes of é, one token each."""
     letter = run.tokenizer.encode("é").ids
     assert len(letter) == 2
     with torch.no_grad():  # what was read says what comes next: no branches, an embedding that is looked up backwards

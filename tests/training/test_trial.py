@@ -37,7 +37,7 @@ class Killed(Exception):
 
 @contextmanager
 def steps_counted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) -> Iterator[list[int]]:
-    """The step numbers that are done in here; the process dies, as far as one can see, before step ``die_at``."""
+    """Yield the numbers of the steps taken in the block; the trial is killed before its step ``die_at``."""
     done: list[int] = []
     issue = Training.issue
 

@@ -1,4 +1,4 @@
-"""Model, optimizer and position in the data, and the optimizer step: :meth:`Training.issue`.
+"""The state of a run (model, optimizer, position in the data) and its optimizer step, :meth:`Training.issue`.
 
 A step is a function of the recipe, the tokens and the state alone.
 """
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Exception):
-    """The user wants to stop in the middle of a step or an evaluation, which is abandoned."""
+    """The user asked to stop during a step or an evaluation, which is abandoned."""
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Training:
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Return to the state after the last issued step, when StopRequested has interrupted the next one."""
+        """Return to the state before a step that StopRequested has interrupted."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -179,7 +179,7 @@ class Training:
 
     @property
     def _scale(self) -> Tensor | None:
-        """The factor on the loss in fp16, (); None without one."""
+        """The loss scale of fp16, (); None in other dtypes."""
         return None if self.loss_scale is None else self.loss_scale.value
 
     def _forward_backward(self, batch: TrainingBatch, noise: NoiseMeasurement | None) -> Tensor:
@@ -196,8 +196,8 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _recount(self, longer: float) -> None:
-        """Convert step counts when the batch changes. Called once the gradients are computed, so that a step that is
-        abandoned before leaves the state unchanged."""
+        """Convert step counts when the batch changes. This happens after the gradients are computed, so that a step
+        that is abandoned earlier leaves the state unchanged."""
         if longer != 1:
             self.clipper.recount(longer)
             self.optimiser.recount(longer)
@@ -235,8 +235,8 @@ class Training:
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _counted(self, windows: Tensor, sequences: int) -> int:
-        """Return how many targets of a batch count in the loss; ``windows`` are this process's part of it. The first
-        token of an isolated document does not count."""
+        """Return how many targets of a batch count in the loss: all but the first token of each isolated document.
+        ``windows`` are this process's part of the batch."""
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
         mine = int((windows[:, :-1] != self._end_of_text).sum())
@@ -262,8 +262,8 @@ class Training:
         )
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Return the first of this process's sequences in a batch, and their number. The last processes may have
-        fewer, or none."""
+        """Return the number of the first sequence of a batch that this process reads, and how many it reads. The last
+        processes may read fewer, or none."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
@@ -299,8 +299,8 @@ class Training:
         return tokens
 
     def checkpoint(self) -> Checkpoint:
-        """Return the state of the run that this process owns. The process with the first element of a parameter owns
-        its step count; the first process owns what belongs to no parameter."""
+        """Return the part of the state that this process owns. The process with the first element of a parameter owns
+        its step count; the first process owns everything that does not belong to a parameter."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
@@ -321,7 +321,7 @@ class Training:
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore a checkpoint, whichever layout saved it."""
+        """Restore a checkpoint, which any layout may have saved."""
         moments = {}
         for held in self.sharded.held:
             name, piece = held.row.name, held.piece

@@ -77,8 +77,8 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
     """Return a run at a checkpoint, chosen as in :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
-        said = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
-        raise InputError(f"{run}: {said}; give the folder of a run (leaven train RECIPE --run DIR)")
+        problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
+        raise InputError(f"{run}: {problem}; give the folder of a run (leaven train RECIPE --run DIR)")
     recipe = folder.recipe()
     checkpoint, damaged = read_checkpoint(folder.checkpoints, folder.rewinds(), tokens)
     if checkpoint is None:

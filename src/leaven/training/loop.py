@@ -27,7 +27,7 @@ class StepResult:
 
 
 class Diverged(RuntimeError):
-    """The loss is not finite, or has risen for good."""
+    """The loss is not finite, or has risen and does not fall again."""
 
 
 S_co = TypeVar("S_co", bound=StepResult, covariant=True)
@@ -36,7 +36,7 @@ S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
 
 
 class Trainable(Protocol[S_co]):
-    """The interface of what the loop trains: :class:`leaven.training.engine.Training`, or any other model."""
+    """What the loop can train: :class:`leaven.training.engine.Training`, or any class with these members."""
 
     @property
     def tokens(self) -> int:
@@ -56,7 +56,7 @@ class Callback(Generic[S_contra]):
     list, and may raise to end the run."""
 
     def before_step(self) -> None:
-        """Called before each step is started; the result of the step before may not have been read yet."""
+        """Called before each step. The result of the previous step may not have been read yet."""
 
     def after_step(self, step: S_contra) -> None:
         """Called after each step, once its result has been read."""
@@ -70,11 +70,12 @@ class Callback(Generic[S_contra]):
         """Called between two steps, once the results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
-        """Return this callback's keys of the JSON document in a checkpoint, which all callbacks share."""
+        """Return the JSON values that this callback saves in a checkpoint. All callbacks share one namespace."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the current position of the training, with the document saved there; empty at the start."""
+        """Continue from the current position of the training. ``state`` has the values that all callbacks saved
+        there; at the start it is empty."""
 
     def close(self) -> None:
         """Called at the end of the run, also after an error."""

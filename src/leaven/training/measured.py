@@ -1,4 +1,4 @@
-"""Measures a few steps on this machine, to calibrate a plan."""
+"""Measures a few steps on this machine to calibrate a plan (``leaven plan --measure``)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,8 +54,8 @@ class Measurement:
 
     record: CalibrationRecord  # at the recipe's depth
     layers: tuple[int, ...]  # depths that were measured: the recipe's, or two from which it is extrapolated
-    step_seconds: tuple[float, ...]  # at each of these depths
-    matmul_tflops: float  # the best matmul of this device in the recipe's dtype
+    step_seconds: tuple[float, ...]  # median seconds of a step at each of these depths
+    matmul_tflops: float  # speed of the fastest matmul on this device in the recipe's dtype
 
 
 def measure(
@@ -159,7 +159,7 @@ def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) 
 
 
 def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
-    """Return the cost at full depth from those at two depths, on a straight line."""
+    """Return the cost at full depth, extrapolated on a straight line from two smaller depths."""
 
     def line(low: float, high: float) -> float:
         return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])

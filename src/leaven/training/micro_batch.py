@@ -1,4 +1,4 @@
-"""Chooses the micro-batch, the sequences of one forward: what fits, tried with real steps, and what is fastest.
+"""Chooses the micro-batch, the sequences of one forward: the fastest that fits, timed with real forwards.
 
 A micro-batch is an upper limit: a batch that it does not divide is split evenly (12 sequences at 8 are 6 and 6), so
 that during a ramp every batch has a size of its own.
@@ -49,7 +49,7 @@ much. An accelerator raises an error, so sizes that are slightly too large by th
 
 @dataclass(frozen=True)
 class Timing:
-    """The speed of a micro-batch, forwards and backwards over one global batch."""
+    """The measured speed of a micro-batch."""
 
     micro_batch: int
     tokens_per_second: float
@@ -63,12 +63,12 @@ class Choice:
     micro_batch: int  # sequences
     why: str  # the reason, for the recipe
     timings: tuple[Timing, ...] = ()  # from small to large
-    too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or that the closed form ruled out
+    too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or do not fit by the closed form
     seconds: float = 0.0  # spent on the choice
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return the sequences of each forward of a batch: as many forwards as a micro-batch needs, all of one size.
+    """Return the sequences of each forward of a batch: the fewest forwards up to ``micro_batch``, all of one size.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -78,7 +78,7 @@ def even(sequences: int, micro_batch: int) -> int:
 
 
 def sizes(sequences: int) -> list[int]:
-    """Return the micro-batches to consider for a batch: powers of two, evened out, and the whole batch.
+    """Return the micro-batches to consider for a batch: powers of two, adjusted by :func:`even`, and the whole batch.
 
     >>> sizes(12)
     [1, 2, 4, 6, 12]
@@ -87,7 +87,7 @@ def sizes(sequences: int) -> list[int]:
 
 
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
-    """Return the recipe's micro-batch, or a rule of thumb that does not look at the device."""
+    """Return the recipe's micro-batch, or for "auto" a rule of thumb that needs no measurement."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
@@ -95,7 +95,7 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Return the largest micro-batch with which a rank has a micro-batch for every pipeline stage, and two where the
+    """Return the largest micro-batch that leaves a rank one micro-batch for every pipeline stage, and two if the
     noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
@@ -131,7 +131,7 @@ def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Return the bytes that training takes beside the weights, by the planner's closed form."""
+    """Return the bytes that training needs in addition to the weights, by the planner's closed form."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16,
@@ -300,8 +300,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Allocate memory for so many copies of the parameters, as a step does; not on a CPU, where memory counts only
-    once written."""
+    """Allocate memory for so many copies of the parameters, as a step does. No-op on a CPU, where memory is used only
+    once it is written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)

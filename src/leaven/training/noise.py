@@ -1,5 +1,5 @@
-"""Measures the gradient noise scale of a run from gradients that a step computes anyway: after its first micro-batch
-and after all of them.
+"""Measures the gradient noise scale of a run by comparing two gradients of one step: after its first micro-batch and
+after all of them.
 
 The estimates of tr(Sigma) and |G|^2 (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with exponential
 weights, and then divided. Both averages start at 0, which cancels in their ratio.
@@ -26,7 +26,7 @@ class NoiseScale:
     """Averages over measurements, each at the first step at or beyond a multiple of ``every`` tokens."""
 
     every: int  # tokens
-    averages: Tensor  # tr(Sigma) of one token, and |G|^2: (2,) in float64 on the gradients' device
+    averages: Tensor  # of tr(Sigma) for one token and of |G|^2: (2,), float64, on the gradients' device
 
     @classmethod
     def build(cls, every: int | None, device: torch.device) -> "NoiseScale | None":

@@ -67,7 +67,7 @@ class Optimiser:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by the factor by which the half-life of the moments, in steps, changes."""
+        """Multiply the step counts by ``factor``, by which the half-life of the moments in steps has changed."""
         for state in self.adam.state.values():
             state["step"] *= factor
 

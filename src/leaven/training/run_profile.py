@@ -1,4 +1,4 @@
-"""Run profile: what the planner predicted beside what was measured, in ``plan.json`` and the calibration history."""
+"""Writes predicted and measured step times and memory to ``plan.json`` and the calibration history."""
 
 import json
 import time
@@ -35,7 +35,7 @@ ENOUGH = 10
 
 
 class RunProfile(Callback[Step]):
-    """Measures one start of a run: a row of ``plan.json`` for each batch size.
+    """Measures the steps of one start of a run. Each batch size has a row in ``plan.json``.
 
     A row replaces that of an earlier start if it is the median of at least as many steps.
     """
@@ -62,7 +62,7 @@ class RunProfile(Callback[Step]):
         self._highest_memory = memory_gib
 
     def write(self) -> None:
-        """Write the rows so far. If the disk is full the run continues without them."""
+        """Write the rows so far. If the disk is full, the run continues without them."""
         if self._run.writes:
             self._write(self._records())
 
@@ -125,7 +125,7 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return what has to be equal for two starts to measure the same."""
+    """Return the values by which rows of two starts are recognised as the same measurement."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 

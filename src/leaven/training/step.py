@@ -1,4 +1,4 @@
-"""The metrics of an optimizer step: a line of metrics.jsonl, measured without making the device wait."""
+"""Measures the metrics of an optimizer step, a line of metrics.jsonl, without making the device wait."""
 
 import math
 import time
@@ -41,7 +41,8 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether it was skipped because loss or gradient are not finite, except for too large a loss scale."""
+        """Whether the step was skipped because its loss or gradient is not finite. An overflow because the loss scale
+        was too large does not count."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
@@ -115,11 +116,12 @@ class Telemetry:
         return read
 
     def _per_module(self, sizes: Tensor) -> Tensor:
-        """Return 2-norms by module from those by parameter."""
+        """Return the 2-norms of modules, from those of parameters."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return a copy that is complete once the event has passed. A plain read would wait for later steps too."""
+        """Return a copy on the host, which is complete once the event has passed. A plain read would also wait for
+        later steps."""
         if not values.is_cuda:
             return values, None
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Training a recipe in a folder that holds everything the run needs.
+"""Trains a recipe in a run folder.
 
 :func:`train` prepares a run; :class:`RunTrainer` runs the loop (:mod:`leaven.training.loop`) over optimizer steps
 (:meth:`leaven.training.engine.Training.issue`), with the callbacks of :mod:`leaven.training.callbacks` around them.
@@ -128,7 +128,7 @@ class RunTrainer:
         self.rewinds = run.rewinds()
         self.unsaved: str | None = None  # why a stopped run could not be saved
         self.damaged: list[Path] = []  # checkpoints that were skipped
-        self._unwritten: str | None = None  # why lines are not on the disk
+        self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
         self.checkpoints = Checkpoints(self)
@@ -174,7 +174,7 @@ class RunTrainer:
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
             )
         if not math.isfinite(result["loss"]):
-            self.fail({"why": f"the validation loss is {result['loss']:g}: the run is lost"})
+            self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         self.event("finish", **result, seconds=self.training.progress.seconds)
         self.run.written()
         return result
@@ -187,7 +187,7 @@ class RunTrainer:
         self.event("layout", changes=listed, recipe=training.recipe.model_dump(mode="json", exclude_none=True))
 
     def close(self) -> None:
-        """Release what the callbacks hold."""
+        """Close the callbacks."""
         for callback in self.callbacks:
             callback.close()
 
@@ -198,7 +198,7 @@ class RunTrainer:
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Continue from the newest checkpoint that the rewind does not undo. The time spent still counts."""
+        """Continue from the newest checkpoint that the rewind does not undo. The seconds spent so far still count."""
         found = self._newest((*self.rewinds, rewind))
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
@@ -212,7 +212,7 @@ class RunTrainer:
         self._on_event("rollback", values | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
-        """Log why the run is lost, and end it."""
+        """Log why the run failed, and end it."""
         self.event("stop", **values)
         raise Diverged(values["why"])
 
@@ -227,11 +227,11 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest whole checkpoint that these rewinds have not undone, or None; ``damaged`` are the newer
-        ones.
+        """Return the newest whole checkpoint that these rewinds have not undone, or None. Sets ``damaged`` to the
+        damaged checkpoints that are newer.
 
         Raises:
-            InputError: if all checkpoints are damaged. Nothing has been touched, so they may still be repaired.
+            InputError: if all checkpoints are damaged. Nothing has been changed, so they may still be repaired.
         """
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:
@@ -243,7 +243,7 @@ class RunTrainer:
         return found
 
     def _restore(self, found: Checkpoint | None) -> None:
-        """Continue from a checkpoint, in memory and in the folder; from the start if it is None."""
+        """Continue from a checkpoint, in memory and in the folder, or from the start if it is None."""
         if found is not None:
             self.rewinds = max(self.rewinds, found.rewinds, key=len)
             self.training.restore(found)
@@ -254,7 +254,7 @@ class RunTrainer:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Lock the folder, after every process has read it. The first process writes to it, for all."""
+    """Lock the folder once every process has read it. Only the first process writes to it."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:

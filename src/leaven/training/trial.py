@@ -1,9 +1,9 @@
-"""Trains one trial: a recipe from the start to its end, or until it diverges or is pruned.
+"""Trains one trial: a recipe until it is done, diverges or is pruned.
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
-Several durations share one trunk: until the first of them starts its cooldown, wsd runs of different durations are
-the same run (Hägele et al. 2024, arXiv 2405.18392). There the state is copied, the cooldown is trained and evaluated,
+Several durations share one trunk: wsd runs of different durations are the same run until the shortest starts its
+cooldown (Hägele et al. 2024, arXiv 2405.18392). There the state is copied, the cooldown is trained and evaluated,
 and the trunk continues from the copy, so that k durations cost the longest one and k - 1 cooldowns.
 """
 
@@ -47,7 +47,7 @@ def train_trial(
         baseline: a trial of another recipe with the same duration and schedule.
         checkpoint: a folder for checkpoints every ``checkpoint_seconds``, from which the same trial resumes. The
             caller removes it once the outcome is saved.
-        durations: in tokens; all of them are trained, as branches of a run of the longest.
+        durations: several durations to train, in tokens, as branches of a run of the longest.
 
     Raises:
         InputError: if the recipe cannot be trained, or the durations do not share a trunk.
@@ -121,14 +121,13 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the tokens at which a wsd run starts its cooldown: the lr decays from the first step that ends
-    beyond."""
+    """Return the tokens at which a wsd run starts its cooldown. The lr decays from the first step that ends later."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback[Step]):
-    """Trains the cooldowns of shorter durations where they leave the trunk, each from a copy of the state."""
+    """Trains the cooldown of each shorter duration when the trunk reaches its start, from a copy of the state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -165,7 +164,7 @@ class Cooldowns(Callback[Step]):
 
 
 class TrialCheckpoint(Callback[StepResult]):
-    """Writes a checkpoint of a trial every so many seconds. If the disk is full the trial continues without."""
+    """Writes a checkpoint of a trial every so many seconds. If the disk is full, the trial continues without one."""
 
     def __init__(
         self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback[Step]]
