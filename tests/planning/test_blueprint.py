@@ -75,7 +75,7 @@ def test_parameters_are_those_of_the_shape(changes: dict[str, object]) -> None:
     assert found.n_layers == 32
 
 
-def test_a_table_is_made_once_and_is_its_own_table() -> None:
+def test_a_blueprint_is_computed_once() -> None:
     made = blueprint(LLAMA_8B)
     assert blueprint(made) is made is blueprint(LLAMA_8B.model_copy())
     assert hash(made) == hash(blueprint(LLAMA_8B.model_copy(update={"rope_theta": 1e6})))
@@ -109,7 +109,7 @@ def test_latent_attention_and_experts_of_deepseek_v3() -> None:
     assert not sparse.row("shared.out").routed
 
 
-def test_keys_that_a_query_meets() -> None:
+def test_mean_number_of_keys_that_a_query_attends_to() -> None:
     core = Core(8, 8, 64, 64)
     assert (core.keys(4096), core.keys(4096, "causal")) == (4096, 2048)
     window = Core(8, 8, 64, 64, window=1024)
@@ -119,7 +119,7 @@ def test_keys_that_a_query_meets() -> None:
     assert window.keys(512, "causal") == 256  # shorter than the window
 
 
-def test_windows_go_round_over_the_layers() -> None:
+def test_attention_windows_repeat_over_the_layers() -> None:
     run = find_run("llama2-7b")
     found = published_blueprint(run.arch, 4096, windows=(1024, 1024, 1024, None))
     assert [block.core.window for block in found][:5] == [1024, 1024, 1024, None, 1024]

@@ -11,6 +11,7 @@ from tests.planning.shapes import SMALL
 
 from leaven.planning.calibration import (
     NEWEST,
+    Calibration,
     CalibrationRecord,
     StepCost,
     calibration,
@@ -37,12 +38,19 @@ def took(time: float, memory: float | None = None, **changes: object) -> Calibra
     return one.model_copy(update={"measured": StepCost(step_seconds=said.step_seconds * time, memory_gib=gib)})
 
 
+def factors(records: list[CalibrationRecord], accelerator: str = H100) -> Calibration:
+    """The calibration of SMALL on one device in bf16."""
+    found = calibration(records, accelerator, SMALL.params, Layout(), "bf16")
+    assert found is not None
+    return found
+
+
 def of(factor: float) -> ModelShape:
     """SMALL with so many times the layers."""
     return SMALL.model_copy(update={"n_layers": int(SMALL.n_layers * factor)})
 
 
-def test_nothing_is_known_without_runs_of_this_accelerator_and_dtype() -> None:
+def test_runs_on_other_accelerators_or_dtypes_do_not_count() -> None:
     others = [
         took(2, accelerator="A100-SXM-80GB"),
         took(2, accelerator=None),
@@ -52,57 +60,48 @@ def test_nothing_is_known_without_runs_of_this_accelerator_and_dtype() -> None:
     ]
     assert calibration(others, H100, SMALL.params, Layout(), "bf16") is None
     assert calibration([], H100, SMALL.params, Layout(), "bf16") is None
-    found = calibration([*others, took(1.25)], H100, SMALL.params, Layout(), "bf16")
-    assert found is not None
+    found = factors([*others, took(1.25)])
     assert (found.time, found.runs, found.memory) == (pytest.approx(1.25), 1, None)
 
 
-def test_the_middle_of_three_runs_and_how_far_they_are_apart() -> None:
+def test_the_factor_is_the_median_of_the_runs() -> None:
     runs = [took(0.9, 1.1), took(1.3, 1.2), took(1.18, 1.0)]
-    found = calibration(runs, H100, SMALL.params, Layout(), "bf16")
-    assert found is not None
+    found = factors(runs)
     assert found.time == pytest.approx(1.18)
     assert found.memory == pytest.approx(1.1)
     assert str(found) == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
 
 
-def test_near_runs_count_alone() -> None:
+def test_far_runs_are_ignored_if_near_ones_exist() -> None:
     far = [took(3, layout=Layout(dp=2, zero=1)), took(3, layout=Layout(compile=True)), took(3, model=of(8))]
-    only = calibration(far, H100, SMALL.params, Layout(), "bf16")
-    assert only is not None
+    only = factors(far)
     assert (only.time, only.runs) == (pytest.approx(3), 3)
-    near = calibration([*far, took(1.1, model=of(2))], H100, SMALL.params, Layout(), "bf16")
-    assert near is not None
+    near = factors([*far, took(1.1, model=of(2))])
     assert (near.time, near.runs) == (pytest.approx(1.1), 1)
 
 
-def test_the_newest_count() -> None:
-    found = calibration([took(9)] * 150 + [took(1.5)] * NEWEST, H100, SMALL.params, Layout(), "bf16")
-    assert found is not None
+def test_only_the_newest_runs_count() -> None:
+    found = factors([took(9)] * 150 + [took(1.5)] * NEWEST)
     assert (found.time, found.runs, found.high) == (pytest.approx(1.5), NEWEST, pytest.approx(1.5))
 
 
-def test_the_nearer_of_the_far_ones_weighs_more() -> None:
+def test_nearer_runs_have_more_weight() -> None:
     """1 / (1 + 1 kind) against 1 / (1 + 3 kinds) twice, which is as much: between the two."""
     other = Layout(dp=2, zero=3, compile=True)
     tie = [took(1, layout=Layout(compile=True)), took(2, layout=other), took(2, layout=other)]
-    found = calibration(tie, H100, SMALL.params, Layout(), "bf16")
-    assert found is not None
+    found = factors(tie)
     assert found.time == pytest.approx(1.5)
-    nearer = calibration([*tie, took(1, layout=Layout(compile=True))], H100, SMALL.params, Layout(), "bf16")
-    assert nearer is not None
+    nearer = factors([*tie, took(1, layout=Layout(compile=True))])
     assert nearer.time == pytest.approx(1)
 
 
 def test_an_improved_planner_is_compared_with_the_same_measurement() -> None:
     """What the record says was predicted is for people; where the accelerator is gone from the table, it counts."""
     wrong = took(1.5).model_copy(update={"predicted": StepCost(step_seconds=1e9)})
-    found = calibration([wrong], H100, SMALL.params, Layout(), "bf16")
-    assert found is not None
+    found = factors([wrong])
     assert found.time == pytest.approx(1.5)
     unknown = record(accelerator="X9")
-    found = calibration([unknown], "X9", SMALL.params, Layout(), "bf16")
-    assert found is not None
+    found = factors([unknown], "X9")
     assert (found.time, found.memory) == (pytest.approx(1.5), pytest.approx(1.2))
 
 

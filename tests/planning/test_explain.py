@@ -22,7 +22,7 @@ def explained(plan: ClusterPlan, asked: str) -> Explanation:
     return explain(plan.exploration, plan.chosen, asked)
 
 
-def test_the_best_layout_with_a_value_is_compared_by_part(llama: ClusterPlan) -> None:
+def test_an_explained_layout_is_compared_part_by_part(llama: ClusterPlan) -> None:
     found = explained(llama, "tp=8")
     fastest = min(
         (one for one in llama.candidates if one.arrangement.layout.tp == 8 and one.trained), key=lambda c: c.time.step

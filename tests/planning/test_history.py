@@ -17,13 +17,13 @@ def numbers(folder: Path) -> list[int]:
     return [int(each.seconds) for each in history(folder)]
 
 
-def test_what_is_remembered_is_read_back(tmp_path: Path) -> None:
+def test_a_record_is_read_back(tmp_path: Path) -> None:
     one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=StepCost(step_seconds=2.0), threads=4)
     assert remember(one, tmp_path / "not" / "there yet")
     assert history(tmp_path / "not" / "there yet") == [one]
 
 
-def test_the_cache_is_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_history_is_in_leavens_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path))
     assert history() == []
     remember(record())
@@ -87,7 +87,7 @@ def write_many(folder: Path, first: int) -> None:
         assert remember(record(number), folder)
 
 
-def test_processes_side_by_side_lose_no_line(tmp_path: Path) -> None:
+def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
     """Also where one of them puts the full file aside: about 25 lines fill one, and all 50 are in the two."""
     context = get_context("fork")
     writers = [context.Process(target=write_many, args=(tmp_path, first)) for first in (1, 26)]
@@ -115,6 +115,6 @@ def test_a_prediction_is_a_cost_or_nothing() -> None:
     assert single.step_seconds > 100 * said.step_seconds
 
 
-def test_a_processor_has_a_kind() -> None:
+def test_the_processor_has_a_model_name() -> None:
     assert processor()
     assert "\n" not in processor()

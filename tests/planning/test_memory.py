@@ -18,7 +18,7 @@ from tests.planning.shapes import (
 )
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.activations import block_kept, layer_activation_bytes, operators_kept
+from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, blueprint
 from leaven.planning.memory import GIB, activation_parts, stage_memory, worst_stage
@@ -26,9 +26,16 @@ from leaven.planning.published import published_blueprint
 from leaven.planning.stages import in_flight, stage_layers, stage_parameters
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
+from leaven.recipe.shape import ModelShape
 
 KINDS: tuple[Recompute, ...] = ("none", "selective")
 SBH = 2048 * 4 * 6144  # the 22B model, micro-batch 4
+
+
+def layer_activation_bytes(model: ModelShape, sequences: int, tp: int, code: TrainingCode = LEAVEN_BF16) -> float:
+    """Bytes that a block keeps without recomputation."""
+    kept = operators_kept(blueprint(model).blocks[0], model.d_model, model.seq_len, tp, code)
+    return sequences * model.seq_len * sum(kept.values())
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])

@@ -64,7 +64,7 @@ def test_every_batch_is_within_the_multiple_of_the_noise_scale(tiny: Recipe) -> 
             assert recipe.batches.batch_at(tokens) <= max(multiple * fit.at(tokens) * (1 + 1e-9), 32)
 
 
-def test_a_ramp_that_is_there_gives_way_and_keeps_its_rule(tiny: Recipe) -> None:
+def test_a_proposed_ramp_replaces_the_recipes_ramp_and_keeps_its_rule(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000, "rule": "scaled"}
     found = noise_ramp(tiny.replace({"batch.ramp": ramp}), noise(512), 1.0)
     recipe = parse_recipe(render(tiny.replace({"batch.ramp": ramp})), "tiny", found.set)

@@ -122,7 +122,7 @@ def test_speed_days_and_hours_are_consistent() -> None:
 
 @settings(max_examples=30)
 @given(gpus=st.sampled_from([1, 2, 6, 8, 24, 64, 96]), power=st.integers(16, 22))
-def test_whatever_is_planned_divides_and_fits(gpus: int, power: int) -> None:
+def test_every_plan_divides_the_batch_and_fits(gpus: int, power: int) -> None:
     found = plan(SMALL, 2**power, f"{gpus}xA100-40GB")
     how = found.arrangement
     assert how.layout.ranks == gpus
@@ -144,7 +144,7 @@ def test_among_equally_fast_plans_the_simpler_wins() -> None:
     assert ranked(SMALL, [same, faster]) == [faster, same]
 
 
-def test_what_is_planned_for_a_ramp_can_be_trained_from_its_first_batch() -> None:
+def test_the_first_batch_of_a_ramp_fills_the_pipeline() -> None:
     """70B on 512 GPUs from 64 sequences on: dp 16 and pp 8 would leave stages without a micro-batch."""
     sizes = {"n_layers": 80, "d_model": 8192, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28_672, "vocab_size": 32_000}
     shape = LLAMA_405B.model_copy(update=sizes | {"seq_len": 4096})
@@ -192,7 +192,7 @@ def test_a_batch_published_as_a_round_number_is_a_round_count_of_sequences() -> 
     assert plan_run("llama3-405b", "16384xH100-80GB", "tp=8,pp=16,zero=1,mbs=1").job.batch_tokens == 2048 * 8192
 
 
-def test_a_run_that_is_not_there_is_refused() -> None:
+def test_an_unknown_published_run_is_refused() -> None:
     with pytest.raises(InputError, match="did you mean"):
         plan_run("olmo-1b-7b", "64xH100")
     with pytest.raises(InputError, match="ep=3: 64 experts do not divide by 3"):

@@ -34,7 +34,7 @@ def idle(step: Timeline) -> Fraction:
 
 @schedules
 @sizes
-def test_the_bubble_is_that_of_the_closed_form(schedule: str, v: int, p: int, m: int) -> None:
+def test_the_simulated_bubble_equals_the_closed_form(schedule: str, v: int, p: int, m: int) -> None:
     step = even(Layout(pp=p, schedule=schedule, stages_per_rank=v), m)
     # Narayanan et al. 2021; zero-bubble saves what the weights' halves fill: (p - 1)(t_F + t_B - t_W) of Qi et al.
     # 2023, Table 2 (ZB-H1), where all three are 1.
@@ -47,7 +47,7 @@ def test_the_bubble_is_that_of_the_closed_form(schedule: str, v: int, p: int, m:
 
 @schedules
 @sizes
-def test_as_many_passes_wait_as_memory_is_counted_for(schedule: str, v: int, p: int, m: int) -> None:
+def test_micro_batches_in_flight_equal_those_that_memory_counts(schedule: str, v: int, p: int, m: int) -> None:
     layout = Layout(pp=p, schedule=schedule, stages_per_rank=v)
     step = even(layout, m)
     assert [step.in_flight(rank) / v for rank in range(p)] == [in_flight(layout, rank, m) for rank in range(p)]
@@ -129,7 +129,7 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert all(before.end == after.start for before, after in itertools.pairwise(last))
 
 
-def test_of_the_first_stage_the_whole_backward_pass_is_put_off_under_zero_bubble() -> None:
+def test_zero_bubble_delays_the_whole_backward_pass_of_the_first_stage() -> None:
     step = even(Layout(pp=2, schedule="zero-bubble"), 2)
     takes = {(each.kind, each.stage): each.end - each.start for passes in step.ranks for each in passes}
     assert takes == {
@@ -145,7 +145,7 @@ SHAPE = ModelShape(
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @schedules
-def test_a_step_of_even_stages_stands_still_as_long_as_its_time_says(schedule: str, v: int, recompute: str) -> None:
+def test_the_simulated_bubble_of_even_stages_equals_that_of_step_time(schedule: str, v: int, recompute: str) -> None:
     cluster = parse_cluster("32xA100-80GB")
     shape = SHAPE if v != 3 else SHAPE.model_copy(update={"n_layers": 60})
     layout = Layout(tp=8, pp=4, schedule=schedule, stages_per_rank=v, recompute=recompute)

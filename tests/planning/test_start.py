@@ -8,7 +8,6 @@ from leaven.catalogue.starter.proxy import SHARE, SMALLEST, WORTH, trials_worth
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.planning.start import StarterRecipes, start
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
@@ -19,12 +18,8 @@ SIZES = [
     ("125M", "2.5B"),
     ("350M", "7B"),
     ("1B", "20B"),
-    ("1B", "100B"),
     ("3B", "300B"),
-    ("7B", "140B"),
-    ("7B", "2T"),
     ("8B", "15T"),
-    ("32B", "6T"),
     ("70B", "1.4T"),
     ("405B", "15T"),
 ]
@@ -46,7 +41,11 @@ def test_what_new_proposes_passes_its_own_checks_at_proxy_and_target(
 ) -> None:
     started = starts[size]
     assert started.proxy
+    ratios = resolve(started.target).ratios
+    assert (ratios.width <= 16, ratios.depth <= 32, ratios.tokens <= 100) == (True, True, True)
+    assert min(ratios.width, ratios.depth, ratios.tokens) >= 1
     for recipe in (started.proxy, started.target):
+        assert 19 <= recipe.model.d_model / recipe.model.n_layers <= 205  # the range of all published runs
         found = findings(recipe, lambda one: resolve(one).rows)
         assert [one.check for one in found if one.severity != "note"] == []
         assert "z-loss" not in {one.check for one in found}
@@ -76,19 +75,17 @@ def test_proxy_and_target_are_one_recipe_at_two_scales(
     assert (row.lr, row.beta1, row.beta2) == (target.hyperparameters.lr, 0.9, 0.95)
     moved = next(row for row in resolve(target).rows if row.role is Role.HIDDEN_WEIGHT)
     assert moved.beta1 == pytest.approx(0.9, abs=0.02)
-
-
-@pytest.mark.parametrize("size", SIZES[2:], ids="-".join)
-def test_a_proxy_has_evidence_and_costs_a_tenth(
-    starts: dict[tuple[str, str], StarterRecipes], size: tuple[str, str]
-) -> None:
-    started = starts[size]
-    proxy = started.derivation.tuning.proxy
-    assert proxy
-    assert proxy.shape.params >= SMALLEST
-    flops = proxy.trials * proxy.shape.params * proxy.tokens
-    assert flops <= SHARE * started.target.model.params * started.target.data.tokens * 1.001
-    assert proxy.cost == pytest.approx(flops / (started.target.model.params * started.target.data.tokens))
+    if size in SIZES[:2]:  # a forced proxy costs more than leaven advises
+        return
+    proposed = started.derivation.tuning.proxy
+    assert proposed
+    assert proposed.shape.params >= SMALLEST
+    flops, run_flops = (
+        proposed.trials * proposed.shape.params * proposed.tokens,
+        target.model.params * target.data.tokens,
+    )
+    assert flops <= SHARE * run_flops * 1.001
+    assert proposed.cost == pytest.approx(flops / run_flops)
 
 
 @pytest.mark.parametrize(("params", "tokens"), SIZES[:2])
@@ -115,7 +112,7 @@ def test_an_expensive_search_gets_fewer_trials() -> None:
     assert trials == sorted(trials, reverse=True)  # a dearer trial never asks for more of them
 
 
-def test_the_target_is_set_beside_the_published_runs_of_its_size() -> None:
+def test_the_target_is_compared_with_published_runs_of_its_size() -> None:
     compared = {one.what: one for one in new("8B", "15T").compared}
     lr = compared["lr of hidden matrices"]
     assert not lr.outside
@@ -143,20 +140,6 @@ def test_a_proxy_of_a_given_size() -> None:
         InputError, match=r"--proxy 900 M: no shape of this family has that size; the nearest have 498 M"
     ):
         new("1B", "20B", proxy=900_000_000)
-
-
-def test_no_shape_is_narrower_or_shallower_than_was_tested(starts: dict[tuple[str, str], StarterRecipes]) -> None:
-    for started in starts.values():
-        ratios = resolve(started.target).ratios
-        assert 1 <= ratios.width <= 16
-        assert 1 <= ratios.depth <= 32
-        assert 1 <= ratios.tokens <= 100
-        aspect = [recipe.model.d_model / recipe.model.n_layers for recipe in _both(started)]
-        assert all(19 <= one <= 205 for one in aspect)  # all published runs
-
-
-def _both(started: StarterRecipes) -> list[Recipe]:
-    return [recipe for recipe in (started.proxy, started.target) if recipe]
 
 
 def test_where_nothing_is_published_leavens_own_tuned_base_is_the_start() -> None:

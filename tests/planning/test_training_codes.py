@@ -39,7 +39,7 @@ def test_moments_of_8_bits_and_of_muon() -> None:
     assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}
 
 
-def test_every_code_says_where_its_values_stand_and_an_unknown_value_is_refused(tmp_path: Path) -> None:
+def test_training_codes_need_sources_and_known_keys(tmp_path: Path) -> None:
     path = tmp_path / "codes.toml"
     path.write_text(
         '[a]\nstates = { weights = 2, source = "here" }\n[b]\nlike = "a"\nloss = { logit = 4, source = "x" }\n'

@@ -7,7 +7,7 @@ kernel reads again. With context parallelism a rank has fewer tokens; nothing el
 from dataclasses import dataclass
 from functools import cache
 
-from leaven.planning.blueprint import BlockTable, Model, blueprint
+from leaven.planning.blueprint import BlockTable
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Recompute
 
@@ -107,16 +107,3 @@ def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> flo
     stretch = tp if code.sequence_parallel else 1
     kept = block.matmuls[::2]
     return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)
-
-
-def layer_activation_bytes(model: Model, sequences: int, tp: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the bytes that a block keeps without recomputation for ``sequences`` sequences on one rank.
-
-    If the blocks differ it is their mean.
-    """
-    table = blueprint(model)
-    by_block = (
-        count * sum(operators_kept(block, table.d_model, table.seq_len, tp, code).values())
-        for block, count in table.kinds
-    )
-    return sequences * table.seq_len * sum(by_block) / table.n_layers

@@ -154,15 +154,11 @@ def written(layout: Layout) -> str:
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 
 
-def degrees(layout: Layout) -> str:
-    """Return the degrees of a layout: ``dp 2 x tp 4 x pp 1``."""
-    cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
-    return f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp}"
-
-
 def _ranks(layout: Layout, gpus: int) -> str:
+    """Return ``layout dp 2 x tp 4 x pp 1 is 8 ranks, the cluster has 4 GPUs``."""
+    cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
     ranks, has = (f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (gpus, "GPU")))
-    return f"layout {degrees(layout)} is {ranks}, the cluster has {has}"
+    return f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp} is {ranks}, the cluster has {has}"
 
 
 def tensor_degrees(model: Model) -> list[int]:

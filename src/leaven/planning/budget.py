@@ -104,7 +104,7 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
 
 
 def _answers() -> list[tuple[str, Callable[[float], float]]]:
-    """Laws of the best size by name, each as a function from FLOPs to parameters."""
+    """Return the laws of the best size by name, each as a function from FLOPs to parameters."""
     frontiers = [(frontier.name, frontier.sizes.optimal_params) for frontier in FRONTIERS]
 
     def at(ratio: int) -> Callable[[float], float]:

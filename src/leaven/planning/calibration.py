@@ -6,7 +6,7 @@ lost. Lines that this version of leaven cannot read are skipped.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -26,6 +26,8 @@ from leaven.recipe.files import cache_folder
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
+# Names of the file that grows and of the full one before it.
+_NAME, _FULL = "history.jsonl", "history-before.jsonl"
 # Ratio of parameters within which a run is near, and within which it counts at all.
 NEAR, FAR = 4.0, 16.0
 # Only the newest runs count: older ones were made with other versions.
@@ -90,33 +92,27 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
 def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
     """Append a record to the history. Returns whether it was written."""
     folder = folder or cache_folder()
-    path = folder / "history.jsonl"
+    path = folder / _NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with storage.lock(folder / ".history.lock", seconds=LOCK_SECONDS):
             storage.append(path, record.model_dump_json(exclude_defaults=True).encode() + b"\n")
             if path.stat().st_size > LIMIT_BYTES:
-                path.replace(_before(path))
+                path.replace(folder / _FULL)
     except OSError:
         return False
     return True
 
 
-def _before(path: Path) -> Path:
-    return path.with_name("history-before.jsonl")
-
-
 def history(folder: Path | None = None) -> list[CalibrationRecord]:
     """Return this user's records, the oldest first."""
-    path = (folder or cache_folder()) / "history.jsonl"
-    return [*_records(_before(path)), *_records(path)]
-
-
-def _records(path: Path) -> Iterator[CalibrationRecord]:
-    with suppress(OSError):
-        for line in storage.read_json_lines(path).documents:
-            with suppress(ValidationError):
-                yield CalibrationRecord.model_validate(line)
+    found = []
+    for name in (_FULL, _NAME):
+        with suppress(OSError):
+            for line in storage.read_json_lines((folder or cache_folder()) / name).documents:
+                with suppress(ValidationError):
+                    found.append(CalibrationRecord.model_validate(line))
+    return found
 
 
 @dataclass(frozen=True)
@@ -144,7 +140,7 @@ def calibration(
     Only records of the same accelerator and dtype count; for a processor, also of the same model. A factor is the
     weighted median of measured / predicted. Near runs (within 4 times the parameters, the same kinds of parallelism,
     recomputation and compilation) count alone if there are any, else all within 16 times: a small model, which waits
-    for kernel launches, says nothing about a large one. The weight of a run is 1 / (1 + doublings of the parameters
+    for kernel launches, does not predict a large one. The weight of a run is 1 / (1 + doublings of the parameters
     between + kinds that differ). The prediction is computed again, so that a newer planner is compared with the same
     measurements.
     """

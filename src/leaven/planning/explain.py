@@ -204,7 +204,7 @@ def too_large(cluster: Cluster, memory: Memory) -> str:
 
 
 def _require_values(asked: str, fixed: dict[str, Any]) -> None:
-    """Raise InputError for a value that no layout has, whatever its other values are."""
+    """Raise InputError for a value that no layout can have."""
     for key, value in fixed.items():
         rest = {"dp": value} if key in {"ep", "dp_replicate"} else {}
         rest |= {"zero": 1} if key == "dp_replicate" else {"pp": 2} if key in {"schedule", "stages_per_rank"} else {}

@@ -84,7 +84,7 @@ class Job:
 
         Raises:
             InputError: if the batch is not a whole number of sequences, does not divide, or does not fill the
-                pipeline; says what would do.
+                pipeline; says what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences, rest = divmod(self.batch_tokens, seq_len)
@@ -116,7 +116,7 @@ class Job:
         return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
-        """Time of a step."""
+        """Return the time of a step."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
     def candidate(self, how: Arrangement) -> LayoutCandidate:

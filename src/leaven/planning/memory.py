@@ -193,14 +193,14 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
 def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of the pipeline rank that needs the most."""
     layout = how.layout
-    ranks = _telling_ranks(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
+    ranks = _ranks_of_most_memory(blueprint(model), layout.pp, layout.stages_per_rank, code.balance)
     memories = (stage_memory(model, how, rank, code) for rank in ranks)
     return max(memories, key=lambda memory: memory.total)
 
 
 @cache
-def _telling_ranks(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
-    """Return the ranks that may need the most memory.
+def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
+    """Return the pipeline ranks that may need the most memory.
 
     These are both ends and the first rank with each set of blocks; ranks behind it keep fewer micro-batches.
     """

@@ -194,7 +194,7 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, 
 
 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1).
+    """Return the products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     The products that lead to a latent are whole on every tensor rank, as in Megatron.
     """
@@ -213,7 +213,7 @@ def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | No
 
 
 def _experts(arch: PublishedArchitecture, gated: bool) -> list[Matmul]:
-    """The router, the experts that it chooses from, and those that every token passes, as one wider MLP."""
+    """Return the products of the router, of its experts, and of the shared experts as one wider MLP."""
     d, width, routed, shared = arch.d_model or 0, arch.d_expert or 0, arch.n_experts or 0, arch.n_shared_experts or 0
     rows = [Matmul("router", d, routed, "none")]
     rows += mlp_rows("experts", d, width, gated=gated, stored=routed, passed=arch.experts_per_token or 0)

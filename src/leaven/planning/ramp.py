@@ -112,7 +112,11 @@ def plan_ramp(
     if own is not None and len(own.sizes) > 1:
         over = min(own.ramp.over_tokens if own.ramp else own.sizes[-1][0], tokens)
         own_choice = throughput.choice(own.sizes, own.ramp.increment_tokens if own.ramp else None, over)
-    others = _halvings(starts, start)
+    choices = []
+    for point in _halvings(starts, start):
+        ramp = BatchRamp(start_tokens=point.batch_tokens, increment_tokens=increment * seq_len, over_tokens=over)
+        sizes = Batch(tokens=job.batch_tokens, ramp=ramp).sizes
+        choices.append(throughput.choice(sizes, increment * seq_len, over))
     micro_batches: list[RampMicroBatch] = []
     for point in points.values():
         if point.batch_tokens >= start.batch_tokens and (
@@ -125,10 +129,7 @@ def plan_ramp(
         increment_tokens=increment * seq_len,
         micro_batches=micro_batches,
         points=list(points.values()),
-        choices=[
-            throughput.choice(_sizes(job, point.batch_tokens, increment * seq_len, over), increment * seq_len, over)
-            for point in others
-        ],
+        choices=choices,
         own=own_choice,
     )
 
@@ -148,11 +149,6 @@ def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
-
-
-def _sizes(job: Job, start: int, increment: int, over: int) -> tuple[tuple[int, int], ...]:
-    ramp = BatchRamp(start_tokens=start, increment_tokens=increment, over_tokens=over)
-    return Batch(tokens=job.batch_tokens, ramp=ramp).sizes
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ class StarterRecipes:
         return self.derivation.recipe
 
     def document(self, path: Path, proxy_path: Path, next: list[str]) -> NewRecipe:
-        """The document of ``leaven new``, which wrote these recipes to ``path`` and ``proxy_path``."""
+        """Return the document of ``leaven new``, which wrote these recipes to ``path`` and ``proxy_path``."""
         tuning, target = self.derivation.tuning, self.target
         proxy = tuning.proxy
         return NewRecipe(
@@ -198,6 +198,6 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
 
 
 def _line(one: ComparedRow) -> str:
-    """The name of the message about a compared value."""
+    """Return the name of the message about a compared value."""
     kind = "beta" if one.what.startswith("beta") else "value"
     return f"{kind} outside" if one.factor > _ROUNDING else kind

@@ -70,7 +70,7 @@ def this_machine() -> Accelerator:
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Whether weights, gradients and moments fit into this machine's memory and the run takes less than a month."""
+    """Return whether weights, gradients and moments fit into this machine and the run takes less than a month."""
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False
@@ -82,7 +82,7 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def cluster_for(recipe: Recipe) -> str:
-    """The smallest power of two of GPUs that holds the model and trains it within a month, as ``COUNTxNAME``.
+    """Return the smallest power of two of GPUs that holds the model and trains it within a month, as ``COUNTxNAME``.
 
     At most one GPU for each sequence of a batch. A recipe that has a layout gets as many GPUs as it has ranks.
     """
@@ -96,7 +96,7 @@ def cluster_for(recipe: Recipe) -> str:
 
 
 def gpus_here() -> int:
-    """The number of NVIDIA GPUs of this machine, counted by their device files: no import is needed."""
+    """Return the number of NVIDIA GPUs of this machine, counted by their device files: no import is needed."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0
 
 
