@@ -21,7 +21,7 @@ def test_two_sizes_and_one_seed_are_inconclusive(name: str, tiny_file: Path, lea
     code, out, _ = leaven("check", name, tiny_file, *sizes, "--set", "scaling.rule=standard")
     assert code == 1
     if name == "coordinates":
-        assert "inconclusive: two sizes and one seed cannot tell" in " ".join(out.split())
+        assert "inconclusive: two sizes and one seed are too few to judge" in " ".join(out.split())
         assert out.splitlines()[-1].startswith("UNDECIDED")
         assert out.splitlines()[-1].endswith("--seeds 3 --widths 16,32,64")
 

@@ -92,7 +92,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """Return the shards of a finished folder, or None; and the damaged files, each with what is wrong with it."""
+    """Return the shards of a finished folder, or None; and the faults of its damaged files."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
@@ -124,7 +124,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
 
 
 def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
-    """Return what is wrong with a file of a shard, or ""."""
+    """Return the fault of a shard's file, or ""."""
     size = record.tokens * dtype.itemsize
     if not file.exists():
         return "was missing"
@@ -138,7 +138,7 @@ def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: boo
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
     """Write the missing shards of a folder and its index. The caller holds the lock.
 
-    Returns the files that had been finished and are damaged now, each with what is wrong with it.
+    Returns the faults of files that were complete and are damaged now.
     """
     records, damage = _finished(folder, encoder.dtype)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
@@ -187,7 +187,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, ShardFile]], dict[Path, str]]:
-    """Return the complete shards by number, and the damaged files with what is wrong with each."""
+    """Return the complete shards by number, and the faults of damaged files."""
     records: dict[int, dict[str, ShardFile]] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError):

@@ -1,7 +1,7 @@
 """The n-th sample of an endless stream: a pure function of a source's tokens, the window length, the seed and n.
 
-There is no state to save or to fast-forward: any rank of any layout asks for the samples it needs by number, and a
-resumed run asks for the next one.
+There is no state to save or to fast-forward: any rank of any layout reads the samples it needs by number, and a
+resumed run reads the next one.
 
 Shape legend: N samples, T = seq_len.
 """

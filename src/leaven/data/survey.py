@@ -32,7 +32,7 @@ class Survey:
     lowest: int  # smallest hash of a key
     highest: int  # largest hash of a key
     corrupt: int  # lines or rows that cannot be read
-    # 1 if the file cannot be read to its end. None of it is used, since earlier text may be wrong as well: the
+    # 1 if the file cannot be read to its end. Nothing of it is used, since earlier text may be wrong as well: the
     # checksum of a gzip file is at its end.
     broken: int
     faults: tuple[str, ...]  # the first few errors, one line each

@@ -1,4 +1,4 @@
-"""Causal attention for a processor: a block of queries at a time against the keys that they may see.
+"""Causal attention on a CPU: each block of queries is multiplied only with the keys that it can see.
 
 torch's own kernel for the processor takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H
 query heads, K kv heads, G = H / K, N = B x K, T positions, E d_head; t queries of a block, s its keys.
@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from leaven.model.kernels import softmax_backward
 
 BLOCK = 128
-"""Queries of a block: fewer make small products, more compute scores that the mask throws away (measured)."""
+"""Queries per block. Fewer give small products; more compute scores that the mask discards (measured)."""
 
 
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
@@ -66,7 +66,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """First and last query of each block, and the probabilities of its queries, group by group, over their keys."""
+    """Yield the first and last query of each block, and the probabilities of its queries over their keys by group."""
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)
     later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)
@@ -79,6 +79,6 @@ def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, 
 
 
 def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Empty, with the strides of (B, T, H, E)."""
+    """Return an empty tensor with the strides of (B, T, H, E)."""
     batch, heads, length, size = like_BHTE.shape
     return like_BHTE.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What a block does between its products, with the gradient written out: autograd makes twice the passes over memory.
+"""RMSNorm and rotary positions with hand-written gradients: autograd makes twice the passes over memory.
 
 Shapes: B sequences, T positions, H heads, E entries of a head, D any width.
 """
@@ -17,8 +17,9 @@ def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 
 
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Each pair (i, i + E/2) turned by an angle of its place, (B, H, T, E); cosines and sines are (T, E/2), or
-    (B, T, E/2) where sequences count their places anew."""
+    """Return x with each pair (i, i + E/2) rotated by the angle of its position, (B, H, T, E).
+
+    Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence."""
     y_BHTE: Tensor = _Rotate.apply(x_BTHE, cos_TE, sin_TE)  # type: ignore[no-untyped-call]
     return y_BHTE
 
@@ -59,6 +60,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As one block of memory in the order of its dimensions."""
+    """Return the tensor as one block of memory in the order of its dimensions."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)), dim=-1)

@@ -13,7 +13,7 @@ from leaven.recipe.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn (Holtzman et al. 2020, arXiv 1904.09751).
+    """Settings for drawing the next token (Holtzman et al. 2020, arXiv 1904.09751).
 
     The logits are divided by ``temperature`` first. The most likely token is always kept.
 

@@ -1,4 +1,4 @@
-"""Unembedding and cross-entropy in one, some tokens at a time, so that the logits never exist whole.
+"""Unembedding and cross-entropy in one, a chunk of tokens at a time: all logits never exist at once.
 
 Logits of a micro-batch are its largest tensors by far: at 16 x 1,024 tokens and a vocabulary of 50,304 they are
 3.3 GB in fp32, and their gradient as much again. Here a chunk's gradient is computed right after its loss, and then
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-"""A target that does not count."""
+"""The target of a token that is left out of the loss."""
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
-"""Logits of a chunk by device type: 16 MB in fp32 stay in a processor's cache; a GPU wants large products."""
+"""Logits of a chunk by device type: 16 MB in fp32 fit a CPU's cache; a GPU needs large products."""
 
 
 def cross_entropy(

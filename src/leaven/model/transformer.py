@@ -106,7 +106,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), each branch times its multiplier."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x)), with each branch times its multiplier."""
 
     def __init__(
         self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
@@ -133,7 +133,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits.
+    """A decoder-only transformer from tokens to logits.
 
     ``multipliers`` are the forward multipliers of the parameter table by parameter name; the default is 1.
     ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial

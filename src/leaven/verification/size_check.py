@@ -126,7 +126,7 @@ class SizeCheck(ABC, Generic[Measured]):
         """Return the row, marked undecided if it failed with only two sizes and one seed, which may be noise."""
         if row.passed is not False or self.seeds > 1 or len(axis.sizes) > 2 or row.beyond == math.inf:
             return row
-        note = f"inconclusive: two sizes and one seed cannot tell ({row.note})"
+        note = f"inconclusive: two sizes and one seed are too few to judge ({row.note})"
         return row.model_copy(update={"undecided": True, "note": note})
 
     def _more_sizes(self) -> str:
