@@ -23,7 +23,7 @@ from leaven.verification.model_instance import RunScale
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import sweep
-from leaven.views.check_page import write_check
+from leaven.views.check_page import check_page
 from leaven.views.terminal.checks import check_screen
 
 RECIPE = """\
@@ -111,7 +111,7 @@ def main() -> None:
                 check, _ = sweep("transfer", family, "lr", sizes, lrs, store=store, seeds=options.seeds)
                 document = store.keep(check)
             (options.run / f"{rule}-{axis}.json").write_text(json.dumps(document.dump(), indent=2) + "\n")
-            write_check(document, options.run / f"{rule}-{axis}.html")
+            (options.run / f"{rule}-{axis}.html").write_text(check_page(document))
             console.print(f"{rule}, {axis}")
             for part in check_screen(document):
                 console.print(part)

@@ -14,13 +14,13 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import differences
 from leaven.training.run_folder import RunFolder
 from leaven.views.folders import read_run, read_study
-from leaven.views.page import write_page
+from leaven.views.page import folder_page
 
 RUNS = ("transferred", "copied", "untuned")
 
 
-def printed(page: Path) -> list[list[str]]:
-    code = re.search(r"<code>(.*?)</code>", page.read_text(encoding="utf-8"), re.DOTALL)
+def printed(page: str) -> list[list[str]]:
+    code = re.search(r"<code>(.*?)</code>", page, re.DOTALL)
     assert code
     return [shlex.split(line) for line in html.unescape(code[1]).splitlines() if line]
 
@@ -39,9 +39,9 @@ def folder(real_demo: Path, tmp_path: Path) -> Path:
     ],
 )
 def test_printed_commands_find_everything_done(
-    folder: Path, part: str, verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, part: str, verbs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = printed(write_page(folder / part, tmp_path / "page.html"))
+    lines = printed(folder_page(folder / part))
     assert [line[:2] for line in lines] == [["leaven", verb] for verb in verbs]
     study, target = read_study(folder / "study"), read_recipe(folder / "target.toml")
     events = [RunFolder(folder / "runs" / run).events() for run in RUNS]
@@ -56,10 +56,10 @@ def test_printed_commands_find_everything_done(
     assert [read_run(folder / "runs" / run).finished for run in RUNS] == [True] * 3
 
 
-def test_the_printed_command_counts_finished_trials(folder: Path, tmp_path: Path) -> None:
+def test_the_printed_command_counts_finished_trials(folder: Path) -> None:
     study = folder / "study" / "study.json"
     ended = read_study(study.parent).ended
     study.write_text(study.read_text().replace('"state": "complete"', '"state": "running"', 1))
-    line = printed(write_page(study.parent, tmp_path / "page.html"))[0]
+    line = printed(folder_page(study.parent))[0]
     assert line[line.index("--trials") + 1] == str(ended - 1)
     assert line[line.index("--space") + 1].split(",") == list(read_study(study.parent).space)

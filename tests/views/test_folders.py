@@ -10,7 +10,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.tuning.document import StudyDocument
 from leaven.views.folders import DemoView, RunView, StudyView, read_demo, read_folder, read_run
-from leaven.views.page import write_page
+from leaven.views.page import folder_page
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_time_between_a_crash_and_its_resume_does_not_count(folder):
     assert not read.finished
 
 
-def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder, tmp_path):
+def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     run = folder / "runs/transferred"
     back = {"to_tokens": 30_000, "skip_from": 30_000, "skip_to": 34_000, "tokens": 50_000, "step": 9, "time": 1e9}
     lines = [
@@ -88,7 +88,7 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder, tmp_path
     assert read_run(run).validation == ((20_000, 3.5), (60_000, 3.2))
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run).validation == ()
-    page = write_page(run, tmp_path / "page.html").read_text()
+    page = folder_page(run)
     assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in page
     assert "1 of 2 by itself" in page
 

@@ -15,12 +15,13 @@ from chromium import BINARY, Browser
 from planned import planned
 from written import HOSTILE, slopes_check, write_demo, write_losses_check
 
+from leaven.catalogue.runs import load_runs
 from leaven.documents.planning import Price
 from leaven.recipe.errors import InputError
-from leaven.views.catalogue_page import write_catalogue
-from leaven.views.check_page import write_check
-from leaven.views.page import write_page
-from leaven.views.plan_page import write_plan
+from leaven.views.catalogue_page import catalogue_page
+from leaven.views.check_page import check_page
+from leaven.views.page import folder_page
+from leaven.views.plan_page import plan_page
 
 pytestmark = pytest.mark.xdist_group("pages")  # one browser, and one set of pages
 needs_browser = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
@@ -46,30 +47,25 @@ PAGES: dict[str, tuple[str, set[str]]] = {
 def write(name: str, demo: Path, folder: Path) -> Path:
     out = folder / f"{name}.html"
     modules = studied.study()
-    made: dict[str, Callable[[], Path]] = {
-        "demo": lambda: write_page(demo, out),
-        "hostile demo": lambda: write_page(write_demo(folder / "hostile", hostile=HOSTILE), out),
-        "run": lambda: write_page(demo / "runs/copied", out),
-        "study": lambda: write_page(studied.write(folder / "modules", modules), out),
-        "study of durations": lambda: write_page(
-            studied.write(folder / "durations", studied.durations(studied.study(4, 30, 1))), out
+    plan, too_large = planned("1f1b"), planned("too large")
+    price = Price(amount=2.5, currency="$")
+    made: dict[str, Callable[[], str]] = {
+        "demo": lambda: folder_page(demo),
+        "hostile demo": lambda: folder_page(write_demo(folder / "hostile", hostile=HOSTILE)),
+        "run": lambda: folder_page(demo / "runs/copied"),
+        "study": lambda: folder_page(studied.write(folder / "modules", modules)),
+        "study of durations": lambda: folder_page(
+            studied.write(folder / "durations", studied.durations(studied.study(4, 30, 1)))
         ),
-        "study that diverged": lambda: write_page(studied.write(folder / "lost", studied.all_diverged(modules)), out),
-        "catalogue": lambda: write_catalogue(out),
-        "check of slopes": lambda: write_check(slopes_check(), out),
-        "check of runs": lambda: write_page(write_losses_check(folder / "check"), out),
-        "plan": lambda: write_plan(
-            out,
-            planned("1f1b"),
-            planned("1f1b").document(price=Price(amount=2.5, currency="$")),
-            "rye-7b",
-            f"leaven plan '{HOSTILE}'",
-        ),
-        "plan that does not fit": lambda: write_plan(
-            out, planned("too large"), planned("too large").document(), HOSTILE, "leaven plan"
-        ),
+        "study that diverged": lambda: folder_page(studied.write(folder / "lost", studied.all_diverged(modules))),
+        "catalogue": lambda: catalogue_page(load_runs()),
+        "check of slopes": lambda: check_page(slopes_check()),
+        "check of runs": lambda: folder_page(write_losses_check(folder / "check")),
+        "plan": lambda: plan_page(plan, plan.document(price=price), "rye-7b", f"leaven plan '{HOSTILE}'"),
+        "plan that does not fit": lambda: plan_page(too_large, too_large.document(), HOSTILE, "leaven plan"),
     }
-    return made[name]()
+    out.write_text(made[name](), encoding="utf-8")
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +77,12 @@ def pages(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 class Reader(HTMLParser):
     """Tags with their attributes, and the text outside scripts and styles; unbalanced tags are an error."""
 
-    def __init__(self, page: Path) -> None:
+    def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self._open: list[str] = []
-        self.feed(page.read_text(encoding="utf-8"))
+        self.feed(page)
         assert self._open == []
 
     def handle_starttag(self, tag, attrs):
@@ -113,7 +109,7 @@ def charts(page: Path) -> dict[str, go.Figure]:
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_is_complete_and_self_contained(name, pages):
     page, (said, names) = pages[name], PAGES[name]
-    read = Reader(page)
+    read = Reader(page.read_text(encoding="utf-8"))
     assert page.stat().st_size < 5_000_000
     assert said in " ".join(read.text.split())
     boxes = [a["id"].removeprefix("chart-") for _, a in read.tags if (a.get("class") or "").startswith("chart ")]
@@ -137,7 +133,7 @@ def test_a_page_is_complete_and_self_contained(name, pages):
 
 @pytest.mark.parametrize("name", ["hostile demo", "check of slopes", "plan", "plan that does not fit"])
 def test_hostile_text_is_escaped(name, pages):
-    read = Reader(pages[name])
+    read = Reader(pages[name].read_text(encoding="utf-8"))
     assert sum(tag == "script" for tag, _ in read.tags) == 3
     assert HOSTILE in read.text
     assert "<script>window" not in pages[name].read_text(encoding="utf-8")
@@ -156,15 +152,15 @@ def test_an_unfinished_demo_has_a_page(demo_folder, tmp_path):
     document["arms"] = [arm | {"loss": None} if arm["key"] == "copied" else arm for arm in document["arms"]]
     document["machine"] = None
     (folder / "demo.json").write_text(json.dumps(document))
-    text = Reader(write_page(folder, tmp_path / "report.html")).text
+    text = Reader(folder_page(folder)).text
     assert "no run" in text
     assert "not finished" in text
     document |= {"arms": [], "target": None, "parts": []}
     (folder / "demo.json").write_text(json.dumps(document))
-    assert "The search" in Reader(write_page(folder, tmp_path / "report.html")).text
+    assert "The search" in Reader(folder_page(folder)).text
 
 
-def test_missing_plotly_is_an_error(demo_folder, tmp_path, monkeypatch):
+def test_missing_plotly_is_an_error(demo_folder, monkeypatch):
     from leaven.views import render
 
     render._plotly_js.cache_clear()
@@ -172,8 +168,7 @@ def test_missing_plotly_is_an_error(demo_folder, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(InputError, match=r"pip install 'leaven\[train\]'"):
-        write_page(demo_folder, tmp_path / "report.html")
-    assert not (tmp_path / "report.html").exists()
+        folder_page(demo_folder)
 
 
 # Elements that reach beyond the window and do not lie in a box that scrolls.

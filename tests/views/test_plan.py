@@ -15,7 +15,7 @@ from leaven.planning.schedule import simulate
 from leaven.recipe.layout import Layout
 from leaven.views import plan_charts
 from leaven.views.numbers import costs
-from leaven.views.plan_page import page
+from leaven.views.plan_page import plan_page
 
 PRICE = Price(amount=2.5, currency="$")
 
@@ -27,7 +27,7 @@ def words(html: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_of_the_page_has_the_plans_numbers(way):
     found = planned(way)
-    said = " ".join(words(page(found, found.document(price=PRICE), "rye-7b", "leaven plan rye.toml")).split())
+    said = " ".join(words(plan_page(found, found.document(price=PRICE), "rye-7b", "leaven plan rye.toml")).split())
     for part in (
         "It fits" if found.fits else "It does not fit",
         f"{found.memory.total / GIB:.1f} GiB",

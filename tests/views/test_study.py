@@ -20,7 +20,7 @@ from leaven.tuning.document import Dimension
 from leaven.tuning.space import space
 from leaven.views import points, recipe_view, study_charts
 from leaven.views.folders import read_study
-from leaven.views.page import write_page
+from leaven.views.page import folder_page
 from leaven.views.study_page import UNSURE, changes, durations, study_page, tune_command, word
 
 
@@ -45,8 +45,8 @@ def test_a_written_study_is_read_back(state, study):
 
 
 def test_the_page_states_the_result_first(study, state, tmp_path):
-    page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
-    text = words(page.read_text())
+    page = folder_page(studied.write(tmp_path / "study", state))
+    text = words(page)
     assert f"{len(state.idle)} of 31 were not worth tuning: resetting all of them to the start costs less" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
     assert f"{state.gain:.3f} below the start" in text
@@ -193,7 +193,7 @@ def test_an_uncertain_gain_is_not_called_small(tmp_path):
     first, *others = (replace(each, worth=False) for each in state.coordinates)
     first = replace(first, gain=5 * studied.NOISE, gain_deviation=6 * studied.NOISE)
     doubtful = replace(state, coordinates=(first, *others), idle=tuple(each.path for each in others))
-    text = words(write_page(studied.write(tmp_path / "study", doubtful), tmp_path / "study.html").read_text())
+    text = words(folder_page(studied.write(tmp_path / "study", doubtful)))
     assert "none is known to have gained more than the noise by itself" in text
     assert "1 is not known to have gained more than the noise: −0.0155 nats." in text
     assert "gained less than the noise:" not in text
@@ -212,8 +212,8 @@ def test_a_late_run_of_the_start_counts_as_noise(study):
 
 def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     state = studied.unjudged(studied.study(6, 24))
-    page = write_page(studied.write(tmp_path / "study", state), tmp_path / "study.html")
-    text = words(page.read_text())
+    page = folder_page(studied.write(tmp_path / "study", state))
+    text = words(page)
     assert "has the lowest loss of" in text
     assert "without runs with fresh seeds: expect a higher one" in text
     assert "the mean of" not in text
@@ -262,8 +262,8 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     ],
 )
 def test_incomplete_studies_have_a_page(tmp_path, made, said):
-    page = write_page(studied.write(tmp_path / "study", made(studied.study(6, 24))), tmp_path / "study.html")
-    assert said in words(page.read_text())
+    page = folder_page(studied.write(tmp_path / "study", made(studied.study(6, 24))))
+    assert said in words(page)
 
 
 def test_a_loss_that_is_not_finite_is_read_as_none(tmp_path):
@@ -277,4 +277,4 @@ def test_a_loss_that_is_not_finite_is_read_as_none(tmp_path):
     trial = read_study(folder).trials[lost["number"]]
     assert trial.loss is None
     assert len(trial.curve) == len(lost["curve"]) - 2
-    assert write_page(folder, tmp_path / "study.html").exists()
+    assert folder_page(folder)

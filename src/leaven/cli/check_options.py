@@ -11,6 +11,7 @@ import typer
 from leaven.cli.common import hand_over, load
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.live import LiveScreen
@@ -100,10 +101,10 @@ def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
 
 def finish(document: CheckDocument, output: Path | None, json_output: bool, following: str | None = None) -> None:
     """Print the result and the ``following`` command, write its page, and exit with 1 unless it passed."""
-    from leaven.views.check_page import write_check
+    from leaven.views.check_page import check_page
 
     if output is not None:
-        write_check(document, output)
+        write_text(output, check_page(document))
     more = [f"wrote {output}"] if output is not None else []
     more += [following] if following else []
     hand_over(document, chain(check_screen(document), more), json_output)

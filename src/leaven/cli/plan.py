@@ -17,6 +17,7 @@ from leaven.planning.published import plan_run
 from leaven.planning.ramp import SHARE
 from leaven.planning.training_codes import Moments
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
@@ -136,7 +137,7 @@ def plan(
     document = found.document(explain, each).model_copy(update={"next": following})
     screen = plan_screen(document)
     if report is not None:
-        from leaven.views.plan_page import write_plan
+        from leaven.views.plan_page import plan_page
 
         options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
         options |= {} if moments == "adam" else {"--moments": moments}
@@ -144,7 +145,7 @@ def plan(
         switches = ["--measure"] * measure + ["--no-history"] * (not history)
         sets = [word for override in overrides or () for word in ("--set", override)]
         command = shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets])
-        write_plan(report, found, document, name, command)
+        write_text(report, plan_page(found, document, name, command))
         screen = chain(screen, [f"wrote {report}"])
     hand_over(document, screen, json_output)
 

@@ -5,9 +5,11 @@ from typing import Annotated
 
 import typer
 
+from leaven.catalogue.runs import load_runs
 from leaven.cli.common import JsonOption, hand_over
 from leaven.documents.runs import ReportDocument
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
 
 app = typer.Typer(add_completion=False)
 
@@ -27,13 +29,14 @@ def report(
     if catalogue and path is not None:
         raise InputError(f"--catalogue takes no PATH; leave out {path} or --catalogue")
     if catalogue:
-        from leaven.views.catalogue_page import write_catalogue
+        from leaven.views.catalogue_page import catalogue_page
 
-        written = write_catalogue(output)
+        html = catalogue_page(load_runs())
     elif path is not None:
-        from leaven.views.page import write_page
+        from leaven.views.page import folder_page
 
-        written = write_page(path, output)
+        html = folder_page(path)
     else:
         raise InputError("PATH is missing; give the folder of a run, a study, a check or a demo, or --catalogue")
-    hand_over(ReportDocument(path=str(written)), [f"wrote {written}"], json_output)
+    write_text(output, html)
+    hand_over(ReportDocument(path=str(output)), [f"wrote {output}"], json_output)

@@ -29,7 +29,7 @@ from leaven.training.run_folder import LOCK, locked_folder
 from leaven.training.worker import Pool, run_in
 from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
-from leaven.views.page import write_page
+from leaven.views.page import folder_page
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.study import TuneScreen
@@ -297,9 +297,10 @@ class Demo:
         self.state["verdict"] = verdict(self.state["arms"])
         self._save()
         with self._part("report", "one self-contained page"):
-            path = write_page(self.folder, self.folder / "report.html")
-        # Written again, so that it includes its own time.
-        return write_page(self.folder, path)
+            path = self.folder / "report.html"
+            write_text(path, folder_page(self.folder))
+        write_text(path, folder_page(self.folder))  # again, to include its own time
+        return path
 
     def _document(self, report: Path, small: Recipe, large: Recipe) -> DemoDocument:
         sizes = ((recipe.model, recipe.batch.tokens, recipe.data.tokens) for recipe in (small, large))

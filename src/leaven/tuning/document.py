@@ -155,6 +155,11 @@ class Answer(BaseModel):
         """The point with the fewest changes, if it was run and differs from the best."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
+    @property
+    def unsure(self) -> list[Coordinate]:
+        """The changed values whose gain may be noise: neither worth tuning nor idle."""
+        return [each for each in self.coordinates if each.best and not each.worth and each.path not in self.idle]
+
     def dimension(self, path: str) -> Dimension:
         return next(dimension for dimension in self.dimensions if dimension.path == path)
 

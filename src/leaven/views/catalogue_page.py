@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from statistics import median, quantiles
 
 from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.runs import load_runs
-from leaven.recipe.files import write_text
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
@@ -101,17 +98,8 @@ CHARTS = (
 )  # fmt: skip
 
 
-def write_catalogue(out: Path) -> Path:
-    """Write the page as one HTML file.
-
-    Raises:
-        InputError: if plotly is missing, or the file cannot be written.
-    """
-    write_text(out, page(load_runs()))
-    return out
-
-
-def page(runs: Sequence[PublishedRun]) -> str:
+def catalogue_page(runs: Sequence[PublishedRun]) -> str:
+    """Return the page as HTML."""
     hues, drawn = hues_of(runs), {chart.key: scatter(chart, runs, hues_of(runs)) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
     members = Counter(group_of(run, hues) for run in runs)

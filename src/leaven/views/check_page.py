@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 from leaven.documents.checks import CheckDocument, VerdictCurve
-from leaven.recipe.files import write_text
 from leaven.views import charts, numbers
 from leaven.views.charts import BAD, MUTED, Figure
 from leaven.views.checks import SLOPES, check_tables, conclusion
@@ -18,16 +16,6 @@ _SLOPES = {
     "coordinates": {"change": "change of the output", "end": "output after the steps"},
     "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
 }
-
-
-def write_check(check: CheckDocument, out: Path) -> Path:
-    """Write the page of a check as one HTML file.
-
-    Raises:
-        InputError: if plotly is missing, or the file cannot be written.
-    """
-    write_text(out, check_page(check))
-    return out
 
 
 def check_page(check: CheckDocument) -> str:

@@ -4,9 +4,8 @@ import shlex
 from pathlib import Path
 
 from leaven.documents.checks import CheckDocument
-from leaven.recipe.files import write_text
 from leaven.views.check_page import check_page
-from leaven.views.folders import DemoView, FolderView, RunView, StudyView, read_folder
+from leaven.views.folders import DemoView, RunView, StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view
 from leaven.views.render import render
@@ -14,18 +13,13 @@ from leaven.views.run_charts import COLOURS, run_charts
 from leaven.views.study_page import search_view, study_page, tune_command
 
 
-def write_page(folder: Path, out: Path) -> Path:
-    """Write the page about what a folder holds as one HTML file.
+def folder_page(folder: Path) -> str:
+    """Return the page about what a folder holds as HTML.
 
     Raises:
-        InputError: if the folder holds nothing to report on, plotly is missing, or the file cannot be written.
+        InputError: if the folder holds nothing to report on, or plotly is missing.
     """
-    write_text(out, page(read_folder(folder)))
-    return out
-
-
-def page(document: FolderView) -> str:
-    """Return the HTML of what a folder holds."""
+    document = read_folder(folder)
     if isinstance(document, CheckDocument):
         return check_page(document)
     if isinstance(document, StudyView):

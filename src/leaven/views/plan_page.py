@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from leaven.documents.planning import CandidateRow, PlanDocument
@@ -12,23 +11,12 @@ from leaven.planning.explain import PARTS
 from leaven.planning.layouts import USABLE
 from leaven.planning.plan import ACCURACY, ClusterPlan
 from leaven.planning.schedule import Timeline, timeline
-from leaven.recipe.files import write_text
 from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
 
 
-def write_plan(out: Path, plan: ClusterPlan, document: PlanDocument, name: str, command: str) -> Path:
-    """Write the page of a plan as one HTML file. ``name``: of the run; ``command``: made the plan.
-
-    Raises:
-        InputError: if plotly is missing, or the file cannot be written.
-    """
-    write_text(out, page(plan, document, name, command))
-    return out
-
-
-def page(plan: ClusterPlan, document: PlanDocument, name: str, command: str) -> str:
+def plan_page(plan: ClusterPlan, document: PlanDocument, name: str, command: str) -> str:
     """The page as HTML: numbers and tables from the document, charts from all layouts and passes of the plan."""
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

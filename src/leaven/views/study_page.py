@@ -67,7 +67,7 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
         "rows": [_value_row(each, study) for each in study.coordinates],
         "first": FIRST,
         "at_end": [each for each in study.coordinates if each.at_end],
-        "unsure": [each.gain for each in study.coordinates if word(each, study) == UNSURE],
+        "unsure": [each.gain for each in study.unsure],
     }
     return charts, view
 

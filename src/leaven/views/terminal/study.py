@@ -288,8 +288,7 @@ def answer_text(answer: Answer, width: int | None = None) -> list[str]:
         count = f"{len(answer.idle)} of {len(answer.coordinates)}"
         lines.append(f"not worth  {count}: at the start they cost less than the noise together")
         lines.append(INDENT + _names([short_path(path) for path in answer.idle]))
-    known = {each.path for each in answer.coordinates if each.worth or not each.best} | {*answer.idle}
-    if unsure := [each.gain for each in answer.coordinates if each.path not in known]:
+    if unsure := [each.gain for each in answer.unsure]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
         lines.append(f"unsure     {len(unsure)} not known to have gained more than the noise, {gains}")
     return lines
