@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from leaven.planning.calibration import CalibrationRecord, StepCost
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan
@@ -86,3 +87,25 @@ SMALL = ModelShape(
 def plan(model: Any, batch_tokens: int, gpus: str, layout: Layout | None = None, **job: Any) -> ClusterPlan:
     """Plan 10^12 tokens of a model on a cluster."""
     return plan_job(Job(model, batch_tokens, parse_cluster(gpus), **job), 10**12, layout)
+
+
+def record(number: int = 1, **changes: Any) -> CalibrationRecord:
+    """A line of the calibration history: a run on an H100 that took 1.5 times what was predicted."""
+    values: dict[str, Any] = {
+        "by": "run",
+        "device": "NVIDIA H100 80GB HBM3",
+        "accelerator": "H100-SXM-80GB",
+        "compute": "bf16",
+        "model": SMALL,
+        "layout": Layout(),
+        "batch_tokens": 8192,
+        "micro_batch": 8,
+        "grad_accumulation": 1,
+        "predicted": StepCost(step_seconds=1.0, memory_gib=10.0),
+        "measured": StepCost(step_seconds=1.5, memory_gib=12.0),
+        "steps": 50,
+        "torch": "2.13.0",
+        "leaven": "0.1.0",
+        "seconds": float(number),
+    }
+    return CalibrationRecord.model_validate(values | changes)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import TINY
-from tests.planning.records import record
-from tests.planning.shapes import SMALL
+from tests.planning.shapes import SMALL, record
 
 from leaven.planning.calibration import (
     NEWEST,

@@ -4,8 +4,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from tests.planning.records import record
-from tests.planning.shapes import SMALL
+from tests.planning.shapes import SMALL, record
 
 from leaven.planning import calibration as module
 from leaven.planning.calibration import StepCost, history, predicted, remember

@@ -154,7 +154,7 @@ class _Entry(Part):
         return self
 
     def accelerator(self, name: str, named: Mapping[str, str]) -> Accelerator:
-        """The accelerator of an entry; ``named`` maps short names of sources to full ones."""
+        """Return the accelerator of an entry; ``named`` maps short names of sources to full ones."""
         peaks, matmuls = dict(self.peak.pairs()), dict(self.matmul.pairs())
         half: Dtype = "bf16" if "bf16" in peaks else "fp16"
         return Accelerator(

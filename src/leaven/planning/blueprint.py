@@ -67,7 +67,7 @@ class Core:
         return window if attention == "full" else window * (1 - window / (2 * seq_len))
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Operations of a forward pass, per token: a product with the keys and one with the values."""
+        """Return the operations of a forward pass per token: a product with the keys and one with the values."""
         return 2 * self.heads * (self.d_qk + self.d_v) * self.keys(seq_len, attention)
 
 

@@ -107,11 +107,8 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
         least = seen.too_large[0]
         return _comparison(asked, chosen, too_large(job.cluster, least[1]), needs=least)
     reason = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
-    if not fixed.keys() - {
-        "cp",
-        "ep",
-        "compile",
-    }:  # the reason of the chosen layout, where only its own degrees are requested
+    # If only degrees of the choice itself are requested, give the reason why its layout has no such micro-batch.
+    if fixed.keys() <= {"cp", "ep", "compile"}:
         try:
             job.arrangements(chosen.arrangement.layout)
         except InputError as error:
@@ -198,7 +195,7 @@ def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def too_large(cluster: Cluster, memory: Memory) -> str:
-    """``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
+    """Return ``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
     gib = cluster.accelerator.memory_gib
     return f"needs {memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"
 

@@ -32,7 +32,7 @@ class ForwardFlops:
     unembedding: int
 
     def layers(self, attention: Attention = "full") -> float:
-        """Operations of all blocks."""
+        """Return the operations of all blocks."""
         return self.matrices + (self.causal if attention == "causal" else self.attention)
 
 

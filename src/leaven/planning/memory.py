@@ -88,9 +88,8 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
             logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
-            if (
-                layout.tp > 1
-            ):  # the cast unembedding, and of all positions the input, in a chunk too, and its gradient
+            # Also the cast unembedding and, for all positions, the input, its part in a chunk, and its gradient.
+            if layout.tp > 1:
                 logits += code.element * (rank.unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
     in_block = max(0.0, inside + rank.exchange + rank.units - logits)
