@@ -62,7 +62,9 @@ def train_trial(
     if baseline is not None and comparable(baseline, trunk.data.tokens):
         callbacks.append(Pruning(monitor, baseline, trunk.schedule.warmup_tokens))
     if checkpoint is not None:
-        folder = checkpoint / _key([trunk, *branches], tokens)
+        inputs = [each.model_dump(mode="json", exclude={"name", "why"}) for each in (trunk, *branches)]
+        computed_from = json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode()
+        folder = checkpoint / blake2b(computed_from, digest_size=12).hexdigest()
         saving = TrialCheckpoint(training, folder, checkpoint_seconds, callbacks)
         saving.resume()
         callbacks = [*callbacks, saving]
@@ -190,9 +192,3 @@ class TrialCheckpoint(Callback[StepResult]):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
         self._last = time.monotonic()
-
-
-def _key(recipes: Sequence[Recipe], tokens: TokenSet) -> str:
-    """Return a digest of everything that a trial computes from."""
-    inputs = [recipe.model_dump(mode="json", exclude={"name", "why"}) for recipe in recipes]
-    return blake2b(json.dumps([inputs, tokens.fingerprint], sort_keys=True).encode(), digest_size=12).hexdigest()
