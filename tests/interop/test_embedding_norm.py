@@ -62,7 +62,7 @@ def test_blooms_embedding_norm_moves_with_the_embedding() -> None:
 
 
 def test_a_norm_ahead_of_the_blocks_by_another_name_is_asked_about() -> None:
-    with pytest.raises(InputError, match=r"first_norm.weight .* before them; .*'embedding_norm'"):
+    with pytest.raises(InputError, match=r"first_norm.weight .* before the blocks; .*'embedding_norm'"):
         leaven.parametrize(Model(32, 2), base=Model(16, 2), hyperparameters=TUNED)
     model = Model(32, 2)
     said = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}

@@ -187,7 +187,7 @@ def test_init_std_initialises_and_without_it_nothing_is_touched() -> None:
 
 
 def test_init_std_that_would_be_ignored_is_refused() -> None:
-    with pytest.raises(InputError, match="init_std is given and initialise=False") as refused:
+    with pytest.raises(InputError, match="init_std is given, but initialise=False") as refused:
         leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, initialise=False)
     assert "\n" not in str(refused.value)
     with pytest.raises(InputError, match="init_std: missing"):

@@ -39,7 +39,7 @@ def test_the_gated_input_of_a_foreign_mlp_is_known() -> None:
 
 
 def test_two_rules_for_one_init_are_refused_where_something_is_initialised() -> None:
-    with pytest.raises(InputError, match='init = "mitchell" and rule complete-d-p both scale'):
+    with pytest.raises(InputError, match='init = "mitchell" and rule complete-d-p both scale the init'):
         leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, initialise=True)
     with pytest.raises(InputError, match="the depth would count twice"):
         leaven.parametrize(llama(32, 4), base=llama(32, 2), hyperparameters=TUNED, initialise=True)

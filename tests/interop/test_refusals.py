@@ -177,8 +177,8 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
     ("build", "says"),
     [
         (lambda n, d: decoder(n, d, names=("gate_2",)), "mlp.gate_2.weight .* its name does not show which matrix"),
-        (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .*down_proj.*: a router"),
-        (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it and has .*down_proj.*out.weight"),
+        (lambda n, d: decoder(n, d, names=("gate",)), "mlp.gate.weight .* not the fan in of .*down_proj.* a router"),
+        (lambda n, d: decoder(n, d, names=("out",)), "one matrix that ends it, but has .*down_proj.*out.weight"),
         (lambda n, d: decoder(n, d, neck=True), "^neck.weight .* outside the blocks"),
         (olmo2, "^model.layers.0.post_feedforward_layernorm.weight .* the rules are for pre-norm blocks$"),
         (gemma, "^Gemma.* multiplies its embedding by sqrt"),
@@ -189,7 +189,7 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
             stacked(lambda n, d: [convolution(n) for _ in range(d)]),
             r"more.weight \(64 x 64 x 3.*; there is no rule",
         ),
-        (headless, "nothing makes the logits.*embed_tokens.*'tied_embedding'"),
+        (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
         (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks repeats a block"),
@@ -199,7 +199,7 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
             stacked(
                 lambda n, d: [NormBlock(n, lambda n: nn.ModuleDict({"norm1": nn.LayerNorm(n)})) for _ in range(d)]
             ),
-            "^blocks.0.mlp.norm1.weight: its block has no matrix at the end of a branch",
+            "^blocks.0.mlp.norm1.weight: its block has no matrix that ends a branch",
         ),
     ],
 )
@@ -228,11 +228,11 @@ def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
         ({"hyperparameters": {"lr": 0.1, "weight_decy": 0.1}}, "weight_decy: no such key"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.ou": {"lr": 2.0}}}}, "did you mean mlp.out"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.in": {"residual": 2.0}}}}, "does not end a branch"),
-        ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the two models say 2"),
-        ({"ratios": leaven.Ratios(tokens=0)}, "ratios.tokens is 0; .* above 0"),
+        ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the models have 2"),
+        ({"ratios": leaven.Ratios(tokens=0)}, "ratios.tokens is 0; .*above 0"),
         ({"ratios": leaven.Ratios(tokens=math.nan)}, "ratios.tokens is nan"),
         ({"ratios": {"tokens": 2}}, r"ratios is {'tokens': 2}; give leaven.Ratios"),
-        ({"head_ratio": 0}, "head_ratio is 0; .* above 0"),
+        ({"head_ratio": 0}, "head_ratio is 0; .*above 0"),
         ({"hyperparameters": None}, "hyperparameters is None; give a dict"),
         ({"base": 3}, "base is 3; give an nn.Module"),
         ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, and the groups are for AdamW"),
@@ -250,7 +250,7 @@ def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
 
 def test_head_dimensions_that_are_not_kept_have_to_be_said() -> None:
     build = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
-    assert re.search(r"^blocks.0.attn.c_attn.weight is of an attention .* pass head_ratio", refused(build))
+    assert re.search(r"^blocks.0.attn.c_attn.weight: its attention module has no .* pass head_ratio", refused(build))
     assert "0 of 3 blocks have a logit scale" in refused(build, head_ratio=2.0)
     leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
@@ -273,7 +273,7 @@ def test_the_rule_is_not_applied_twice() -> None:
     assert torch.equal(logits(model, tokens()), before)
     assert groups(model) == found
     model.extra = nn.Linear(3, 3)
-    with pytest.raises(InputError, match="extra.bias came or went"):
+    with pytest.raises(InputError, match="extra.bias was added or removed"):
         groups(model)
     with pytest.raises(InputError, match="call leaven.parametrize"):
         groups(llama(64, 6))

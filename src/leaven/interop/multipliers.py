@@ -122,12 +122,12 @@ def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float
     return [(module, name, getattr(module, name) * factor) for module, name in found]
 
 
+@dataclass(eq=False)
 class WarnOfMultipliers:
     """A state-dict hook that warns once that the state dict does not contain the multipliers."""
 
-    def __init__(self, multipliers: int) -> None:
-        self.multipliers = multipliers
-        self.warned = False
+    multipliers: int
+    warned: bool = False
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         if not self.warned:

@@ -77,7 +77,7 @@ class Classifier:
         classified = {}
         # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
-            role = self._given(self.roles, site)
+            role = _given(self.roles, site)
             role = self._role(site) if role is None else Role(role)
             if role.is_matrix and site.parameter.ndim != 2:
                 self._refuse(site, f"a {role} must be a matrix, but this has {site.parameter.ndim} dimensions")
@@ -104,7 +104,7 @@ class Classifier:
     def _matrix_role(self, site: ParameterSite) -> Role:
         if site.layer is None:
             if not self._is_readout(site):
-                self._refuse(site, "a matrix outside the blocks whose fan out is not the vocabulary")
+                self._refuse(site, "it is a matrix outside the blocks, but its fan out is not the vocabulary")
             self._needs(site, "fan in", self._moves_as_width(site, -1))
             return Role.UNEMBEDDING
         like = self.counterpart_of[site.name]
@@ -118,7 +118,7 @@ class Classifier:
             # By name first: for norms outside the blocks the order of registration is unreliable.
             at_embedding = site.path[-1] in _NAMES["norm.embedding"]
             if not at_embedding and not site.after_blocks:
-                self._refuse(site, "a norm outside the blocks and before them")
+                self._refuse(site, "it is a norm before the blocks")
             self._needs(site, "size", self._moves_as_width(site, -1))
             if at_embedding:
                 return Role.EMBEDDING_BIAS if site.is_bias else Role.EMBEDDING_NORM
@@ -153,23 +153,24 @@ class Classifier:
     # Modules: the names under which parameters are tuned.
 
     def _module(self, site: ParameterSite, role: Role) -> str:
-        given = self._given(self.modules, site)
+        given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and role is not Role.HIDDEN_WEIGHT:
                 raise InputError(f"modules: {site.name} is a {role} and cannot be {given}, which ends a branch")
             return given
         if role in _MODULES:
             return _MODULES[role]
-        match role:
-            case Role.EMBEDDING | Role.TIED_EMBEDDING:
-                return "positions" if is_position(site) else "embedding"
-            case Role.HIDDEN_NORM | Role.QK_NORM:
-                return self._norm_module(site)
-            case _:
-                return self._matrix_module(site)
-
-    def _norm_module(self, site: ParameterSite) -> str:
+        if role in {Role.EMBEDDING, Role.TIED_EMBEDDING}:
+            return "positions" if any("pos" in part.lower() or part == "wpe" for part in site.path) else "embedding"
         leaf = site.path[-1]
+        if role is Role.HIDDEN_WEIGHT:
+            inside = " ".join(site.path[:-1]).lower()
+            named = [branch for branch, words in _NAMES_OF_BRANCHES.items() if any(word in inside for word in words)]
+            possible = {module: names for branch in named or _BRANCHES for module, names in _BRANCHES[branch].items()}
+            found = [module for module, names in possible.items() if leaf in names]
+            if len(found) != 1:
+                self._refuse(site, "its name does not show which matrix of its branch it is", *possible)
+            return found[0]
         if leaf in _POST_NORM:
             raise InputError(
                 f"{site.name} is a norm on a branch's output, where it undoes the branch's multiplier; the rules "
@@ -179,15 +180,6 @@ class Classifier:
             if leaf in _NAMES[module]:
                 return module
         self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
-
-    def _matrix_module(self, site: ParameterSite) -> str:
-        inside = " ".join(site.path[:-1]).lower()
-        named = [branch for branch, words in _NAMES_OF_BRANCHES.items() if any(word in inside for word in words)]
-        possible = {module: names for branch in named or _BRANCHES for module, names in _BRANCHES[branch].items()}
-        found = [module for module, names in possible.items() if site.path[-1] in names]
-        if len(found) != 1:
-            self._refuse(site, "its name does not show which matrix of its branch it is", *possible)
-        return found[0]
 
     # Branches: a missing multiplier would not be noticed elsewhere.
 
@@ -205,7 +197,7 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block has no matrix at the end of a branch, which the multiplier needs; "
+                    f"{site.name}: its block has no matrix that ends a branch, and so no place for the multiplier; "
                     "leaven.parametrize is for blocks of attention and MLP"
                 )
 
@@ -215,7 +207,7 @@ class Classifier:
             self._refuse(first, f"only {' and '.join(BRANCH_ENDS)} end a branch, not {out}", "mlp.in", "mlp.out")
         if len(ends) != 1:
             names = ", ".join(end.name for end in ends) or "none"
-            self._refuse(first, f"its branch needs one matrix that ends it and has {names}", out)
+            self._refuse(first, f"its branch must have exactly one matrix that ends it, but has {names}", out)
         end = ends[0]
         if end.shape[0] != self.model.width:
             self._refuse(end, f"it ends a branch, but its fan out is not the width {self.model.width}", "mlp.in")
@@ -223,13 +215,9 @@ class Classifier:
             for site in matrices.get(module, []):
                 if site.shape[0] != times * end.shape[1]:
                     raise InputError(
-                        f"{site.name} ({_text(site.shape)}): its fan out is not the fan in of {end.name}: a router? "
-                        f"{_NO_RULE}"
+                        f"{site.name} ({_text(site.shape)}): its fan out is not the fan in of {end.name}, so it may "
+                        f"be a router; {_NO_RULE}"
                     )
-
-    @staticmethod
-    def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
-        return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
         """Raise InputError with what the user can give: one of ``modules``, or a role that fits the parameter."""
@@ -240,7 +228,13 @@ class Classifier:
         raise InputError(f"{site.name} ({shapes}): {why}; {hint}")
 
 
+def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
+    """Return what the user gave for a parameter, by the first pattern that matches its name."""
+    return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
+
+
 def _may_be(site: ParameterSite) -> tuple[str, ...]:
+    """Return the roles that a parameter of this shape can have in its place."""
     kind = "bias" if site.is_bias else "norm"
     match site.parameter.ndim, site.layer is not None, site.after_blocks:
         case 2, True, _:
@@ -267,10 +261,6 @@ def is_norm(site: ParameterSite) -> bool:
     if site.parameter.ndim == 2:
         return in_path and site.path[-1] in _OVER_HEADS
     return site.parameter.ndim == 1 and (in_path or "norm" in type(site.owner).__name__.lower())
-
-
-def is_position(site: ParameterSite) -> bool:
-    return any("pos" in part.lower() or part == "wpe" for part in site.path)
 
 
 def _text(shape: tuple[int, ...]) -> str:

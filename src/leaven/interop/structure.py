@@ -28,6 +28,7 @@ class ParameterSite:
 
     @property
     def owner(self) -> nn.Module:
+        """The first module that has it."""
         return self.owners[0]
 
     @property
@@ -42,6 +43,7 @@ class ParameterSite:
 
     @property
     def is_bias(self) -> bool:
+        """Whether it is a bias, by its name."""
         return self.name.endswith(".bias")
 
     @property

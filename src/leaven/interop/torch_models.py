@@ -1,4 +1,4 @@
-"""Any torch model under a rule: AdamW groups, forward multipliers and, where an init is given, initial values."""
+"""Apply a scaling rule to any torch model: AdamW groups, forward multipliers, and initial values if given."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,6 @@ from leaven.interop.multipliers import ROWS, install, multipliers, rescale_atten
 from leaven.interop.roles import Classification, Classifier
 from leaven.interop.structure import (
     ModelStructure,
-    ParameterSite,
     counterparts,
     depth_ratio,
     inspect_model,
@@ -34,7 +33,7 @@ from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterRow, exponents, optimiser_groups, resolve_row
 
 _SAME = Ratios()
-_UNUSED_STD = 1.0  # of hyperparameters without init_std, where nothing is initialised
+_UNUSED_STD = 1.0  # placeholder for a missing init_std if no initial values are drawn
 
 
 def parametrize(
@@ -53,7 +52,7 @@ def parametrize(
     initialise: bool | None = None,
     seed: int = 0,
 ) -> list[dict[str, Any]]:
-    """Put a model under a rule, once: installs its forward multipliers and returns its groups for AdamW.
+    """Apply a scaling rule to a model: install its forward multipliers and return its parameter groups for AdamW.
 
     >>> import leaven, torch
     >>> from torch import nn
@@ -96,75 +95,84 @@ def parametrize(
     biases       0.00500 0.00 2.0e-08
     >>> optimizer = torch.optim.AdamW(groups)
 
-    Call it on the model as it will be trained: after ``fully_shard`` and ``to_empty``, for both put new parameters in
-    the place of the old. If parameters were replaced later, :func:`groups` returns them again. What had been
-    compiled before is compiled again.
+    Call it once, on the model as it will be trained: after ``fully_shard`` and ``to_empty``, since both replace the
+    parameters. If parameters are replaced later, :func:`groups` returns the groups with the new ones. A model that
+    was compiled before is compiled again.
 
-    Given ``init_std`` (or a named ``init``) it draws the initial values too: every parameter that is trained is
-    overwritten. Without one the values stay the caller's, as for a model with trained weights.
+    With ``init_std`` (or a named ``init``) it also draws the initial values: every parameter that is trained is
+    overwritten. Without one the values do not change, as for a model with trained weights.
 
-    **Multipliers are no part of the state dict.** Weights loaded into another model of the same class compute
-    something else until it is parametrized with the same arguments, so the state dict warns when it is first taken.
-    :func:`leaven.save_folded` writes a model that ``from_pretrained`` reads as it is, and :func:`leaven.fold` makes
-    this one plain.
+    **The state dict does not contain the multipliers.** A model that loads it computes something else until it is
+    parametrized with the same arguments, so the first state dict comes with a warning. :func:`leaven.save_folded`
+    saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` removes the multipliers of this one.
 
-    The rules are for pre-norm decoders. What a model itself multiplies by a power of its width is not seen and has
-    to be switched off (Gemma, whose embedding is times sqrt(width), is refused by name); gains are taken to be
-    neutral at 1, so initial values are not for norms that multiply by 1 + gain. A branch's multiplier acts where the
-    matrix that ends it is called as a module, so a fused kernel that takes only the weights goes around it; that of
-    the logits acts on the final norm's output. Initial values of the caller's own should have: hidden weights a
-    variance in proportion to 1 / fan in, the unembedding's to 1 / fan in squared, and no smaller ends of branches in
-    deep models.
+    The rules are for pre-norm decoders.
+
+    - Factors that the model's own code derives from its width are not detected; remove them (Gemma, which multiplies
+      its embedding by sqrt(width), is refused).
+    - Gains are assumed to be neutral at 1, so do not draw initial values for norms that multiply by 1 + gain.
+    - A branch's multiplier acts when the matrix that ends it is called as a module; a fused kernel that reads only
+      its weight skips the multiplier. The multiplier of the logits acts on the output of the final norm.
+    - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, that
+      of the unembedding to 1 / fan in squared, without smaller matrices at the ends of branches in deep models.
 
     Args:
-        model: The target; its width and depth over those of ``base`` are read off the two.
-        base: A smaller model of the same family, at which the hyperparameters were found. It may be on the meta
-            device, and its values are not looked at.
-        hyperparameters: In base coordinates. With ``init_std`` or ``init`` new initial values are drawn; a
-            ``leaven.Hyperparameters`` always has one. ``optimizer`` has to be adamw, and a recipe's ``grad_clip`` is
-            left to the caller's loop.
-        ratios: Of batch and tokens, target over base.
-        rule: One of ``leaven.scaling.rules.RULES``.
+        model: The target. The ratios of width and depth are those between it and ``base``.
+        base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
+            device; its values are not used.
+        hyperparameters: In base coordinates. With ``init_std`` or ``init``, initial values are drawn; a
+            ``leaven.Hyperparameters`` always has one. ``optimizer`` must be adamw; clip gradients in your own loop.
+        ratios: Ratios of batch and tokens, target over base.
+        rule: A name in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
-        head_ratio: Of the head dimension. Where it grows, the attention modules' logit scale is multiplied in place;
-            1.0 leaves it alone. Read off the models' attention modules by default, where they keep it.
-        roles: Role by name or glob, for parameters that are refused or taken for something else.
-        modules: What a parameter is tuned as, by name or glob; ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Whether new initial values are drawn for all parameters that are trained (``requires_grad``), each
-            from ``seed`` and its name alone. Follows from ``hyperparameters`` by default. False with a
-            ``leaven.Hyperparameters`` keeps the model's values; with a dict leave ``init_std`` out instead.
-        seed: Of the initial values.
+        head_ratio: Ratio of the head dimensions, by default read from the attention modules. If it is above 1, the
+            logit scale of the attention modules is multiplied in place; 1.0 leaves it unchanged.
+        roles: Role by name or glob, for parameters that are refused or classified wrongly.
+        modules: Module name under which a parameter is tuned, by name or glob; ``attention.out`` and ``mlp.out``
+            end a branch.
+        initialise: Whether to draw initial values for all parameters that are trained (``requires_grad``), each from
+            ``seed`` and its name alone. By default, if ``hyperparameters`` has an init. False keeps the values of the
+            model although a ``leaven.Hyperparameters`` has an init; from a dict, leave out ``init_std`` instead.
+        seed: Seed of the initial values.
 
     Returns:
-        Groups with module, param_names, params, peak_lr, lr, betas, eps and weight_decay; each parameter in one.
+        Groups with module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each parameter is in one.
 
     Raises:
         InputError: in one line that names the parameter or value at fault. The model is then unchanged.
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
-    _refuse_a_second_time(target)
-    _refuse_multipliers_of_its_own(target)
+    _require_no_multipliers(target)
     structure, base_structure = inspect_model(target), inspect_model(base_model)
-    initialise = _initialises(hyperparameters, initialise)
-    scaling, tuned = _validated(
-        hyperparameters,
-        initialise,
-        rule=rule,
-        alpha=alpha,
-        token_exponent=token_exponent,
-        scale_decay_with_depth=scale_decay_with_depth,
-    )
+    try:
+        scaling = Scaling(
+            rule=rule,
+            alpha=alpha,
+            token_exponent=token_exponent,
+            scale_decay_with_depth=scale_decay_with_depth,
+        )
+        tuned, initialise = _tuned(hyperparameters, initialise)
+    except ValidationError as error:
+        raise InputError(f"parametrize: {explain(error)}") from None
     ratios_at = _ratios(ratios, structure, base_structure)
     counterpart_of = counterparts(structure, base_structure)
-    classified = Classifier(
-        structure, base_structure, counterpart_of, _tied_by_hand(target) | dict(roles or {}), modules or {}
-    ).classify()
+    given_roles = dict(roles or {})
+    if isinstance(target, Transformer) and target.shape.tied_embeddings:
+        # leaven's own model computes the logits from its embedding without a module that would show it.
+        given_roles = {"embedding.weight": Role.TIED_EMBEDDING} | given_roles
+    classified = Classifier(structure, base_structure, counterpart_of, given_roles, modules or {}).classify()
     head = (
         _head_ratio(structure, base_structure, classified)
         if head_ratio is None
         else _positive("head_ratio", head_ratio)
     )
-    _require_a_readout(structure, {name: kind.role for name, kind in classified.items()})
+    found_roles = {name: kind.role for name, kind in classified.items()}
+    if not {Role.UNEMBEDDING, Role.TIED_EMBEDDING} & set(found_roles.values()):
+        first = next(name for name, role in found_roles.items() if role is Role.EMBEDDING)
+        raise InputError(
+            f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
+            "otherwise parametrize the model together with its head"
+        )
 
     chosen, free = RULES[scaling.rule], exponents(scaling)
     gated = any(kind.module == "mlp.gate" for kind in classified.values())
@@ -194,10 +202,10 @@ def parametrize(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The groups of a model that :func:`parametrize` has been called on, with the parameters it has now.
+    """Return the groups of a parametrized model with its current parameters.
 
     Raises:
-        InputError: if it has not been called, or the parameters have other names since.
+        InputError: if the model is not parametrized, or the names of its parameters have changed.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -207,7 +215,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     odd = sorted(parameters.keys() ^ {row.name for row in rows})
     if odd:
         raise InputError(
-            f"{odd[0]} came or went since leaven.parametrize was called; call it once the model is whole"
+            f"{odd[0]} was added or removed after leaven.parametrize; call it when the model is complete"
         )
     found = optimiser_groups(rows)
     for group in found:
@@ -215,78 +223,62 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     return found
 
 
-def _refuse_a_second_time(model: nn.Module) -> None:
-    if any(hasattr(module, ROWS) for module in model.modules()):
-        raise InputError(
-            f"this {type(model).__name__} has its multipliers already, and a rule applied twice is another rule; "
-            "leaven.interop.torch_models.groups returns its groups again"
-        )
+def _require_no_multipliers(model: nn.Module) -> None:
+    """Raise InputError for a model that has multipliers already, from leaven or in its own code."""
     for module in model.modules():
+        if hasattr(module, ROWS):
+            raise InputError(
+                f"this {type(model).__name__} is parametrized already, and a rule must not be applied twice; "
+                "leaven.interop.torch_models.groups returns its groups"
+            )
         if isinstance(module, Transformer) and module.has_multipliers:
             raise InputError(
                 "this Transformer was built with its recipe's multipliers; build it with Transformer(shape)"
             )
-
-
-def _refuse_multipliers_of_its_own(model: nn.Module) -> None:
-    """By name, for the multiplication stands in a forward."""
-    kind = next((type(module).__name__ for module in model.modules() if "Gemma" in type(module).__name__), None)
-    if kind is not None:
-        raise InputError(
-            f"{kind} multiplies its embedding by sqrt(width), on top of which no rule holds; parametrize a model "
-            "without it, e.g. a Llama"
-        )
-
-
-def _initialises(hyperparameters: Any, wanted: bool | None) -> bool:
-    """Whether initial values are drawn: where the hyperparameters say which, unless the caller says otherwise."""
-    if not isinstance(hyperparameters, Mapping):
-        return wanted is not False
-    stated = [key for key in ("init_std", "init") if hyperparameters.get(key) is not None]
-    if wanted is False and stated:
-        raise InputError(
-            f"parametrize: {stated[0]} is given and initialise=False, which keeps the model's values; leave out "
-            f"{stated[0]}, or initialise=False"
-        )
-    return bool(stated) if wanted is None else wanted
-
-
-def _validated(
-    hyperparameters: Hyperparameters | Mapping[str, Any], initialise: bool, **scaling: Any
-) -> tuple[Scaling, Hyperparameters]:
-    try:
-        checked = Scaling(**scaling)
-        if isinstance(hyperparameters, Hyperparameters):
-            tuned = hyperparameters
-        elif isinstance(hyperparameters, Mapping):
-            if "grad_clip" in hyperparameters:
-                raise InputError(
-                    "parametrize: grad_clip: groups clip nothing; leave it out and clip in your loop, e.g. with "
-                    "torch.nn.utils.clip_grad_norm_"
-                )
-            values = dict(hyperparameters)
-            if not initialise and "init" not in values:
-                values.setdefault("init_std", _UNUSED_STD)
-            tuned = Hyperparameters.model_validate(values)
-        else:
+        if "Gemma" in type(module).__name__:
             raise InputError(
-                f"parametrize: hyperparameters is {hyperparameters!r:.60}; give a dict, as in {{'lr': 0.01}}, or a "
-                "leaven.Hyperparameters"
+                f"{type(module).__name__} multiplies its embedding by sqrt(width), which no rule expects; "
+                "parametrize a model without it, e.g. a Llama"
             )
-    except ValidationError as error:
-        raise InputError(f"parametrize: {explain(error)}") from None
+
+
+def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
+    """Return the validated hyperparameters, and whether initial values are drawn."""
+    tuned: Hyperparameters
+    if isinstance(given, Hyperparameters):
+        tuned, initialise = given, wanted is not False
+    elif isinstance(given, Mapping):
+        if "grad_clip" in given:
+            raise InputError(
+                "parametrize: grad_clip: parameter groups do not clip; leave it out and clip in your loop, e.g. with "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        stated = [key for key in ("init_std", "init") if given.get(key) is not None]
+        if wanted is False and stated:
+            raise InputError(
+                f"parametrize: {stated[0]} is given, but initialise=False keeps the model's values; leave out "
+                f"{stated[0]} or initialise=False"
+            )
+        initialise = bool(stated) if wanted is None else wanted
+        unused = {} if initialise or "init" in given else {"init_std": _UNUSED_STD}
+        tuned = Hyperparameters.model_validate(unused | dict(given))
+    else:
+        raise InputError(
+            f"parametrize: hyperparameters is {given!r:.60}; give a dict, as in {{'lr': 0.01}}, or a "
+            "leaven.Hyperparameters"
+        )
     if tuned.optimizer != "adamw":
         raise InputError(
-            f"parametrize: optimizer is {tuned.optimizer}, and the groups are for AdamW, whose decay is decoupled; "
+            f"parametrize: optimizer is {tuned.optimizer}, and the groups are for AdamW with its decoupled decay; "
             "leave it out"
         )
-    return checked, tuned
+    return tuned, initialise
 
 
 def _positive(name: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
-        raise InputError(f"parametrize: {name} is {value!r}; it is target over base, a number above 0")
+        raise InputError(f"parametrize: {name} is {value!r}; it must be a number above 0, target over base")
     return number
 
 
@@ -298,7 +290,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
     for axis in ("width", "depth"):
         found = getattr(read, axis)
         if stated[axis] not in {1.0, found}:
-            raise InputError(f"ratios: {axis} is {stated[axis]:g}, but the two models say {found:g}; leave it out")
+            raise InputError(f"ratios: {axis} is {stated[axis]:g}, but the models have {found:g}; leave it out")
     return read
 
 
@@ -311,38 +303,20 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
     attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
-            f"{attention} is of an attention that does not keep its head dimension (as head_dim), and the rule moves "
-            "the logit scale where that grows; pass head_ratio, target over base: 1.0 where heads are added"
+            f"{attention}: its attention module has no attribute head_dim, and the rule changes the logit scale if "
+            "the head dimension grows; pass head_ratio, target over base: 1.0 if only the number of heads grows"
         )
     return 1.0
 
 
-def _tied_by_hand(model: nn.Module) -> dict[str, str]:
-    """leaven's own model reads the logits off its embedding without a module that would show it."""
-    tied = isinstance(model, Transformer) and model.shape.tied_embeddings
-    return {"embedding.weight": Role.TIED_EMBEDDING} if tied else {}
-
-
-def _require_a_readout(structure: ModelStructure, roles: Mapping[str, Role]) -> None:
-    if not {Role.UNEMBEDDING, Role.TIED_EMBEDDING} & set(roles.values()):
-        first = next(site.name for site in structure.sites if roles[site.name] is Role.EMBEDDING)
-        raise InputError(
-            f"nothing makes the logits; if they are read off {first}, pass roles={{{first!r}: 'tied_embedding'}}, "
-            "else parametrize the model together with its head"
-        )
-
-
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
-    sites = {site.name: site for site in structure.sites}
-    trained = [row for row in rows if sites[row.name].parameter.requires_grad]
+    """Draw the initial values of the parameters that are trained."""
+    parameters = {site.name: site.parameter for site in structure.sites}
+    trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:
-        if sites[row.name].parameter.is_meta:
+        if parameters[row.name].is_meta:
             raise InputError(f"{row.name} is on the meta device and has no values to initialise; call to_empty first")
     for row in trained:
-        _fill(sites[row.name], row, seed)
-
-
-def _fill(site: ParameterSite, row: ParameterRow, seed: int) -> None:
-    piece = piece_of(row.name, site.parameter)
-    fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)
+        piece = piece_of(row.name, parameters[row.name])
+        fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

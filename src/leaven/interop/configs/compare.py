@@ -20,11 +20,10 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import folding, resolve
 
-SAME = 1e-6
-"""Relative difference up to which two numbers count as equal, e.g. written with seven digits."""
+SAME = 1e-6  # relative difference up to which two numbers count as equal
+# The same for initial standard deviations: recipes write factors such as 1 / sqrt(2 L) with four digits, and the
+# standard deviation of a million random numbers varies by 0.07%.
 SAME_START = 1e-3
-"""The same for initial standard deviations: recipes write factors such as 1 / sqrt(2 L) with four digits, and the
-standard deviation of a million random numbers varies by 0.07%."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class ResolvedRecipe:
         }
         self.folding = folding(recipe.model, self.table)
         self.sequences = recipe.batch.tokens // recipe.model.seq_len
-        # Of the full batch: what a target without a ramp takes.
+        # Steps of the full batch, for a target without a ramp.
         self.steps = -(-recipe.data.tokens // recipe.batch.tokens)
 
     @cached_property
@@ -101,6 +100,7 @@ class ResolvedRecipe:
         return counts.most_common(1)[0][0]
 
     def in_steps(self, tokens: float) -> int:
+        """Return a number of tokens in steps of the full batch."""
         return round(tokens / self.recipe.batch.tokens)
 
     @property
@@ -132,6 +132,7 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
+        """Micro-batches of one step of a rank."""
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 
@@ -143,11 +144,12 @@ def compare(
     *,
     plain: bool,
 ) -> list[Loss]:
-    """What a target changes of the parameter table: one loss for each quantity and value.
+    """Return what a target changes in the parameter table: one loss for each quantity and value.
 
-    ``reasons`` says for each quantity what the target has of it. With ``plain`` it is compared with the table of a
-    model without multipliers. A parameter that is not in ``given`` is not in the target's model; its shape says so.
-    ``attention_scale`` is the target's factor on query . key, None where it is folded into the weights.
+    ``reasons`` has the target's reason for each quantity. With ``plain``, the target is compared with the table of
+    an equivalent model without multipliers. Parameters missing in ``given`` are not in the target's model, which is
+    a loss of its shape. ``attention_scale`` is the target's factor on query . key, None if it is folded into the
+    weights.
     """
     ours = run.plain if plain else run.rows
     found: dict[tuple[str, str, str], list[str]] = {}

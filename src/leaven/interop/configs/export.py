@@ -35,27 +35,27 @@ class Target:
     """A table of ``targets/``."""
 
     title: str  # its name in sentences
-    sources: str  # what its flags, keys, defaults and behaviour were read from
-    path: str  # where it is written by default, with {name} or {identifier} of the recipe
-    files: Mapping[str, str]  # templates by file name; "" is the only file of a target that takes one
-    decays: Mapping[str, str]  # its names of our decays; cosine's replaces those that it does not have
-    reasons: Mapping[str, str] = field(default_factory=dict)  # what it has of a quantity; "*" of all others
-    holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # values of keys of [model]
+    sources: str  # the sources of its flags, keys, defaults and behaviour
+    path: str  # the default path, with {name} or {identifier} of the recipe
+    files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
+    decays: Mapping[str, str]  # its name of each decay; that of cosine replaces missing ones
+    reasons: Mapping[str, str] = field(default_factory=dict)  # why it loses a quantity; "*" for all others
+    holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values of keys of [model]
     plain: bool = False  # whether multipliers are folded into the weights
-    ramp: bool = False  # whether its batch may grow
-    samples: bool = False  # whether it counts samples, not steps
-    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # its words for ours, for the templates
-    lost: Sequence[Mapping[str, str]] = ()  # rows as in common.toml
-    notes: Sequence[Mapping[str, str]] = ()
+    ramp: bool = False  # whether it has a batch that grows
+    samples: bool = False  # whether it counts samples instead of steps
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # its words for leaven's, for templates
+    lost: Sequence[Mapping[str, str]] = ()  # losses, in rows as in common.toml
+    notes: Sequence[Mapping[str, str]] = ()  # notes, in rows as in common.toml
 
 
 @dataclass(frozen=True)
 class Export:
     """The result of an export."""
 
-    files: Mapping[str, str]  # text by name, one under "" where the target takes a single file
+    files: Mapping[str, str]  # text by file name, "" if the target has a single file
     losses: tuple[Loss, ...]
-    notes: tuple[str, ...]  # what else to know
+    notes: tuple[str, ...]  # remarks that are not losses
 
 
 @cache
@@ -66,7 +66,7 @@ def target(name: str) -> Target:
         InputError: if there is no such target.
     """
     if name not in TARGETS:
-        raise InputError(f"--to {name}: there are {', '.join(TARGETS)}")
+        raise InputError(f"--to {name}: choose from {', '.join(TARGETS)}")
     return Target(**tomllib.loads((HERE / f"targets/{name}.toml").read_text(encoding="utf-8")))
 
 
@@ -165,7 +165,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
         for row in run.table.rows
         if row.name in chosen.given
     )
-    # Only where a target draws initial values by itself are they within a tolerance, not the recipe's own.
+    # A target that draws initial values itself may match the recipe only within a tolerance.
     close = {
         row.module
         for row in ([] if to.plain else run.table.rows)

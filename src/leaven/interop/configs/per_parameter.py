@@ -1,6 +1,6 @@
-"""What each target would give every parameter: its groups and its initial values, as its code makes them.
+"""Compute the settings that each target would give every parameter: its groups and its initial values.
 
-The sources of each are named at the head of its table, ``targets/NAME.toml``.
+The sources for each target are named at the top of its table, ``targets/NAME.toml``.
 """
 
 import math
@@ -19,15 +19,18 @@ class Candidate:
     """One way to configure a target. The export uses the one with the fewest losses."""
 
     given: Mapping[str, ParameterSettings]  # by the name of our parameter
-    attention_scale: float | None = None  # the factor on query . key; None where it is folded into the weights
-    values: Mapping[str, Any] = field(default_factory=dict)  # what the templates need besides
+    attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
+    values: Mapping[str, Any] = field(default_factory=dict)  # more variables for the templates
 
 
 Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterator[Candidate]]
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """One --lr with --decoupled-lr for both ends; and --use-mup, Table 8 of Yang et al. 2022, on a wider model."""
+    """Yield Megatron's settings with one --lr and a --decoupled-lr for embedding and unembedding, and with --use-mup.
+
+    The latter is Table 8 of Yang et al. 2022, for a model wider than its base.
+    """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
     ends = {row.name: rows[row.name] for row in run.table.rows if row.module in {"embedding", "unembedding"}}
@@ -47,10 +50,10 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
     base = replace(hidden, init_mean=0.0, multiplier=1.0)
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # The vocabulary is padded to this, times tp, such that it stays what it is if tp allows.
+    # The vocabulary is padded to a multiple of this times tp; if tp allows, it does not change.
     multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
     counts = {
-        "batch_stages": " ".join(stages),  # where the recipe's own steps change their size
+        "batch_stages": " ".join(stages),  # at the tokens where the recipe's batch grows
         "vocabulary_multiple": multiple,
         "samples": -(-recipe.data.tokens // shape.seq_len),
     }
@@ -69,7 +72,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
     )
     if recipe.base.width >= shape.d_model:
         return
-    # The flags are the values of what does not move with width, the embedding's.
+    # The flags have the values of parameters that do not change with width, such as the embedding's.
     m = recipe.model.d_model / recipe.base_shape.d_model
     vector = replace(base, lr=rows["embedding.weight"].lr, eps=hidden.eps * m)
     matrix = replace(vector, lr=vector.lr / m, eps=hidden.eps)
@@ -95,7 +98,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """One group; with NUM_LAYERS its row-parallel layers start at std / sqrt(2 L), with NONE as the rest."""
+    """Yield nanotron's one group, with branch ends starting at std / sqrt(2 L) (NUM_LAYERS) and at std (NONE)."""
     recipe = run.recipe
     base = replace(run.hidden, multiplier=1.0)
     vector = replace(base, init_std=0.0)
@@ -113,7 +116,7 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """One group, gains and biases decayed with the rest; the start and a whole number under the root are its own."""
+    """Yield litgpt's one group, which decays gains too; initial values are fixed, the attention scale is rounded."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     given = {}
     for row in run.table.rows:
@@ -128,7 +131,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """DeepSpeed: the model, initial values and groups are set by the client's code."""
+    """Yield no settings: the calling program defines the model, its initial values and its groups."""
     yield Candidate({}, None, {"client_groups": len(optimiser_groups(run.table.rows))})
 
 
@@ -154,7 +157,7 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 
 
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Every parameter's own settings, but for the start that two modules share."""
+    """Yield each parameter's own settings, except that keys start like values, and key gains like query gains."""
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -179,7 +182,7 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
         None,
         {
             "starts": {place: stds[0] if len(set(stds)) == 1 else stds for place, stds in starts.items()},
-            "groups": [*patterns, (".*", most)],  # the first match wins, so what most get comes last
+            "groups": [*patterns, (".*", most)],  # the first match wins, so the most common group comes last
             "identifier": identifier(run.recipe.name),
         },
     )
@@ -213,9 +216,9 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """A group for each tensor; query, key and value in one start at their own std, with the query's lr."""
+    """Yield settings for each tensor; a fused query, key and value start at their own stds, with the query's lr."""
     assert architecture is not None
-    # Biases that only the architecture has start at 0.
+    # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)
     parameters: dict[str, dict[str, Any]] = {}
     given = {}

@@ -1,4 +1,4 @@
-"""Initialises a model as a recipe of leaven does and makes its optimizer. Needs torch only.
+"""Initialise a model and make its optimizer with the values of a leaven recipe. Needs torch only.
 
 from prepare import prepare
 optimizer = prepare(model, "parameters.json")
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# The head of GPT-NeoX in transformers 5, and in its checkpoints and older versions.
 HEADS = {"lm_head.weight": "embed_out.weight"}
-"""Where GPT-NeoX has its head in a model of transformers 5, and in its checkpoints and before."""
 
 
 def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
@@ -38,13 +38,13 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
         group["params"].append(parameter)
     most = max(groups.values(), key=lambda group: sum(parameter.numel() for parameter in group["params"]))
     kind = torch.optim.AdamW if document["optimizer"] == "adamw" else torch.optim.Adam
-    # The first lr is the optimizer's own, which a scheduler with an absolute end takes as the peak.
+    # The optimizer's own lr is the peak for schedulers with an absolute final lr.
     return kind(list(groups.values()), lr=most["lr"])
 
 
 @torch.no_grad()
 def _start(parameter: Tensor, values: dict[str, Any]) -> None:
-    """Mean plus a normal; a tensor of several parts, within each head or one below the other, has a std for each."""
+    """Fill a parameter from a normal distribution; the parts of a fused tensor have a std each."""
     if "rows" not in values:
         _draw(parameter, values["init_mean"], values["init_std"])
         return
