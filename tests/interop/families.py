@@ -1,4 +1,4 @@
-"""Small models of families that people train, built from their configurations; no weights are fetched."""
+"""Small models of common families, built from configurations without downloads."""
 
 from collections.abc import Callable
 
@@ -40,7 +40,7 @@ def qwen3(width: int, depth: int) -> nn.Module:
             num_hidden_layers=depth,
             num_attention_heads=width // 8,
             num_key_value_heads=width // 16,
-            head_dim=16,  # the heads together are twice the width
+            head_dim=16,  # all heads together are twice the width
             max_position_embeddings=LENGTH,
         )
     )
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class Home(nn.Module):
-    """Written at home: blocks in a Sequential, the later half twice as wide inside."""
+    """A hand-written model: blocks in a Sequential, the later half with a wider MLP."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``test_machinery`` runs on two ranks: sharded by FSDP2 or by tensor, a model trains as the whole one does."""
+"""Run by ``test_machinery`` on two ranks: FSDP2 and tensor parallelism give the same training as one process."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def trained(model: nn.Module, base: nn.Module) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """The groups but for their tensors, and the parameters after two steps."""
+    """Return the groups without their tensors, and the parameters after two steps."""
     groups = leaven.parametrize(model, base=base, **OPTIONS)
     values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     optimiser = torch.optim.AdamW(groups)
@@ -41,7 +41,7 @@ def sharded(model: Any, mesh: DeviceMesh) -> Any:
 
 
 def from_meta(mesh: DeviceMesh) -> Any:
-    """Born sharded and without values, as a model is that fits on no one device."""
+    """Build a sharded model from the meta device, as for a model that does not fit on one device."""
     with torch.device("meta"):
         model: Any = llama(64, 4)
     sharded(model, mesh).to_empty(device="cpu")
@@ -50,7 +50,7 @@ def from_meta(mesh: DeviceMesh) -> Any:
 
 
 def split(model: Any, mesh: DeviceMesh) -> Any:
-    """Tensor parallel."""
+    """Split a model by tensor parallelism."""
     attention = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"} | {
         "self_attn.o_proj": RowwiseParallel()
     }

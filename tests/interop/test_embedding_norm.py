@@ -1,4 +1,4 @@
-"""A norm between embedding and blocks: BLOOM's is known by its name, one of another name has to be said."""
+"""A norm between embedding and blocks: recognised by name for BLOOM, otherwise it needs a role."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def bloom(width: int, depth: int) -> nn.Module:
 
 
 class Model(nn.Module):
-    """A norm ahead of the blocks that nothing says what it is of."""
+    """A model with a norm before the blocks whose name does not show its role."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def rows(model: nn.Module) -> dict[str, ParameterRow]:
     return {row.name: row for row in model.leaven_rows}
 
 
-def test_blooms_embedding_norm_moves_with_the_embedding() -> None:
+def test_blooms_embedding_norm_scales_like_the_embedding() -> None:
     model = bloom(64, 6)
     leaven.parametrize(model, base=bloom(32, 2), hyperparameters=TUNED, ratios=leaven.Ratios(batch=2, tokens=8))
     found = rows(model)
@@ -55,16 +55,16 @@ def test_blooms_embedding_norm_moves_with_the_embedding() -> None:
     assert (bias.role, bias.module) == ("embedding_bias", "biases")
     assert (final.role, embedding.role) == ("final_norm", "tied_embedding")
     for row in (gain, bias):
-        assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); nothing of depth
+        assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); independent of depth
         assert row.eps == embedding.eps == pytest.approx(1e-8 * 2 / 2)
         assert row.weight_decay == 0
     assert torch.isfinite(model(tokens()).logits).all()
 
 
-def test_a_norm_ahead_of_the_blocks_by_another_name_is_asked_about() -> None:
+def test_an_unknown_norm_before_the_blocks_needs_a_role() -> None:
     with pytest.raises(InputError, match=r"first_norm.weight .* before the blocks; .*'embedding_norm'"):
         leaven.parametrize(Model(32, 2), base=Model(16, 2), hyperparameters=TUNED)
     model = Model(32, 2)
-    said = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}
-    leaven.parametrize(model, base=Model(16, 2), hyperparameters=TUNED, roles=said)
+    roles = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}
+    leaven.parametrize(model, base=Model(16, 2), hyperparameters=TUNED, roles=roles)
     assert rows(model)["first_norm.weight"].module == "norm.embedding"

@@ -1,4 +1,4 @@
-"""Hugging Face families: every parameter's role by name, and multipliers that act where they should."""
+"""leaven.parametrize on Hugging Face families: roles, groups and multipliers."""
 
 import copy
 
@@ -152,7 +152,7 @@ def test_group_values_in_closed_form(family: str) -> None:
 @pytest.mark.parametrize("rule", ["standard", "completep", "complete-d-p"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_multipliers_scale_branches_and_logits(family: str, rule: str) -> None:
-    """By hand: the weights and biases that end a branch are scaled, and the logits."""
+    """Compared with a model whose branch ends and logits are scaled by hand."""
     build = FAMILIES[family]
     torch.manual_seed(0)
     model = build(64, 6).double().eval()
@@ -175,7 +175,7 @@ def test_multipliers_scale_branches_and_logits(family: str, rule: str) -> None:
 
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_attention_scale_when_the_head_dimension_grows(build: Build) -> None:
-    """Logits q.k sqrt(d_base) / d instead of q.k / sqrt(d): as if the queries were smaller by sqrt(d_base / d)."""
+    """Logits are q.k sqrt(d_base) / d instead of q.k / sqrt(d), as for queries smaller by sqrt(d_base / d)."""
     torch.manual_seed(0)
     model = build(64, 2, heads=4).double().eval()
     scaled = copy.deepcopy(model)
@@ -213,7 +213,7 @@ def test_tied_llama_is_one_parameter_and_scales_its_logits() -> None:
     ],
 )
 def test_each_tensor_has_its_own_ratios(build: Build, into: str, out: str) -> None:
-    """d_ff grows by four where the width grows by two."""
+    """d_ff grows by a factor of four, the width by two."""
     model = build(64, 2, d_ff=256)
     leaven.parametrize(model, base=build(32, 2, d_ff=64), hyperparameters=TUNED)
     rows = rows_of(model)

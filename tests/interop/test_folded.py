@@ -1,4 +1,4 @@
-"""A parametrized model without its hooks: from_pretrained, fold, and what cannot be folded."""
+"""Folding the multipliers of a parametrized model: save_folded, fold, and refusals."""
 
 import copy
 import pickle
@@ -46,7 +46,7 @@ def outputs(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_from_pretrained_reads_the_same_function(name: str, tmp_path: Path) -> None:
+def test_from_pretrained_of_a_folded_model_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     model = trained(*BUILDS[name])
     before = copy.deepcopy(dict(model.named_parameters()))
     wanted = outputs(model)
@@ -57,14 +57,14 @@ def test_from_pretrained_reads_the_same_function(name: str, tmp_path: Path) -> N
     torch.testing.assert_close(again, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item())
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
     assert torch.equal(outputs(model), wanted)
-    # The plain way gives another model, as it says.
+    # Without folding, the saved model computes something else, and a warning says so.
     with pytest.warns(UserWarning, match=r"lacks the \d+ multipliers .* leaven.save_folded"):
         model.save_pretrained(tmp_path / "plain")
     assert (outputs(type(model).from_pretrained(tmp_path / "plain")) - wanted).abs().max() > 0.02 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_fold_leaves_a_plain_model_that_computes_the_same(name: str) -> None:
+def test_a_folded_model_gives_the_same_logits_without_hooks(name: str) -> None:
     model = trained(*BUILDS[name]).double()
     wanted = outputs(model)
     folded = leaven.fold(copy.deepcopy(model))
@@ -82,8 +82,8 @@ def test_fold_leaves_a_plain_model_that_computes_the_same(name: str) -> None:
     leaven.parametrize(folded, base=BUILDS[name][1](32, 2), hyperparameters={"lr": 0.01})  # a new start
 
 
-def test_larger_heads_by_head_ratio_of_a_neox(tmp_path: Path) -> None:
-    """Its queries are by head in one tensor."""
+def test_a_neox_with_larger_heads_is_folded(tmp_path: Path) -> None:
+    """The fused matrix has query, key and value of each head side by side."""
     build = FAMILIES["gpt-neox"]
     model = build(64, 3)
     leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, head_ratio=4.0)
@@ -92,7 +92,7 @@ def test_larger_heads_by_head_ratio_of_a_neox(tmp_path: Path) -> None:
     torch.testing.assert_close(outputs(type(model).from_pretrained(tmp_path)), wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_model_written_at_home_is_folded(tmp_path: Path) -> None:
+def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
     model = trained(Home, Home)
     wanted = outputs(model)
     with pytest.raises(InputError, match=r"Home has no save_pretrained; fold a copy with leaven.fold"):
@@ -141,7 +141,7 @@ class Odd(Home):
 
 
 class Headless(Home):
-    """No final norm: the logits' multiplier is on what the readout reads."""
+    """A model without final norm: the multiplier of the logits acts on the input of the readout."""
 
     def __init__(self, width: int, depth: int, tied: bool = False) -> None:
         super().__init__(width, depth)
@@ -153,7 +153,7 @@ class Headless(Home):
         return self.head(self.blocks(self.embedding(tokens)))
 
 
-def test_what_cannot_be_folded_is_refused_by_name() -> None:
+def test_models_that_cannot_be_folded_are_refused() -> None:
     model = Odd(64, 2)
     leaven.parametrize(model, base=Odd(32, 2), hyperparameters={"lr": 0.01}, rule="completep")
     before = copy.deepcopy(dict(model.named_parameters()))
@@ -173,7 +173,7 @@ def test_what_cannot_be_folded_is_refused_by_name() -> None:
 # init_std -----------------------------------------------------------------------------------------------------------
 
 
-def test_init_std_initialises_and_without_it_nothing_is_touched() -> None:
+def test_initial_values_are_drawn_only_with_init_std() -> None:
     model, given = llama(64, 3), llama(64, 3)
     before = copy.deepcopy(given.state_dict())
     leaven.parametrize(given, base=llama(32, 2), hyperparameters={"lr": 0.01})
@@ -192,7 +192,7 @@ def test_init_std_that_would_be_ignored_is_refused() -> None:
     assert "\n" not in str(refused.value)
     with pytest.raises(InputError, match="init_std: missing"):
         leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters={"lr": 0.01}, initialise=True)
-    # A recipe's hyperparameters always have one, and False is how to say that trained weights stay.
+    # A recipe's hyperparameters always have an init; False keeps trained weights.
     model = llama(64, 2)
     before = copy.deepcopy(dict(model.named_parameters()))
     whole = leaven.Hyperparameters(lr=0.01, init_std=0.1)

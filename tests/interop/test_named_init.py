@@ -1,4 +1,4 @@
-"""A published init on somebody else's model."""
+"""Published initialisations of a transformers model."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from leaven.recipe.errors import InputError
 TUNED = {"lr": 0.01, "weight_decay": 0.1, "init": "mitchell"}
 
 
-def test_a_llama_starts_as_the_formula_says() -> None:
+def test_a_named_init_draws_the_stds_of_its_formula() -> None:
     model = llama(64, 4)
     leaven.parametrize(model, base=llama(32, 2), hyperparameters=TUNED, rule="standard", initialise=True)
     values = dict(model.named_parameters())
@@ -28,7 +28,7 @@ def test_a_llama_starts_as_the_formula_says() -> None:
     assert torch.equal(values["model.norm.weight"], torch.ones(d))
 
 
-def test_the_gated_input_of_a_foreign_mlp_is_known() -> None:
+def test_depth_scaled_init_is_smaller_for_gated_mlps() -> None:
     found = {}
     for build, name in ((llama, "model.layers.1.mlp.up_proj.weight"), (gpt2, "transformer.h.1.mlp.c_fc.weight")):
         model, tuned = build(64, 2), TUNED | {"init": "depth-scaled"}
@@ -38,7 +38,7 @@ def test_the_gated_input_of_a_foreign_mlp_is_known() -> None:
     assert found[gpt2] == pytest.approx(0.02, rel=0.05)
 
 
-def test_two_rules_for_one_init_are_refused_where_something_is_initialised() -> None:
+def test_a_named_init_and_a_scaling_rule_are_refused_together() -> None:
     with pytest.raises(InputError, match='init = "mitchell" and rule complete-d-p both scale the init'):
         leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, initialise=True)
     with pytest.raises(InputError, match="the depth would count twice"):

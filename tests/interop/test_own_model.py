@@ -1,4 +1,4 @@
-"""On leaven's own model the groups and the forward pass are those of the parameter table."""
+"""On leaven's own model, groups and forward pass are those of the parameter table."""
 
 import pytest
 import torch

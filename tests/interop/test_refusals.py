@@ -1,4 +1,4 @@
-"""What cannot be classified is refused by name, in one line that says what to do, and the model is left as it was."""
+"""Models that cannot be classified are refused in one line that names the parameter; the model does not change."""
 
 import math
 import re
@@ -28,7 +28,7 @@ TUNED = {"lr": 0.01, "init_std": 0.1}
 def decoder(
     width: int, depth: int, *, scalar: bool = False, neck: bool = False, names: tuple[str, ...] = ()
 ) -> nn.Module:
-    """A Llama with something odd about it."""
+    """A Llama with unusual parameters."""
     model: Any = llama(width, depth)
     for layer in model.model.layers:
         if scalar:
@@ -105,7 +105,7 @@ def convolution(width: int) -> nn.Module:
 
 
 class NanoBlock(SmallBlock):
-    """Attention that keeps neither its head dimension nor its scale."""
+    """Attention without attributes for its head dimension and scale."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -114,7 +114,7 @@ class NanoBlock(SmallBlock):
 
 
 class PreNormMLP(nn.Module):
-    """Matrices in a class that is named after its norm."""
+    """Matrices in a class with "Norm" in its name."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class NormBlock(nn.Module):
 
 
 def stacked(blocks: Callable[[int, int], list[nn.Module]]) -> Callable[[int, int], nn.Module]:
-    """A decoder of given blocks."""
+    """Return a function that builds a decoder with the given blocks."""
 
     def build(width: int, depth: int) -> nn.Module:
         model = nn.Module()
@@ -148,7 +148,7 @@ def stacked(blocks: Callable[[int, int], list[nn.Module]]) -> Callable[[int, int
 
 
 def shared(width: int, depth: int) -> list[nn.Module]:
-    """The end of the branch is one matrix in all blocks."""
+    """Return blocks that share the matrix at the end of the branch."""
     blocks: list[Any] = [SmallBlock(width) for _ in range(depth)]
     for block in blocks[1:]:
         block.mlp["down"].weight = blocks[0].mlp["down"].weight
@@ -165,7 +165,7 @@ def refused(build: Callable[..., nn.Module], *, base: nn.Module | None = None, *
     return str(refusal.value)
 
 
-def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
+def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
     text = refused(lambda width, depth: decoder(width, depth, scalar=True))
     assert text == (
         "model.layers.0.mlp.gain (64, 32 in the base): a parameter of LlamaMLP is not an embedding, matrix, gain or "
@@ -203,7 +203,7 @@ def test_a_raw_parameter_is_named_with_its_shapes_and_what_to_say() -> None:
         ),
     ],
 )
-def test_what_is_in_doubt_is_refused_by_name(build: Callable[..., nn.Module], says: str) -> None:
+def test_ambiguous_models_are_refused(build: Callable[..., nn.Module], says: str) -> None:
     assert re.search(says, refused(build))
 
 
@@ -213,7 +213,7 @@ def test_a_branch_whose_end_is_never_called_is_refused() -> None:
     assert "never called as a module" in refused(TorchDecoder, roles=roles, modules=modules)
 
 
-def test_what_ends_a_branch_writes_to_the_residual_stream() -> None:
+def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
     swapped = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
     assert "up_proj.weight (192 x 64, 96 x 32 in the base): it ends a branch" in refused(llama, modules=swapped)
 
@@ -248,14 +248,14 @@ def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
     assert re.search(says, refused(llama, **options))
 
 
-def test_head_dimensions_that_are_not_kept_have_to_be_said() -> None:
+def test_unknown_head_dimensions_need_head_ratio() -> None:
     build = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
     assert re.search(r"^blocks.0.attn.c_attn.weight: its attention module has no .* pass head_ratio", refused(build))
     assert "0 of 3 blocks have a logit scale" in refused(build, head_ratio=2.0)
     leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
 
-def test_what_no_table_has_is_refused_whatever_is_said() -> None:
+def test_a_convolution_is_refused_even_with_a_role() -> None:
     build = stacked(lambda n, d: [convolution(n) for _ in range(d)])
     text = refused(build, roles={"*.more.weight": "hidden_weight"})
     assert re.search(
@@ -279,7 +279,7 @@ def test_the_rule_is_not_applied_twice() -> None:
         groups(llama(64, 6))
 
 
-def test_what_is_said_goes_before_what_is_found() -> None:
+def test_given_roles_and_modules_take_precedence() -> None:
     def build(width: int, depth: int) -> nn.Module:
         return decoder(width, depth, scalar=True, names=("gate_2",))
 

@@ -1,4 +1,4 @@
-"""Weights to and from Hugging Face's format, against ``transformers`` itself: logits to 1e-5 in fp32."""
+"""Weights in Hugging Face's format, compared with ``transformers``: logits equal to 1e-5 in fp32."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> tuple[Recipe, ParameterTable]:
-    """A recipe at four times the width and three times the depth of its base, with heads that grow."""
+    """Return a recipe at four times the width and three times the depth of its base, with larger heads."""
     changes = {f"model.{key}": value for key, value in shape.items()}
     stated = tiny.replace(changes | {"scaling.rule": rule, "hyperparameters.residual": 0.7})
     recipe = transfer(stated, width=64, depth=6, d_head=2 * stated.model.d_head)
@@ -47,7 +47,7 @@ def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> t
 
 
 def random_model(recipe: Recipe, table: ParameterTable) -> Transformer:
-    """Every parameter random, gains and biases too, so that a missing one shows."""
+    """Return a model with random parameters, including gains and biases, so that a missing one is noticed."""
     model = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
@@ -88,13 +88,13 @@ def test_exported_weights_give_the_same_logits_there_and_back(
     recipe, table = scaled(tiny, shape, rule)
     model = random_model(recipe, table)
     assert model.has_multipliers
-    # completep with small shards: its logits have a multiplier, which is in another tensor where they are tied
+    # completep also has a multiplier of the logits; here with small shards
     size = SHARD_BYTES if rule == "complete-d-p" else 40_000
     folder = export(tmp_path / "out", recipe, table, model, tokenizer_file, shard_bytes=size)
     assert (folder / "model.safetensors").exists() is (rule == "complete-d-p")
-    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    loaded, problems = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(loaded).__name__ == theirs
-    assert not any(told.values())  # nothing missing, nothing unexpected, nothing of another size
+    assert not any(problems.values())  # missing, unexpected or mismatched tensors
     assert loaded.dtype == torch.float32
     assert getattr(loaded.config, "max_position_embeddings", 32) == 32  # BLOOM has no such limit
     assert_same_function(model, loaded)
@@ -107,7 +107,7 @@ def test_exported_weights_give_the_same_logits_there_and_back(
     again = Transformer(back.model)
     start_from(whole(again), back.model, resolve(back), folder)
     assert_same_function(again, model)
-    if not always_biased:  # and under the rule that the weights were folded from
+    if not always_biased:  # under the rule whose multipliers were folded
         unfolded = random_model(recipe, table).requires_grad_(False)
         for parameter in unfolded.parameters():
             parameter.zero_()
@@ -164,7 +164,7 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def foreign(name: str, folder: Path, tokenizer: Path | None = None, **how: Any) -> Any:
-    """A random model of theirs, saved by them."""
+    """Save a random model of transformers, and return it."""
     class_name, config = IN[name]
     made = getattr(transformers, class_name)
     model = made(made.config_class(**config))
@@ -179,7 +179,7 @@ def foreign(name: str, folder: Path, tokenizer: Path | None = None, **how: Any) 
 
 @pytest.mark.parametrize("name", IN)
 def test_weights_of_transformers_give_the_same_logits(tiny: Recipe, tmp_path: Path, name: str) -> None:
-    """Plain, and under a rule whose multipliers are divided out."""
+    """Without a rule, and under a rule whose multipliers are divided out."""
     theirs = foreign(name, tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     shape = read_huggingface(tmp_path).shape
@@ -200,7 +200,7 @@ def test_weights_of_transformers_give_the_same_logits(tiny: Recipe, tmp_path: Pa
 
 
 def test_checkpoints_of_older_versions_are_read(tiny: Recipe, tmp_path: Path) -> None:
-    """The checkpoint of GPT-2 on the Hub is of the bare model, with masks; old rope keys; defaults left out."""
+    """GPT-2 on the Hub has no head and contains masks; old configs have old rope keys and lack defaults."""
     theirs = foreign("gpt2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -221,7 +221,7 @@ def test_checkpoints_of_older_versions_are_read(tiny: Recipe, tmp_path: Path) ->
 
 
 def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """Save a model of theirs with other values in its config.json; the config."""
+    """Save a model of transformers with changed values in its config.json, and return the config."""
     foreign(name, folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
@@ -249,7 +249,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("gpt2", {"embd_pdrop": 0.2}, "embd_pdrop = 0.2, attn_pdrop = 0.1: leaven has one value for them (dropout)"),
         ("gpt-neox", {"use_parallel_residual": True}, "use_parallel_residual = True"),
         ("gpt-neox", {"rope_parameters": {}, "rotary_pct": 0.25}, "partial rotary positions"),
-        # of the wrong type, as a hand or a tool writes them
+        # values of the wrong type
         ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0: has to be a count above 0"),
         ("llama", {"hidden_size": "48"}, "hidden_size = '48': has to be a count"),
         ("llama", {"num_hidden_layers": True}, "num_hidden_layers = True: has to be a count"),
@@ -264,7 +264,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta: input should be greater than 0"),
         ("llama", {"architectures": 5}, "architectures = 5: has to be a list of names"),
         ("llama", {"architectures": [5]}, "architectures = [5]: has to be a list of names"),
-        # the old spelling beside the new one, of which transformers takes the old
+        # old and new spelling together: transformers uses the old one
         ("llama", {"rope_parameters": ROPE, "rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type 'linear'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn"}, "rope_scaling": ROPE}, "rope_type 'yarn'"),
         ("llama", {"rope_scaling": ROPE | {"partial_rotary_factor": 0.5}}, "partial rotary positions"),

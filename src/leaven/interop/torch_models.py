@@ -145,11 +145,13 @@ def parametrize(
     _require_no_multipliers(target)
     structure, base_structure = inspect_model(target), inspect_model(base_model)
     try:
-        scaling = Scaling(
-            rule=rule,
-            alpha=alpha,
-            token_exponent=token_exponent,
-            scale_decay_with_depth=scale_decay_with_depth,
+        scaling = Scaling.model_validate(
+            {
+                "rule": rule,
+                "alpha": alpha,
+                "token_exponent": token_exponent,
+                "scale_decay_with_depth": scale_decay_with_depth,
+            }
         )
         tuned, initialise = _tuned(hyperparameters, initialise)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Small recipes of the families that targets know, and ones that hold a value each that some of them do not."""
+"""Small recipes of the families that targets support, and changes that some targets cannot express."""
 
 from typing import Any
 
@@ -32,11 +32,11 @@ PER_MODULE = {
 
 
 def megatron_like(recipe: Recipe) -> Recipe:
-    """Starts the ends of branches as Megatron does."""
+    """Return the recipe with the initial values of Megatron at the ends of branches."""
     ends = {"init_std": 1 / (2 * recipe.model.n_layers) ** 0.5}
     return recipe.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
 
 
 def transferred(recipe: Recipe, rule: str = "complete-d-p") -> Recipe:
-    """At four times the width and three times the depth of its base: multipliers of branches and logits."""
+    """Return the recipe at four times the width and three times the depth of its base, so that it has multipliers."""
     return transfer(recipe.replace({"scaling.rule": rule}), width=64, depth=6)

@@ -1,4 +1,4 @@
-"""What counts as the same training, and how a difference is said."""
+"""Equivalent parametrizations count as equal, and differences are listed."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def losses_of(run: ResolvedRecipe, given: dict[str, ParameterSettings], *, plain
 
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_matrix_with_its_multiplier_folded_in_trains_the_same(decoupled: bool) -> None:
-    """Twenty steps of torch's own optimizers in float64, in both forms."""
+    """Compares twenty steps of torch's optimizers in float64."""
     torch.manual_seed(0)
     x, y, start = torch.randn(32, 8).double(), torch.randn(32, 4).double(), torch.randn(4, 8).double()
     outputs = []
@@ -43,17 +43,17 @@ def test_a_matrix_with_its_multiplier_folded_in_trains_the_same(decoupled: bool)
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_a_table_is_itself_and_its_plain_form_is_no_other(tiny: Recipe, tied: bool, optimizer: str) -> None:
+def test_a_table_and_its_folded_form_lose_nothing(tiny: Recipe, tied: bool, optimizer: str) -> None:
     changed = {"model.tied_embeddings": tied, "hyperparameters.optimizer": optimizer}
     run = ResolvedRecipe(transferred(tiny.replace(PER_MODULE | changed)))
     assert run.folding
     assert losses_of(run, run.rows) == []
     assert losses_of(run, run.plain, plain=True) == []
-    assert tied == bool(losses_of(run, run.plain))  # what is folded into a norm is another parameter
+    assert tied == bool(losses_of(run, run.plain))  # the multiplier of tied logits is folded into a norm
     assert {given.multiplier for given in run.plain.values()} == {1.0}
 
 
-def test_a_difference_is_said_once_for_all_modules_that_have_it(tiny: Recipe) -> None:
+def test_a_difference_is_listed_once_for_all_its_modules(tiny: Recipe) -> None:
     run = ResolvedRecipe(tiny)
     given = {name: each for name, each in run.rows.items()}
     for name in ("layers.0.attention.key.weight", "layers.1.attention.key.weight", "layers.1.mlp.in.weight"):
@@ -67,7 +67,7 @@ def test_a_difference_is_said_once_for_all_modules_that_have_it(tiny: Recipe) ->
 
 @settings(max_examples=30)
 @sampled(factor=st.floats(1.00001, 10), name=st.sampled_from(["lr", "eps", "weight_decay", "init_std"]))
-def test_no_difference_is_too_small_to_be_lost(factor: float, name: str) -> None:
+def test_small_differences_are_found(factor: float, name: str) -> None:
     from tests.conftest import TINY
 
     from leaven.recipe.files import parse_recipe
@@ -80,7 +80,7 @@ def test_no_difference_is_too_small_to_be_lost(factor: float, name: str) -> None
     assert len(losses_of(run, rows | {"embedding.weight": ParameterSettings(**changed)})) == 1
 
 
-def test_batches_that_no_rank_gets_a_share_of(tiny: Recipe) -> None:
+def test_a_batch_that_does_not_divide_over_ranks_is_refused(tiny: Recipe) -> None:
     recipe = tiny.replace({"layout.dp": 3})
     with pytest.raises(InputError, match="8 sequences does not divide over 3"):
         _ = ResolvedRecipe(recipe).micro_batch
@@ -89,8 +89,8 @@ def test_batches_that_no_rank_gets_a_share_of(tiny: Recipe) -> None:
     assert (ResolvedRecipe(recipe).micro_batch, ResolvedRecipe(recipe).accumulate) == (2, 4)
 
 
-def test_numbers_are_read_as_they_are_meant(tiny: Recipe) -> None:
-    """``1e-08`` is a word for YAML 1.1, and 2.9999999999999997e-05 is not what was meant."""
+def test_yaml_numbers_are_read_as_numbers(tiny: Recipe) -> None:
+    """YAML 1.1 reads ``1e-08`` as a string; 3e-05 must not be written as 2.9999999999999997e-05."""
     recipe = tiny.replace({"hyperparameters.eps": 1e-8, "hyperparameters.lr": 0.1 * 3e-4, "model.norm_eps": 1.5e-12})
     for name in ("nanotron", "litgpt"):
         document = reader.safe_load(export(name, recipe).files[""])

@@ -1,4 +1,4 @@
-"""Recipes out of other people's configurations, and back out of our own."""
+"""Import of recipes from other configurations, and from leaven's own exports."""
 
 import json
 import re
@@ -44,7 +44,7 @@ torchrun --nnodes $(scontrol show) \\
 """
 
 
-def test_a_script_of_blooms_kind() -> None:
+def test_a_megatron_script_with_variables_and_arrays() -> None:
     found = from_megatron.read(BLOOM, "tr11.sh", "bloom")
     recipe = found.recipe
     shape = recipe.model
@@ -75,7 +75,7 @@ def test_a_script_of_blooms_kind() -> None:
 MINIMAL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
 
 
-def test_one_flag_a_line_and_what_it_does_not_tell() -> None:
+def test_missing_flags_are_estimated_and_listed() -> None:
     found = from_megatron.read(MINIMAL.replace(" --", "\n--"), "args.txt", "x")
     recipe = found.recipe
     assert recipe.hyperparameters.beta2 == 0.999
@@ -87,7 +87,7 @@ def test_one_flag_a_line_and_what_it_does_not_tell() -> None:
     assert recipe.why["hyperparameters.lr"].startswith("not in args.txt: the peak of ")
 
 
-def test_steps_and_fractions_are_tokens() -> None:
+def test_steps_and_fractions_become_tokens() -> None:
     text = f"{MINIMAL} --global-batch-size 8 --train-iters 1000 --lr 1e-3 --lr-warmup-fraction 0.05 --swiglu"
     recipe = from_megatron.read(f"{text} --vocab-size 500 --lr-decay-style WSD --lr-wsd-decay-style minus_sqrt "
                                 "--lr-wsd-decay-iters 200", "a", "x").recipe  # fmt: skip
@@ -147,7 +147,7 @@ def test_steps_and_fractions_are_tokens() -> None:
         ("--save 'x", "cannot be split into words"),
     ],
 )
-def test_what_no_recipe_holds_is_refused_by_name(more: str, says: str) -> None:
+def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
     with pytest.raises(InputError) as refused:
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
     assert says in str(refused.value)
@@ -155,7 +155,7 @@ def test_what_no_recipe_holds_is_refused_by_name(more: str, says: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_what_megatron_deepspeed_and_older_versions_say() -> None:
+def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     text = f"WIDE=512; {MINIMAL} --vocab-size=$WIDE --embed-layernorm --glu-activation swiglu --add-qkv-bias"
     found = from_megatron.read(f"{text} --layernorm-epsilon 1e-6", "args.sh", "x")
     shape, why = found.recipe.model, found.recipe.why
@@ -166,7 +166,7 @@ def test_what_megatron_deepspeed_and_older_versions_say() -> None:
     assert found.unread == ()
 
 
-def test_groups_of_queries_that_megatron_does_not_read() -> None:
+def test_num_query_groups_needs_group_query_attention() -> None:
     found = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
     assert found.recipe.model.n_kv_heads == 4
     assert found.recipe.why["model.n_kv_heads"] == "--num-attention-heads: no --group-query-attention"
@@ -178,7 +178,7 @@ def test_groups_of_queries_that_megatron_does_not_read() -> None:
     assert found.unread == ()
 
 
-def test_what_is_no_argument_list() -> None:
+def test_text_without_the_needed_flags_is_refused() -> None:
     with pytest.raises(InputError, match="no --flag in it"):
         from_megatron.read("just words", "x.txt", "x")
     with pytest.raises(InputError, match="--num-attention-heads is missing, and a recipe needs it"):
@@ -191,7 +191,7 @@ COMPUTED = ("model", "batch", "schedule", "data", "precision")
 
 
 def assert_same(ours: Recipe, found: Recipe, skip: set[str] = frozenset()) -> None:  # type: ignore[assignment]
-    """Every value that both can say: the parts of the recipe, and the resolved table number by number."""
+    """Assert that two recipes are equal in all values that both formats have, including the resolved table."""
     for part in COMPUTED:
         left, right = (getattr(each, part).model_dump() for each in (ours, found))
         for key, value in left.items():
@@ -212,7 +212,7 @@ def assert_same(ours: Recipe, found: Recipe, skip: set[str] = frozenset()) -> No
 
 
 def numbers(low: float, high: float) -> st.SearchStrategy[float]:
-    """As people write them: in six digits."""
+    """Return numbers with six digits."""
     return st.floats(low, high).map(lambda value: float(f"{value:.6g}"))
 
 
@@ -245,7 +245,7 @@ def base() -> Recipe:
     decay=st.sampled_from(["cosine", "linear", "wsd", "inverse_sqrt", "constant"]),
     ramp=st.booleans(),
 )
-def test_out_to_megatron_and_back(values: dict[str, Any], family: str, decay: str, ramp: bool) -> None:
+def test_round_trip_through_megatron(values: dict[str, Any], family: str, decay: str, ramp: bool) -> None:
     steps = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 1_000}
     more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
     recipe = megatron_like(base().replace(FAMILIES[family] | values | more))
@@ -265,9 +265,11 @@ def test_out_to_megatron_and_back(values: dict[str, Any], family: str, decay: st
     family=st.sampled_from(["llama", "qwen3", "neox"]),
     decay=st.sampled_from(["cosine", "linear", "constant", "wsd"]),
 )
-def test_out_to_transformers_and_back(tmp_path_factory: Any, values: dict[str, Any], family: str, decay: str) -> None:
+def test_round_trip_through_transformers(
+    tmp_path_factory: Any, values: dict[str, Any], family: str, decay: str
+) -> None:
     more = {"schedule.decay": decay, "model.dropout": 0.0}
-    if decay == "wsd":  # of another floor its warm-up is another
+    if decay == "wsd":  # with another floor its warm-up differs
         more["schedule.min_lr_ratio"] = 0.0
         more["data.tokens"] = 40 * 256
     recipe = base().replace(FAMILIES[family] | values | more)
@@ -290,7 +292,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_no_layout_changes_batch_or_tokens_on_the_way_back(tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_round_trip_keeps_batch_and_tokens_of_every_layout(tmp_path: Path, layout: dict[str, Any]) -> None:
     recipe = base().replace(layout | {"data.tokens": 300 * 256, "data.seed": 1})
     alike = megatron_like(recipe)
     write(export("transformers", recipe), tmp_path / "hf")
@@ -306,7 +308,7 @@ def test_no_layout_changes_batch_or_tokens_on_the_way_back(tmp_path: Path, layou
             assert found.batch.micro_batch == recipe.batch.micro_batch
 
 
-def test_the_processes_of_another_ones_run_are_asked_for(tmp_path: Path) -> None:
+def test_ranks_scale_batch_and_tokens(tmp_path: Path) -> None:
     arguments = {"max_steps": 100, "per_device_train_batch_size": 4}
     path = folder(tmp_path, CONFIG, arguments)
     alone, eight = from_transformers.read(path, "x"), from_transformers.read(path, "x", 8)
@@ -332,7 +334,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "i
           "num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 128}  # fmt: skip
 
 
-def test_a_config_alone_and_with_its_arguments(tmp_path: Path) -> None:
+def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None:
     alone = from_transformers.read(folder(tmp_path, CONFIG) / "config.json", "x")
     assert {line.split(":")[0] for line in alone.unknown} == {
         "data.tokens", "batch.tokens", "hyperparameters.lr", "data.source",
@@ -351,7 +353,7 @@ def test_a_config_alone_and_with_its_arguments(tmp_path: Path) -> None:
         assert found.unread == ("label_smoothing_factor",)
 
 
-def test_gpt2_starts_its_outputs_smaller(tmp_path: Path) -> None:
+def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 512}
     rows = resolve(from_transformers.read(folder(tmp_path, config), "x").recipe)
     assert rows["layers.1.mlp.out.weight"].init_std == pytest.approx(0.02 / 4)
@@ -372,7 +374,7 @@ def test_gpt2_starts_its_outputs_smaller(tmp_path: Path) -> None:
         (None, {"learning_rate": 1.0}, "no config.json beside it"),
     ],
 )
-def test_bad_json_of_transformers(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
+def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
     path = folder(tmp_path, config, arguments)
     with pytest.raises(InputError) as refused:
         from_transformers.read(path if config else path / "training_args.json", "x")
@@ -380,7 +382,7 @@ def test_bad_json_of_transformers(tmp_path: Path, config: Any, arguments: Any, s
     assert "\n" not in str(refused.value)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         from_transformers.read(tmp_path / "absent", "x")
     (tmp_path / "config.json").write_text("{")
@@ -388,8 +390,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         from_transformers.read(tmp_path, "x")
 
 
-def test_what_was_imported_trains_as_a_recipe(tmp_path: Path) -> None:
-    """It is complete: written and read again, it is the same recipe."""
+def test_an_imported_recipe_can_be_written_and_read(tmp_path: Path) -> None:
+    """It is complete: written and read again, it is equal."""
     from leaven.recipe.files import render
 
     recipe = from_megatron.read(BLOOM, "tr11.sh", "bloom").recipe

@@ -1,4 +1,4 @@
-"""Megatron's argument list, held to its flags and to what it makes of them."""
+"""Export to Megatron: its flags, their types, and the values that it computes from them."""
 
 import math
 from dataclasses import fields
@@ -39,7 +39,7 @@ FLAGS: dict[str, Any] = {
 
 
 def flags_of(recipe: Recipe) -> dict[str, Any]:
-    """As argparse would read them, by the table above."""
+    """Return the exported flags as argparse reads them, by the table above."""
     read = {}
     for name, words in shell.parse(export("megatron", recipe).files[""], "args").items():
         kind = FLAGS[name]
@@ -67,7 +67,7 @@ WSD = {"schedule.decay": "wsd", "precision.compute": "fp16", "data.documents": "
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("more", [{}, PER_MODULE, LAYOUT, INTERLEAVED, WSD])
-def test_every_flag_is_one_of_megatrons(tiny: Recipe, family: str, more: dict[str, Any]) -> None:
+def test_flags_and_types_are_megatrons(tiny: Recipe, family: str, more: dict[str, Any]) -> None:
     recipe = tiny.replace(FAMILIES[family] | {"model.n_layers": 4} | more)
     flags = flags_of(recipe)
     assert ("global-batch-size" in flags) != ("step-batch-size-schedule" in flags)
@@ -88,7 +88,7 @@ def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) ->
     assert flags["vocab-size"] % flags["make-vocab-size-divisible-by"] == 0  # no padding
 
 
-def test_what_is_lost_has_key_value_and_reason(tiny: Recipe) -> None:
+def test_losses_have_key_value_and_reason(tiny: Recipe) -> None:
     losses = export("megatron", tiny.replace(PER_MODULE)).losses
     texts = "\n".join(loss.text for loss in losses)
     assert "lr of attention.query = 0.005 .. 0.0075: would be" in texts
@@ -112,7 +112,7 @@ LOST: dict[str, dict[str, Any]] = {
 }
 
 
-def test_embedding_and_output_together_may_have_an_lr_of_their_own(tiny: Recipe) -> None:
+def test_decoupled_lr_for_embedding_and_output_layer(tiny: Recipe) -> None:
     both = {"embedding": {"lr": 4.0}, "unembedding": {"lr": 4.0}}
     recipe = megatron_like(tiny)
     modules = {name: each.model_dump() for name, each in recipe.hyperparameters.modules.items()}
@@ -124,7 +124,7 @@ def test_embedding_and_output_together_may_have_an_lr_of_their_own(tiny: Recipe)
     assert keys(export("megatron", one).losses) == ["lr of embedding"]
 
 
-def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
+def test_a_ramp_becomes_a_step_batch_size_schedule(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
     recipe = megatron_like(tiny.replace({"batch.ramp": ramp}))
     exported = export("megatron", recipe)
@@ -132,7 +132,7 @@ def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
     assert any("ignores it" in note and "pull request 4411" in note for note in exported.notes)
     stages = [tuple(map(int, each.split(":"))) for each in flags_of(recipe)["step-batch-size-schedule"].split()]
     consumed, sizes = 0, []
-    for _ in range(recipe.steps):  # as its calculator does: the last stage whose samples are consumed
+    for _ in range(recipe.steps):  # as Megatron computes it: the last stage whose threshold is reached
         size = next(size for tokens, size in reversed(stages) if consumed >= tokens // 32)
         sizes.append(size * 32)
         consumed += size
@@ -142,7 +142,7 @@ def test_a_ramp_is_what_a_current_megatron_reads(tiny: Recipe) -> None:
     assert sizes == ours
 
 
-def test_a_ramp_that_moves_the_values_loses_that(tiny: Recipe) -> None:
+def test_a_scaled_ramp_rule_is_a_loss(tiny: Recipe) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
     recipe = megatron_like(tiny.replace({"batch.ramp": ramp, "scaling.rule": "complete-d-p"}))
     assert "batch.ramp.rule" not in keys(export("megatron", recipe).losses)
@@ -150,8 +150,8 @@ def test_a_ramp_that_moves_the_values_loses_that(tiny: Recipe) -> None:
     assert "batch.ramp.rule" in keys(export("megatron", scaled).losses)
 
 
-def test_mup_is_written_where_it_loses_less(tiny: Recipe) -> None:
-    """Table 8 of Yang et al.: only the eps of the readout is another (1 there, 1 / m in Megatron's form)."""
+def test_use_mup_is_chosen_if_it_loses_less(tiny: Recipe) -> None:
+    """Table 8 of Yang et al.; only the eps of the readout differs (1 there, 1 / m in Megatron's form)."""
     recipe = transferred(megatron_like(tiny), rule="mup")
     depth = recipe.model.n_layers
     ends = {"init_std": 1 / math.sqrt(2 * depth)}
@@ -174,7 +174,7 @@ def test_gelu_is_the_tanh_form_only_with_biases(tiny: Recipe) -> None:
     assert "no-bias-gelu-fusion" in flags_of(without)
 
 
-def test_the_schema_is_of_the_installed_megatron_core_where_there_is_one() -> None:
+def test_flags_exist_in_the_installed_megatron_core() -> None:
     config = pytest.importorskip("megatron.core.transformer.transformer_config").TransformerConfig
     optimizer = pytest.importorskip("megatron.core.optimizer.optimizer_config").OptimizerConfig
     known = {field.name.replace("_", "-") for each in (config, optimizer) for field in fields(each)}
@@ -184,14 +184,14 @@ def test_the_schema_is_of_the_installed_megatron_core_where_there_is_one() -> No
     assert shared <= known
 
 
-def test_seed_0_is_one_that_megatron_takes(tiny: Recipe) -> None:
+def test_seed_0_becomes_megatrons_default(tiny: Recipe) -> None:
     exported = export("megatron", tiny)
     assert flags_of(tiny)["seed"] == 1234
     assert any("--seed 1234 is data.seed = 0" in note for note in exported.notes)
     assert flags_of(tiny.replace({"data.seed": 7}))["seed"] == 7
 
 
-def test_a_start_in_four_digits_is_the_same_and_what_differs_looks_different(tiny: Recipe) -> None:
+def test_initial_stds_are_compared_with_a_tolerance(tiny: Recipe) -> None:
     def starting(relative: float) -> Recipe:
         ends = {"init_std": relative / (2 * tiny.model.n_layers) ** 0.5}
         return tiny.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
@@ -202,7 +202,7 @@ def test_a_start_in_four_digits_is_the_same_and_what_differs_looks_different(tin
     assert not any("within 0.1%" in note for note in export("megatron", starting(1)).notes)
     (loss,) = export("megatron", starting(1.002)).losses
     assert loss.text.startswith("init_std of attention.out, mlp.out = 0.0501: would be 0.05:")
-    # Values that agree in four digits are told with more.
+    # Values that agree in four digits are printed with more.
     near = tiny.replace({"hyperparameters.modules": {"mlp.in": {"lr": 1.00001}}})
     (lr,) = (loss for loss in export("megatron", near).losses if loss.key.startswith("lr of"))
     assert lr.text.startswith("lr of mlp.in = 0.0100001: would be 0.01:")

@@ -1,4 +1,4 @@
-"""The files read by the targets themselves: `make test-targets` has them, the suite of every push does not."""
+"""The exported files read by the targets' own parsers; `make test-targets` installs the targets."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
 
 @pytest.mark.parametrize("decay", SCHEDULES)
-def test_training_arguments_are_made(tiny: Recipe, tmp_path: Path, decay: str) -> None:
+def test_transformers_reads_training_arguments(tiny: Recipe, tmp_path: Path, decay: str) -> None:
     pytest.importorskip("accelerate")
     from transformers import HfArgumentParser, TrainingArguments
 
@@ -28,14 +28,14 @@ def test_training_arguments_are_made(tiny: Recipe, tmp_path: Path, decay: str) -
     (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(said | {"use_cpu": True})  # type: ignore[arg-type]
     assert arguments.max_steps == tiny.steps
     assert arguments.learning_rate == 0.01
-    with pytest.raises(ValueError, match="not used"):  # so what is lost stands in config.json
+    with pytest.raises(ValueError, match="not used"):  # so the losses are in config.json
         HfArgumentParser(TrainingArguments).parse_dict(said | {"_leaven": {}})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "changes", [{}, {"precision.compute": "bf16", "layout.zero": 2}, {"precision.compute": "fp16"}]
 )
-def test_deepspeed_reads_it(tiny: Recipe, changes: dict[str, Any]) -> None:
+def test_deepspeed_reads_its_config(tiny: Recipe, changes: dict[str, Any]) -> None:
     config = pytest.importorskip("deepspeed.runtime.config")
     read = config.DeepSpeedConfig(json.loads(export("deepspeed", tiny.replace(changes)).files[""]))
     assert (read.train_batch_size, read.gradient_accumulation_steps) == (8, 8)
@@ -63,7 +63,7 @@ def test_deepspeeds_schedule_multiplies_each_groups_lr(tiny: Recipe, decay: str)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "neox"])
-def test_litgpt_reads_it_and_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str) -> None:
+def test_litgpt_reads_its_config_and_builds_the_model(tiny: Recipe, tmp_path: Path, family: str) -> None:
     pretrain = pytest.importorskip("litgpt.pretrain")
     from jsonargparse import ArgumentParser
 
@@ -147,7 +147,7 @@ def test_torchtitan_starts_a_transferred_recipe_folded(tiny: Recipe, tmp_path: P
 
 
 @pytest.mark.parametrize("decay", [*SCHEDULES, "inverse_sqrt"])
-def test_megatrons_scheduler_is_the_recipes(tiny: Recipe, decay: str) -> None:
+def test_megatrons_schedule_is_the_recipes(tiny: Recipe, decay: str) -> None:
     scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     from tests.interop.configs.test_megatron import flags_of
 

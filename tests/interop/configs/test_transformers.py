@@ -1,4 +1,4 @@
-"""What the exported folder makes of a model of transformers, against the recipe's own table."""
+"""Export to transformers: the model and optimizer of the folder, compared with the parameter table."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def written(recipe: Recipe, folder: Path) -> Path:
 
 
 def prepared(folder: Path) -> tuple[Any, torch.optim.Optimizer]:
-    """As a user would: the config's model, and the optimizer of the prepare.py beside it."""
+    """Return the model of config.json and the optimizer of prepare.py, as a user makes them."""
     spec = util.spec_from_file_location("prepare", folder / "prepare.py")
     assert spec is not None
     assert spec.loader is not None
@@ -53,8 +53,10 @@ def test_the_model_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str)
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_groups_and_starts_are_the_tables(tiny: Recipe, tmp_path: Path, family: str, optimizer: str) -> None:
-    """Of a recipe without multipliers in the forward pass: number by number."""
+def test_prepare_gives_the_groups_and_initial_values_of_the_table(
+    tiny: Recipe, tmp_path: Path, family: str, optimizer: str
+) -> None:
+    """For a recipe without multipliers every number is equal."""
     wide = {
         "model.d_model": 64,
         "model.n_heads": 8,
@@ -99,8 +101,8 @@ def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_pa
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
 
 
-def test_parts_of_one_tensor_start_apart_and_lose_their_own_lr(tiny: Recipe, tmp_path: Path) -> None:
-    """GPT-2 and NeoX keep query, key and value in one tensor, the one in blocks, the other by head."""
+def test_parts_of_a_fused_tensor_keep_their_std_and_lose_their_lr(tiny: Recipe, tmp_path: Path) -> None:
+    """GPT-2 and NeoX fuse query, key and value, one by blocks, the other by head."""
     query = {"hyperparameters.modules": {"attention.query": {"init_std": 20.0, "lr": 2.0}}}
     for family in ("gpt2", "neox"):
         recipe = tiny.replace(FAMILIES[family] | query | {"model.dropout": 0.0})
@@ -141,7 +143,7 @@ def test_every_group_follows_the_recipes_schedule(tiny: Recipe, name: str) -> No
         arguments["max_steps"],
         arguments.get("lr_scheduler_kwargs") or {},
     )
-    late = 0 if name == "cosine" else 1  # a step begins where theirs ends
+    late = 0 if name == "cosine" else 1  # leaven uses the lr of the end of a step
     for step in range(arguments["max_steps"]):
         tokens = (step + 1 - late) * recipe.batch.tokens
         ours = recipe.schedule.multiplier(tokens, recipe.data.tokens)
@@ -152,7 +154,7 @@ def test_every_group_follows_the_recipes_schedule(tiny: Recipe, name: str) -> No
 
 @pytest.mark.parametrize("more", [{}, *SCHEDULES.values(), {"precision.compute": "bf16", "layout.recompute": "full"}])
 def test_training_arguments_are_those_of_the_class(tiny: Recipe, more: dict[str, Any]) -> None:
-    """Names and types without making one, which needs accelerate; tests of targets make one."""
+    """Checks names and types only; an instance needs accelerate and is tested in test_targets."""
     arguments = json.loads(export("transformers", tiny.replace(more)).files["training_args.json"])
     fields = {field.name: field for field in dataclasses.fields(TrainingArguments)}
     assert arguments.keys() <= fields.keys()
@@ -164,7 +166,7 @@ def test_training_arguments_are_those_of_the_class(tiny: Recipe, more: dict[str,
             assert isinstance(value, int | float), key
 
 
-def test_config_json_holds_what_is_lost_and_is_loaded(tiny: Recipe, tmp_path: Path) -> None:
+def test_config_json_contains_the_losses(tiny: Recipe, tmp_path: Path) -> None:
     recipe = tiny.replace({"model.activation": "relu", "model.dropout": 0.1, "data.documents": "isolated"})
     exported = export("transformers", recipe)
     keys = [loss.key for loss in exported.losses]
@@ -174,13 +176,13 @@ def test_config_json_holds_what_is_lost_and_is_loaded(tiny: Recipe, tmp_path: Pa
 
 
 def test_biases_that_an_architecture_always_has_are_a_loss(tiny: Recipe, tmp_path: Path) -> None:
-    """They could be zero in a checkpoint; a training moves them."""
+    """They can be zero in a checkpoint, but training changes them."""
     shape = tiny.replace(FAMILIES["gpt2"] | {"model.bias": False, "model.dropout": 0.0}).model
     architecture, made, losses = nearest_architecture(shape)
     assert (architecture.name, made.bias, [loss.key for loss in losses]) == ("GPT2LMHeadModel", True, ["model.bias"])
 
 
-def test_nothing_of_leaven_is_needed_to_prepare(tiny: Recipe, tmp_path: Path) -> None:
+def test_prepare_does_not_import_leaven(tiny: Recipe, tmp_path: Path) -> None:
     text = (written(tiny, tmp_path / "out") / "prepare.py").read_text()
     assert "import leaven" not in text
     assert "from leaven" not in text

@@ -1,4 +1,4 @@
-"""nanotron, litgpt and DeepSpeed: keys and types as their sources have them, and what each of them loses."""
+"""Export to nanotron, litgpt, DeepSpeed and torchtitan: keys and types of their sources, and their losses."""
 
 import ast
 import json
@@ -106,7 +106,7 @@ def test_keys_and_types_are_the_targets(tiny: Recipe, family: str, more: dict[st
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_what_is_lost_stands_in_the_file(tiny: Recipe, name: str) -> None:
+def test_losses_are_written_into_the_file(tiny: Recipe, name: str) -> None:
     ramp = {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 3_000}
     lossy = PER_MODULE | {"batch.ramp": ramp, "hyperparameters.grad_clip": {"mode": "running", "limit": 1.0}}
     exported = export(name, transferred(tiny.replace(lossy)))
@@ -117,8 +117,8 @@ def test_what_is_lost_stands_in_the_file(tiny: Recipe, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["megatron", "nanotron", "litgpt", "torchtitan", "transformers"])
-def test_a_clip_is_lost_where_multipliers_are_folded_away(tiny: Recipe, name: str) -> None:
-    """Three times as deep as its base: a branch is multiplied by a third, and the gradient of its weights with it."""
+def test_clipping_is_a_loss_if_multipliers_are_folded(tiny: Recipe, name: str) -> None:
+    """At three times the depth of the base a branch, and the gradient of its weights, is multiplied by 1/3."""
     plain, deep = (tiny.replace(LLAMA), transferred(tiny.replace(LLAMA)))
     for recipe, lost in ((plain, False), (deep, True), (deep.replace({"hyperparameters.grad_clip": 0.0}), False)):
         keys = {loss.key for loss in export(name, recipe).losses}
@@ -126,7 +126,7 @@ def test_a_clip_is_lost_where_multipliers_are_folded_away(tiny: Recipe, name: st
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_weights_to_start_from_are_lost_and_said(tiny: Recipe, name: str) -> None:
+def test_start_weights_are_a_loss(tiny: Recipe, name: str) -> None:
     (loss,) = (each for each in export(name, tiny.replace({"start.weights": "wheat"})).losses
                if each.key == "start.weights")  # fmt: skip
     assert loss.value == "wheat"
@@ -152,8 +152,8 @@ def test_nanotron_loses_nothing_of_a_plain_llama(tiny: Recipe) -> None:
         assert [loss.key for loss in export("nanotron", plain.replace(more)).losses] == [lost]
 
 
-def test_nanotrons_floor_and_phases_are_the_schedules(tiny: Recipe) -> None:
-    """Its three phases (helpers.py), at the steps where they meet."""
+def test_nanotrons_schedule_is_the_recipes(tiny: Recipe) -> None:
+    """The phases of its helpers.py, compared at the middle of the decay."""
     for decay in ("cosine", "linear", "wsd"):
         recipe = tiny.replace(LLAMA | {"schedule.decay": decay})
         said = yaml.safe_load(export("nanotron", recipe).files[""])["optimizer"]["learning_rate_scheduler"]
@@ -170,7 +170,7 @@ def test_nanotrons_floor_and_phases_are_the_schedules(tiny: Recipe) -> None:
         assert theirs == pytest.approx(0.01 * ours)
 
 
-def test_litgpts_own_start_is_no_loss_where_it_is_the_recipes(tiny: Recipe) -> None:
+def test_litgpt_does_not_lose_an_init_equal_to_its_own(tiny: Recipe) -> None:
     d, depth = tiny.model.d_model, tiny.model.n_layers
     ends = {"init_std": 1 / math.sqrt(d) / depth / math.sqrt(2 / 5 / d)}
     start = {
@@ -183,7 +183,7 @@ def test_litgpts_own_start_is_no_loss_where_it_is_the_recipes(tiny: Recipe) -> N
     assert [key.split(" of ")[0] for key in keys] == ["init_std", "init_std", "weight_decay"]
 
 
-def test_deepspeed_is_told_what_it_would_guess_otherwise(tiny: Recipe) -> None:
+def test_deepspeed_gets_adam_mode_and_warmup_type(tiny: Recipe) -> None:
     exported = export("deepspeed", tiny.replace({"hyperparameters.optimizer": "adam", "layout.dp": 2}))
     document = json.loads(exported.files[""])
     assert document["optimizer"] == {
@@ -196,8 +196,8 @@ def test_deepspeed_is_told_what_it_would_guess_otherwise(tiny: Recipe) -> None:
     assert any("parameter groups" in note and "client" in note for note in exported.notes)
 
 
-def test_torchtitans_groups_claim_every_parameter_once(tiny: Recipe) -> None:
-    """First match wins, as in its optimizer: by the patterns in the file, on the names of its models."""
+def test_torchtitan_patterns_give_every_parameter_its_settings(tiny: Recipe) -> None:
+    """The first matching pattern of the file wins, as in torchtitan's optimizer."""
     recipe = tiny.replace(PER_MODULE | {"model.n_layers": 3})
     tree = ast.parse(export("torchtitan", recipe).files[""])
     assigned = [
