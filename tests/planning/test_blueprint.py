@@ -90,7 +90,7 @@ def test_tensor_parallel_products_of_a_rank() -> None:
 
 
 def test_biases_of_row_parallel_products_are_on_every_rank() -> None:
-    (block,) = set(blueprint(gpt(4, 512, 8)))
+    (block,) = set(blueprint(gpt(4, 512, 8)).blocks)
     # two norms of gain and bias, attention.out and mlp.out; shared out: query, key, value, mlp.in
     assert (block.whole, block.split_vectors) == (4 * 512 + 2 * 512, 3 * 512 + 4 * 512)
     assert block.whole + block.cut == block.params
@@ -104,9 +104,9 @@ def test_latent_attention_and_experts_of_deepseek_v3() -> None:
     assert [count for _, count in found.kinds] == [3, 58]
     sparse = found.blocks[-1]
     assert sparse.core == Core(128, 128, 192, 128)
-    assert (sparse.row("experts.in").stored, sparse.row("experts.in").passed) == (256, 8)
-    assert sparse.row("shared.out").stored == 1
-    assert not sparse.row("shared.out").routed
+    rows = {row.name: row for row in sparse.matmuls}
+    assert (rows["experts.in"].stored, rows["experts.in"].passed) == (256, 8)
+    assert (rows["shared.out"].stored, rows["shared.out"].routed) == (1, False)
 
 
 def test_mean_number_of_keys_that_a_query_attends_to() -> None:
@@ -122,7 +122,7 @@ def test_mean_number_of_keys_that_a_query_attends_to() -> None:
 def test_attention_windows_repeat_over_the_layers() -> None:
     run = find_run("llama2-7b")
     found = published_blueprint(run.arch, 4096, windows=(1024, 1024, 1024, None))
-    assert [block.core.window for block in found][:5] == [1024, 1024, 1024, None, 1024]
+    assert [block.core.window for block in found.blocks][:5] == [1024, 1024, 1024, None, 1024]
 
 
 def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing() -> None:

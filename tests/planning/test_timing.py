@@ -266,7 +266,7 @@ def test_leaven_gathers_16_bits_of_blocks_and_fp32_of_the_ends_once_a_step_below
 def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zero: int, moved: int) -> None:
     model, slow = published_blueprint(find_run("deepseek-v3").arch, 4096), replace(ROUND, network_gb_s=1e-3)
     code, cluster = TrainingCode(), Cluster(64, slow)
-    experts = sum(block.experts for block in model)
+    experts = sum(block.experts for block in model.blocks)
     for ep in (1, 4, 16):
         how = Arrangement(Layout(dp=64, ep=ep, zero=zero), 1, 1)
         dense = stage_parameters(model, how.layout, 0) - experts / ep

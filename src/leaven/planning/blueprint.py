@@ -7,7 +7,7 @@ kind of model it is.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
@@ -112,9 +112,6 @@ class BlockTable:
         """Parameters that tensor ranks split, without those of routed experts."""
         return self.params - self.experts - self.whole
 
-    def row(self, name: str) -> Matmul:
-        return next(row for row in self.matmuls if row.name == name)
-
 
 @dataclass(frozen=True)
 class Blueprint:
@@ -177,9 +174,6 @@ class Blueprint:
             sizes += [block.core.heads, block.core.kv_heads]
             sizes += [row.n if row.split == "column" else row.k for row in block.matmuls if row.split != "none"]
         return gcd(*sizes)
-
-    def __iter__(self) -> Iterator[BlockTable]:
-        return iter(self.blocks)
 
 
 Model: TypeAlias = ModelShape | Blueprint

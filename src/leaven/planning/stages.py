@@ -26,7 +26,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
         base, more = divmod(n_layers, stages)
         longer = {*[*range(1, stages - 1), 0, stages - 1][:more]}
         return tuple(base + (stage in longer) for stage in range(stages))
-    weights = [sum(row.flops for row in block.matmuls) // 2 for block in table]
+    weights = [sum(row.flops for row in block.matmuls) // 2 for block in table.blocks]
     if balance == "work":
         return _by_work(weights, table.embedding, stages)
     end, middle = table.embedding / (sum(weights) / n_layers), stages - 2
