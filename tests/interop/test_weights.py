@@ -386,9 +386,9 @@ def test_start_weights_of_another_shape_are_refused(tiny: Recipe, tmp_path: Path
     foreign("gpt2", tmp_path)
     shape = read_huggingface(tmp_path).shape
     for changes, says in (
-        ({"n_layers": 2}, r"has n_layers 3, \[model\] says 2"),
-        ({"seq_len": 16}, r"has seq_len 32, \[model\] says 16"),
-        ({"norm_eps": 1e-6}, r"has norm_eps 1e-05, \[model\] says 1e-06"),
+        ({"n_layers": 2}, r"has n_layers 3, \[model\] has 2"),
+        ({"seq_len": 16}, r"has seq_len 32, \[model\] has 16"),
+        ({"norm_eps": 1e-6}, r"has norm_eps 1e-05, \[model\] has 1e-06"),
     ):
         recipe = tiny.replace({"model": shape.model_dump() | changes})
         with pytest.raises(InputError, match=says):

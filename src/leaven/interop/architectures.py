@@ -63,7 +63,7 @@ class Architecture:
     ends: Mapping[str, str]  # the paths of leaven's modules outside the blocks
     block: Mapping[str, str]  # the paths of leaven's modules inside a block
     words: Mapping[str, list[str]] = field(default_factory=dict)  # names of activations; the first is written
-    says: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
+    required: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
     heads_together: bool = False  # the fused matrix has query, key and value of each head side by side
     conv1d: bool = False  # matrices of a block have the shape (fan in, fan out)
     scaled_branch_ends: bool = False  # matrices that end a branch start at initializer_range / sqrt(2 L)
@@ -96,7 +96,7 @@ class Architecture:
             if "rotary_pct" in self.defaults:
                 written["rotary_pct"] = rotary["partial_rotary_factor"] = 1.0
             written["rope_parameters"] = rotary
-        return {"architectures": [self.name], "model_type": self.model_type} | written | self.says
+        return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def given(self, config: Config) -> Config:
         """Return the known keys of a config.json, with defaults for missing ones, after a check of their types.
@@ -122,7 +122,7 @@ class Architecture:
             InputError: if leaven's transformer does not support a key's value.
         """
         given = self.given(config)
-        for key, expected in self.says.items():
+        for key, expected in self.required.items():
             if given.get(key, expected) != expected:
                 raise InputError(
                     f"config.json: {key} = {given[key]!r}: leaven reads {self.name} with {expected!r} only"

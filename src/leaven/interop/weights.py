@@ -186,7 +186,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
     if there != here:
         key = next(key for key in here if here[key] != there[key])
         raise InputError(
-            f"[start] weights: {folder} has {key} {there[key]}, [model] says {here[key]}; "
+            f"[start] weights: {folder} has {key} {there[key]}, [model] has {here[key]}; "
             "set [model] to the shape of the weights, or leave [start] out"
         )
     return plain
