@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from optuna.trial import TrialState
 
 from leaven.recipe.errors import InputError
 from leaven.tuning import search
+from leaven.tuning.service import stores
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import void
 
@@ -129,6 +131,39 @@ def test_a_database_that_stays_away(server: Server) -> None:
 def test_a_database_that_is_not_there(server: Server) -> None:
     with pytest.raises(InputError, match='cannot be opened: .* database "none" does not exist'):
         open_store(f"postgresql://leaven@/none?host={server.folder}")
+
+
+@pytest.mark.kills
+def test_outages_of_the_server_lose_and_repeat_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server stops three times while three commands run trials."""
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.01)
+    url, done = server.database("again"), threading.Event()
+    study = optuna.create_study(storage=open_store(url), study_name="s")
+    ended: list[int] = []
+
+    def command() -> None:
+        mine = optuna.load_study(study_name="s", storage=open_store(url), sampler=optuna.samplers.RandomSampler())
+        while not done.is_set():
+            trial = mine.ask()
+            trial.set_user_attr("x", trial.suggest_float("x", 0, 1))
+            mine.tell(trial, trial.params["x"])
+            ended.append(trial.number)
+
+    threads = [threading.Thread(target=command) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        before = len(ended)
+        while len(ended) < before + 10:
+            time.sleep(0.01)
+        server.stop()
+        server.start()
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
+    assert [trial.number for trial in study.trials] == sorted(ended)
+    assert all(trial.value == trial.params["x"] == trial.user_attrs["x"] for trial in study.trials)
 
 
 def test_is_made_creates_no_store(server: Server) -> None:
