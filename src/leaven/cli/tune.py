@@ -84,7 +84,7 @@ def tune(
     from leaven.recipe.units import parse_quantity
     from leaven.training.device import cores
     from leaven.tuning.algorithm.trust_region import Axes
-    from leaven.tuning.service.search_plan import first
+    from leaven.tuning.service.search_plan import known_runs
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import Study
     from leaven.tuning.service.trial_log import Budget
@@ -97,7 +97,7 @@ def tune(
         trials = TRIALS
     one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
     # Raises InputError for a wrong budget or method, before anything is written.
-    first(Axes.of(searched.dimensions), method, Budget(trials, flops, hours, one))
+    known_runs(Axes.of(searched.dimensions), method, Budget(trials, flops, hours, one))
     if flops is not None and flops < one:
         raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give at least that")
     workers = workers or (1 if torch.cuda.is_available() else cores())

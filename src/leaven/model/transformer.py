@@ -137,7 +137,8 @@ class Transformer(nn.Module):
 
     ``multipliers`` are the forward multipliers of the parameter table by parameter name; the default is 1.
     ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
-    values until :func:`leaven.model.initialise.initialise` sets them.
+    values until :mod:`leaven.model.initialise` sets them; for training that is called by
+    :func:`leaven.distributed.parallelise.initialise`.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class StepLog(RunCallback):
     def restore(self, state: Mapping[str, Any]) -> None:
         run, training = self.trainer.run, self.training
         self.batch_tokens = training.next_batch_tokens
-        run.rewind(training.progress.step)
+        run.truncate_metrics(training.progress.step)
         self.close()
         self._curves = Curves(self._writers, run.path, training.recipe, training.tokens, lost=self._lost)
 

@@ -1,4 +1,4 @@
-"""Gradient clipping by norm. No scaling rule changes its limit: see :func:`leaven.scaling.table.clip_reason`."""
+"""Gradient clipping by norm. No scaling rule changes its limit; ``leaven show`` says why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -107,7 +107,8 @@ class Loop(Generic[S]):
         before = self._training.tokens
         for callback in self._callbacks:
             callback.before_step()
-        if not self.read(self._training.issue()) or self._training.finished:
+        done, self._pending = self._pending, self._training.issue()
+        if not self._hand_over(done) or self._training.finished:
             return
         if not self._lookahead and not self.read():
             return
@@ -116,13 +117,18 @@ class Loop(Generic[S]):
             for callback in due:
                 callback.on_due()
 
-    def read(self, following: Callable[[], S] | None = None) -> bool:
-        """Read the result of the pending step, if any, and make ``following`` the pending one. Returns False if a
-        callback has discarded that one."""
-        pending, self._pending = self._pending, following
+    def read(self) -> bool:
+        """Wait for the pending step, if there is one, and hand it to the callbacks. Returns False if one of them has
+        moved the run to another state."""
+        done, self._pending = self._pending, None
+        return self._hand_over(done)
+
+    def _hand_over(self, done: Callable[[], S] | None) -> bool:
+        """Wait for a step and hand it to the callbacks. Returns False if one of them has moved the run to another
+        state, which drops the pending step."""
         self._discarded = False
-        if pending is not None:
-            step = pending()
+        if done is not None:
+            step = done()
             for callback in self._callbacks:
                 callback.after_step(step)
         return not self._discarded

@@ -19,7 +19,7 @@ class Outcome:
     """The outcome of a trial."""
 
     loss: float  # validation, nats per token; not finite if it diverged; of a pruned trial the expected loss
-    tokens: int = 0  # trained, in all attempts
+    tokens: int = 0  # position in the run at the end, plus the cooldowns of shorter durations
     flops: float = 0.0
     seconds: float = 0.0
     curve: Curve = ()  # mean training loss since the previous point

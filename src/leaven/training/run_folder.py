@@ -129,7 +129,7 @@ class RunFolder:
         if self.writes and not self.tokenizer_file.exists():
             write_text(self.tokenizer_file, read_text(path))
 
-    def rewind(self, step: int) -> None:
+    def truncate_metrics(self, step: int) -> None:
         """Remove the metric lines after ``step``, whose steps will be done again, and a torn last line. The file is
         truncated, which also works on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)

@@ -62,8 +62,8 @@ def train(
     Args:
         on_step: called with each step, once it is done.
         on_event: called with the name and values of each line of events.jsonl.
-        stop: polled before every forward, on any process. When it returns True, the current step is abandoned, the
-            state before it is saved, and the result is not ``finished``.
+        stop: polled before every forward pass of a single process, and between the steps of several. When it returns
+            True, the current step is abandoned, the state before it is saved, and the result is not ``finished``.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
         back: a manual rewind to do first. It is done once: the same call again resumes.
         history: whether step times enter the calibration history. Not for runs that run side by side.

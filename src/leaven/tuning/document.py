@@ -172,7 +172,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # recipe paths that vary
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # octaves, of the trust region
+    radius: float | None = None  # of the trust region, as a share of the uncertainty
     stalled: bool = False  # whether it stopped before its budget was used: some rounds gained less than the noise
     durations: tuple[int, ...] = ()  # tokens; each trial trains all of them
     front: tuple[Front, ...] = ()

@@ -100,14 +100,15 @@ class _Runs:
         def ends(point: Point, losses: Losses) -> bool:
             return math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
 
+        # A finalist counts once it has as many fresh runs as the others, all of them finite.
         whole = min(RERUNS, max(map(len, choosing.values()), default=0))
         found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
         sound = bool(again) and math.isfinite(sum(again.values()))
-        if not choosing or not (found or sound):
+        if not choosing or not (found or sound):  # without usable reruns the points of the search are compared
             found = {
                 point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
             }
-        if not sound:
+        if not sound:  # a start that diverged with some seed counts only if no other point does
             at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
         return cls(start, at_start, again, choosing, confirming, found)
 

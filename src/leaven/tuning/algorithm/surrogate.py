@@ -1,11 +1,11 @@
 """The surrogate: a Bayesian quadratic regression of the loss on all finished trials.
 
 A search that only asks whether a trial beat the best learns one bit from each trial. A regression learns as much from
-a bad trial as from a good one. With x in octaves from the start,
+a bad trial as from a good one. With x in steps from the start (octaves divided by the scale of each value),
 
     y = a + sum_i b_i x_i + sum_i h_i x_i^2 / 2 + noise,      b_i ~ N(0, (h t)^2),   h_i ~ N(h, h^2),
 
-where h is the typical curvature. t = 1 means that an optimum is typically one octave from the start, where the slope
+where h is the typical curvature. t = 1 means that an optimum is typically one step from the start, where the slope
 is then -h t. Along directions that no trial has moved, the minimum stays at the start. h and the noise maximise the
 evidence (the likelihood with a, b and h_i integrated out). This is a Gaussian process with a quadratic kernel and a
 mean function; Rasmussen and Williams 2006, sections 2.7 and 5.4.1.
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_FAR = 1.0  # t, octaves
+_FAR = 1.0  # t, steps
 _FLATTEST = 0.5  # share of h: the least curvature that a minimum is computed with
 
 

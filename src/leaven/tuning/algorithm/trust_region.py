@@ -46,11 +46,11 @@ from leaven.tuning.document import Dimension
 
 Array = NDArray[np.float64]
 
-TRUST = 1.0  # octaves
+TRUST = 1.0  # steps: octaves divided by the scale of the value
 START, WIDEST, NARROWEST = 0.5, 1.2, 0.4  # the radius, as a share of the uncertainty
 GROW, SHRINK = 1.1, 0.97  # constant if one trial in four succeeds: 1.1 * 0.97^3 = 1
 CHANGED = 0.5  # probability that a multiplier moves in a proposal
-FARTHEST = 1.5  # octaves, the longest move of a multiplier: draws have long tails
+FARTHEST = 1.5  # steps, the longest move of a multiplier: draws have long tails
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished

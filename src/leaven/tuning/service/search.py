@@ -26,7 +26,7 @@ from leaven.tuning.service import trial_log
 from leaven.tuning.service.arguments import HUGE, SearchArguments
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.samplers import check_method, distributions, sampler
-from leaven.tuning.service.search_plan import SearchPlan, SearchResult, first
+from leaven.tuning.service.search_plan import SearchPlan, SearchResult, known_runs
 from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
 from leaven.tuning.service.stores import StoreGone, open_store
 from leaven.tuning.service.trial_log import EXPECTED, Budget, Evaluation, TrialRequest, finished, loss_of
@@ -162,7 +162,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     )
     axes, seed, noise = given.axes, given.seed, given.noise
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
-    first(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
+    known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store, here, what = open_store(storage), search_settings(method, axes, seed, noise), f"the stored study {name}"
     study, there = load_or_create(store, name, sampler(method, axes, seed), here, what)

@@ -76,7 +76,7 @@ class SearchResult:
     trials: tuple[SearchTrial, ...]  # in the order of their results
 
 
-def first(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
+def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
     """Return the runs whose points are known before the search: those of the start, and of a grid.
 
     Raises:
@@ -122,7 +122,7 @@ class SearchPlan:
                 return None
             raise NothingFound(self._nothing(runs))
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
-        for known in first(self.axes, self.method, self.budget, self.noise):
+        for known in known_runs(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:
                 return known
         points = self._chosen(runs)
@@ -131,7 +131,7 @@ class SearchPlan:
                 return TrialRequest("search", f"search:{turn}", point=self._proposal(turn))
             if any(run.running for run in runs):
                 return None
-            points = self._best(runs)[: self.budget.finalists(runs, now)]
+            points = self._finalists_by_loss(runs)[: self.budget.finalists(runs, now)]
         request = next((rerun for rerun in self._reruns(runs, points) if rerun.name not in begun), None)
         choosing = any(run.running and not run.origin.user_attrs.get(CONFIRMS) for run in runs)
         if request is None and not choosing:
@@ -169,17 +169,18 @@ class SearchPlan:
         lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self._is_rerun(run))
         return next((points for points in lists if points is not None), None)
 
-    def _best(self, runs: Sequence[Evaluation]) -> list[Point]:
+    def _finalists_by_loss(self, runs: Sequence[Evaluation]) -> list[Point]:
         """Return the finalists in log2 multipliers, the most promising first.
 
         Pruned trials are left out, and so is the start, which has been run with several seeds already.
         """
         trials, by_surrogate = self._records(runs), self.method == "trust-region"
-        none = [trial.octaves for trial in trials if trial.state == "stopped"] + [dict.fromkeys(self.axes.start, 0.0)]
+        excluded = [trial.octaves for trial in trials if trial.state == "stopped"]
+        excluded.append(dict.fromkeys(self.axes.start, 0.0))
         points = finalists(trials, self.axes, self.noise, by_surrogate=by_surrogate)
         if not points:
             raise NothingFound(self._nothing(runs))
-        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in none]
+        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in excluded]
 
     def _reruns(self, runs: Sequence[Evaluation], points: Sequence[Point]) -> Iterator[TrialRequest]:
         """Yields runs of the finalists with fresh seeds."""
@@ -262,6 +263,7 @@ class SearchPlan:
             interval=interval,
             fresh=chosen.fresh,
             noise=noise,
+            # Only a search without gains ends with budget left, unless it was stopped.
             stalled=not stopped and self.budget.room([run for run in runs if not self._is_rerun(run)], now),
             trials=tuple(trials),
         )

@@ -317,8 +317,8 @@ class Study:
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document; it has a ``best`` once a command has used up a budget."""
-        # The budget of that command may have been smaller than the present one.
+        """Return the study's document. It has a ``best`` once a command has used up its budget, also while another
+        command with a larger budget runs."""
         over = self._result is not None or bool(self._study.user_attrs.get(ANSWERED))
         stalled = self._result is not None and self._result.stalled
         return study_document(self._study, self.space, self.method, self._durations, over=over, stalled=stalled)

@@ -89,7 +89,8 @@ class Evaluation:
         )
 
     def record(self, axes: Axes) -> StudyTrial:
-        """Return the run as the study's document has it, but with log2 multipliers as ``values``."""
+        """Return the run for the study's document. ``values`` are log2 multipliers here;
+        results.py replaces them by the recipe's values."""
         last, ran = self.last, self.last.user_attrs
         state = "failed" if self.failed else "waiting" if self.lost else "running"
         if self.finished:
@@ -134,7 +135,7 @@ def loss_of(trial: FrozenTrial) -> float:
 
 
 def turn(trial: FrozenTrial) -> int:
-    """Return the index of a proposal in the search, not counting void trials and retries."""
+    """Return the index of a run among all runs, without void trials and retries. Runs of the start come first."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
@@ -185,7 +186,7 @@ def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
 
 
 def begun(trials: Sequence[FrozenTrial]) -> int:
-    """Return the number of distinct jobs without retries: the turn of the next proposal."""
+    """Return the number of distinct jobs without retries: the index of the next run."""
     return sum(not job.startswith("retry:") for job in _jobs(trials))
 
 
