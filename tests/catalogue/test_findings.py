@@ -1,6 +1,5 @@
 """Checks of a recipe against the published runs: planted faults are found, and each suggestion fixes its fault."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +8,7 @@ from hypothesis import strategies as st
 from tests.catalogue.published import published
 
 from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings
-from leaven.catalogue.runs import find_run, load_runs
-from leaven.recipe.files import read_recipe
+from leaven.catalogue.runs import load_runs
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -143,10 +141,6 @@ def test_a_suggestion_that_breaks_another_value_is_left_out() -> None:
     assert_suggestions_fix(recipe, one)
     (one,) = [one for one in found(healthy(hyperparameters__lr=1e-12)) if one.check == "timescale"]
     assert [list(suggestion) for suggestion in one.mends] == [["hyperparameters.lr"]]  # no decay of millions
-    example = read_recipe(Path(__file__).parents[2] / "examples/350m.toml", ())
-    (note,) = [one for one in found(example) if one.check == "timescale"]
-    assert note.mends[0] == {"hyperparameters.lr": 0.00032}  # its decay is 0.1 already
-    assert_suggestions_fix(example, note)
 
 
 def test_epochs_and_dropout_use_the_length_of_the_text() -> None:
@@ -181,15 +175,6 @@ def test_the_suggestion_for_a_beta_is_a_value_at_the_base() -> None:
     (one,) = [one for one in found(moved) if one.check == "beta1"]
     assert one.value == pytest.approx(0.9**8)
     assert resolve(moved.replace(one.mends[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
-
-
-def test_each_neighbour_has_another_lineage() -> None:
-    (one,) = [one for one in found(healthy(hyperparameters__lr=1e-2)) if one.check == "lr"]
-    lineages = [find_run(id).lineage.name for id in one.runs]
-    assert len(lineages) == len(set(lineages)) == 5
-    lrs = sorted(find_run(id).peak_lr or 0 for id in one.runs)
-    assert (one.low, one.high) == (lrs[0], lrs[-1])
-    assert one.factor == pytest.approx(1e-2 / lrs[-1])
 
 
 def test_without_near_runs_a_law_gives_at_most_a_note() -> None:
@@ -244,14 +229,6 @@ def test_every_suggestion_for_a_random_recipe_is_valid_and_fixes_its_finding(
     for one in found(recipe):
         assert one.factor is None or one.factor >= 1
         assert_suggestions_fix(recipe, one)
-
-
-def test_the_docs_have_a_row_for_each_check() -> None:
-    docs = (Path(__file__).parents[2] / "docs/catalogue.md").read_text(encoding="utf-8")
-    lines = [line for line in docs.splitlines() if line.startswith("| ")][1:]
-    assert len(lines) == len(CHECKS)
-    for check, line in zip(CHECKS, lines, strict=True):
-        assert line.startswith(f"| {check.name}"), line
 
 
 def test_a_value_found_by_a_study_is_a_note() -> None:

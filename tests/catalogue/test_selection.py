@@ -19,8 +19,6 @@ def ids(*conditions: str) -> set[str]:
     ("written", "low", "high"),
     [
         ("1B..10B", 10**9, 10**10),
-        ("..10B", None, 10**10),
-        ("1B..", 10**9, None),
         (" 1e9 .. 2.5e9 ", 10**9, 25 * 10**8),
     ],
 )
@@ -45,9 +43,7 @@ def test_bad_ranges_are_refused(written: str) -> None:
             ("arch.qk_norm = true", "schedule.peak_lr>=3e-3"),
             {"openelm-270m", "openelm-450m", "dclm-411m-1x", "dclm-3b-1x"},
         ),
-        (("optimizer=muon",), {"kimi-k2", "glm-4.5", "moonlight-16b-a3b"}),
         (("batch_tokens>60M", "kind!=dense"), {"deepseek-v3", "kimi-k2", "glm-4.5", "mimo-v2-flash"}),
-        (("date>=2025-11",), {"olmo3-7b", "olmo3-32b", "mimo-v2-flash"}),
         (("optim.grad_clip<1", "optim.grad_clip!=0.1"), {"gopher-280b", "bloomberggpt-50b", "marin-32b"}),
     ],
 )
@@ -65,10 +61,8 @@ def test_a_run_without_the_value_meets_no_condition() -> None:
     ("written", "message"),
     [
         ("schedule.shap=cosine", "no published run has a value 'schedule.shap'; did you mean schedule.shape, "),
-        ("beta2=0.9", "did you mean optim.beta2, optim.beta3 or optim.beta1?"),
         ("schedule.shape=cosin", "no run has schedule.shape 'cosin'; did you mean cosine, "),
         ("arch.qk_norm=yes", "arch.qk_norm is true or false; write arch.qk_norm=true or arch.qk_norm=false"),
-        ("arch.qk_norm<true", "arch.qk_norm is true or false"),
         ("optim.beta2>high", "'high' is not a quantity"),
         ("peak_lr>nan", "nan cannot be compared"),
         ("batch.rampup.stages=1", "batch.rampup.stages is a list, which cannot be compared"),

@@ -19,7 +19,6 @@ from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS
 from leaven.catalogue.starter.decisions import Derivation
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.request import StarterRequest
-from leaven.catalogue.starter.shape import usual_ff_ratio
 from leaven.catalogue.starter.starter import starter
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import laid_out
@@ -102,12 +101,6 @@ def test_values_are_near_those_of_published_runs(
     assert run.arch.d_model / 1.5 <= recipe.model.d_model <= run.arch.d_model * 1.5
     assert recipe.hyperparameters.weight_decay == 0.1
     assert recipe.hyperparameters.beta2 == 0.95
-
-
-def test_a_block_has_twelve_d_model_squared_parameters() -> None:
-    assert usual_ff_ratio("swiglu", 32, 32) == pytest.approx(8 / 3)
-    assert usual_ff_ratio("gelu", 32, 32) == 4
-    assert usual_ff_ratio("swiglu", 128, 16) == pytest.approx(3.25)  # Llama 3 405B: 53,248 / 16,384
 
 
 def test_the_exponents_fit_published_lineages_and_laws() -> None:
@@ -221,7 +214,7 @@ def at_own_scale(id: str) -> Recipe:
     return new(run.params_total, run.tokens or 0, reference=id, proxy=None).recipe
 
 
-@pytest.mark.parametrize("id", ["olmo2-7b", "gpt3-13b", "smollm2-135m", "openelm-3b", "llama2-70b", "bloom-7b1"])
+@pytest.mark.parametrize("id", ["gpt3-13b", "smollm2-135m", "openelm-3b"])
 def test_the_values_of_a_reference_stay_together(id: str) -> None:
     run = find_run(id)
     assert run.batch_tokens

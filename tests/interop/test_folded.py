@@ -19,19 +19,18 @@ from leaven.interop.torch_models import groups
 from leaven.recipe.errors import InputError
 
 TUNED = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.1, "residual": 0.7}
-LARGER_HEADS = {
-    "llama, larger heads": (partial(llama, heads=4), partial(llama, heads=4)),
-    "gpt2, larger heads": (partial(gpt2, heads=4), partial(gpt2, heads=4)),
+BUILDS: dict[str, Build] = FAMILIES | {
+    "llama, larger heads": partial(llama, heads=4),
+    "gpt2, larger heads": partial(gpt2, heads=4),
+    "llama, tied": partial(llama, tied=True),
 }
-BUILDS = {name: (build, build) for name, build in FAMILIES.items()} | LARGER_HEADS
-BUILDS["llama, tied"] = (partial(llama, tied=True),) * 2
 
 
-def trained(build: Build, base: Build) -> nn.Module:
+def trained(build: Build) -> nn.Module:
     """A parametrized model after some steps, so that biases and gains are not at 0 and 1."""
     model = build(64, 3)
     # The rule that multiplies logits and branches, and the attention logits of larger heads.
-    found = leaven.parametrize(model, base=base(32, 2), hyperparameters=TUNED, rule="completep")
+    found = leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, rule="completep")
     optimizer = torch.optim.AdamW(found)
     for step in range(3):
         loss_of(model, tokens(step)).backward()
@@ -46,8 +45,9 @@ def outputs(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_from_pretrained_of_a_folded_model_gives_the_same_logits(name: str, tmp_path: Path) -> None:
-    model = trained(*BUILDS[name])
+def test_a_folded_model_gives_the_same_logits_without_hooks_and_from_its_file(name: str, tmp_path: Path) -> None:
+    build = BUILDS[name]
+    model = trained(build)
     before = copy.deepcopy(dict(model.named_parameters()))
     wanted = outputs(model)
     with warnings.catch_warnings():
@@ -62,24 +62,18 @@ def test_from_pretrained_of_a_folded_model_gives_the_same_logits(name: str, tmp_
         model.save_pretrained(tmp_path / "plain")
     assert (outputs(type(model).from_pretrained(tmp_path / "plain")) - wanted).abs().max() > 0.02 * wanted.abs().max()
 
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_a_folded_model_gives_the_same_logits_without_hooks(name: str) -> None:
-    model = trained(*BUILDS[name]).double()
+    model.double()
     wanted = outputs(model)
     folded = leaven.fold(copy.deepcopy(model))
     torch.testing.assert_close(outputs(folded), wanted, rtol=1e-10, atol=1e-12)
     assert torch.equal(outputs(model), wanted)
-    plain = BUILDS[name][0](64, 3).double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plain.load_state_dict(folded.state_dict())
+    plain = build(64, 3).double()
+    plain.load_state_dict(folded.state_dict())
     torch.testing.assert_close(outputs(plain), wanted, rtol=1e-10, atol=1e-12)
     with pytest.raises(InputError, match="no groups yet"):
         groups(folded)
     with pytest.raises(InputError, match="no multipliers to fold"):
         leaven.fold(folded)
-    leaven.parametrize(folded, base=BUILDS[name][1](32, 2), hyperparameters={"lr": 0.01})  # a new start
 
 
 def test_a_neox_with_larger_heads_is_folded(tmp_path: Path) -> None:
@@ -93,7 +87,7 @@ def test_a_neox_with_larger_heads_is_folded(tmp_path: Path) -> None:
 
 
 def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
-    model = trained(Home, Home)
+    model = trained(Home)
     wanted = outputs(model)
     with pytest.raises(InputError, match=r"Home has no save_pretrained; fold a copy with leaven.fold"):
         leaven.save_folded(model, tmp_path)
@@ -101,10 +95,12 @@ def test_a_hand_written_model_is_folded(tmp_path: Path) -> None:
 
 
 def test_compiled_and_pickled_models_fold_too() -> None:
-    model = trained(llama, llama)
+    model = trained(llama)
     wanted = outputs(model)
     again = pickle.loads(pickle.dumps(model))
-    torch.testing.assert_close(outputs(leaven.fold(torch.compile(again))._orig_mod), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        outputs(leaven.fold(torch.compile(again, backend="eager"))._orig_mod), wanted, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])
@@ -168,33 +164,3 @@ def test_models_that_cannot_be_folded_are_refused() -> None:
     leaven.parametrize(tied, base=Headless(32, 2, tied=True), hyperparameters=TUNED, rule="completep")
     with pytest.raises(InputError, match=r"embedding.weight is shared with another module.*untie"):
         leaven.fold(tied)
-
-
-# init_std -----------------------------------------------------------------------------------------------------------
-
-
-def test_initial_values_are_drawn_only_with_init_std() -> None:
-    model, given = llama(64, 3), llama(64, 3)
-    before = copy.deepcopy(given.state_dict())
-    leaven.parametrize(given, base=llama(32, 2), hyperparameters={"lr": 0.01})
-    assert all(torch.equal(before[key], value) for key, value in dict(given.named_parameters()).items())
-    leaven.parametrize(model, base=llama(32, 2), hyperparameters=TUNED, seed=3)
-    found = dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"]
-    assert found.std().item() == pytest.approx(0.1 / 2**0.5, rel=0.03)  # the rule's: width x 2
-    again = llama(64, 3)
-    leaven.parametrize(again, base=llama(32, 2), hyperparameters=TUNED, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-
-
-def test_init_std_that_would_be_ignored_is_refused() -> None:
-    with pytest.raises(InputError, match="init_std is given, but initialise=False") as refused:
-        leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, initialise=False)
-    assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="init_std: missing"):
-        leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters={"lr": 0.01}, initialise=True)
-    # A recipe's hyperparameters always have an init; False keeps trained weights.
-    model = llama(64, 2)
-    before = copy.deepcopy(dict(model.named_parameters()))
-    whole = leaven.Hyperparameters(lr=0.01, init_std=0.1)
-    leaven.parametrize(model, base=llama(32, 2), hyperparameters=whole, initialise=False)
-    assert all(torch.equal(before[key], value) for key, value in model.named_parameters())

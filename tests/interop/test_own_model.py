@@ -15,16 +15,13 @@ from leaven.scaling.transfer import transfer
 GROWN = {"width": 32, "depth": 6, "batch_tokens": 512, "tokens": 71_680}
 CASES = {
     "gqa and shared qk gains": ({}, GROWN),
-    "depth only": ({}, {"depth": 5}),
     "width only, to half": (
         {"model.d_model": 32, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_ff": 64},
         {"width": 16},
     ),
     "tied": ({"model.tied_embeddings": True}, GROWN),
-    "d_ff fixed": ({}, GROWN | {"d_ff": 32}),
     "one kv head fixed": ({"model.n_kv_heads": 2}, GROWN | {"n_kv_heads": 2}),
     "head dimension grows": ({}, GROWN | {"d_head": 16}),
-    "gains per head": ({"model.qk_norm_per_head": True}, GROWN),
     "gains per head, head dimension grows": ({"model.qk_norm_per_head": True}, GROWN | {"d_head": 16}),
     "biases, layer norms, learned positions": (
         {"model.bias": True, "model.norm": "layernorm", "model.positions": "learned", "model.activation": "gelu"},

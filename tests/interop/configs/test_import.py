@@ -107,43 +107,19 @@ def test_steps_and_fractions_become_tokens() -> None:
     ("more", "says"),
     [
         ("--num-experts 8", "--num-experts: leaven does not have mixtures of experts"),
-        ("--moe-router-topk 2", "--moe-router-topk: leaven does not have mixtures of experts"),
-        ("--multi-latent-attention", "multi-latent attention"),
-        ("--use-mup", "--use-mup: leaven does not have a rule with"),
         ("--optimizer sgd", "--optimizer sgd: leaven has adam"),
         ("--rotary-percent 0.5", "--rotary-percent: leaven rotates whole heads"),
-        ("--position-embedding-type none", "--position-embedding-type none: leaven reads rope, learned_absolute"),
         ("--lr nan", "--lr nan: has to be a finite number"),
-        ("--lr 0", "--lr 0: has to be above 0"),
-        ("--init-method-std 0 --embedding-init-method-std 1", "--init-method-std 0: has to be above 0"),
-        ("--lr many", "--lr many: has to be a number"),
         ("--lr", "--lr has no value"),
         ("--num-layers 2.5", "--num-layers 2.5: has to be a whole number"),
         ("--num-attention-heads 5", "does not divide"),
-        ("--group-query-attention --num-query-groups 3", "not a shape that leaven supports"),
-        ("--lr-decay-style exponential", "--lr-decay-style exponential"),
         ("--lr 0.1 --weight-decay 20", "not a valid recipe"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
-        ("--apply-residual-connection-post-layernorm", "leaven does not have residual connections that start after"),
-        ("--rotary-interleaved", "--rotary-interleaved: leaven does not have interleaved"),
-        ("--glu-activation geglu", "--glu-activation geglu: leaven reads swiglu"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu: two activations; take one away"),
-        (
-            "--num-layers $((2*3))",
-            "--num-layers is the output of a command, unknown until",
-        ),
-        (
-            "--num-layers `wc -l <x`",
-            "--num-layers is the output of a command, unknown until",
-        ),
         ("--ffn-hidden-size $FFN", "--ffn-hidden-size is $FFN, unknown until the script runs; write the number"),
-        (
-            "--kv-channels $(nproc)",
-            "--kv-channels is the output of a command, unknown until",
-        ),
-        ("--num-layers=$DEPTH", "--num-layers is $DEPTH, unknown until the script runs; write the number"),
+        ("--kv-channels $(nproc)", "--kv-channels is the output of a command, unknown until"),
         ("--save 'x", "cannot be split into words"),
     ],
 )
@@ -284,8 +260,6 @@ def test_round_trip_through_transformers(
 
 
 LAYOUTS = [
-    {"layout.dp": 8},
-    {"layout.dp": 4, "layout.zero": 2, "batch.micro_batch": 2},
     {"layout.dp": 2, "layout.tp": 2, "layout.pp": 2, "layout.zero": 1},
     {"layout.dp": 2, "batch.micro_batch": 4, "layout.recompute": "full"},
 ]
@@ -366,11 +340,8 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
         ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
         (CONFIG | {"hidden_size": "wide"}, None, "hidden_size = 'wide': has to be a count"),
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast: has to be a number"),
-        (CONFIG, {"learning_rate": 0, "lr_scheduler_type": "polynomial"}, "learning_rate 0: has to be above 0"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "has to be a whole number"),
-        (CONFIG, {"optim": "adafactor"}, "optim adafactor: leaven has adamw and adam"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven has no such schedule"),
-        (CONFIG, {"lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs 3: has to be a table"),
         (None, {"learning_rate": 1.0}, "no config.json beside it"),
     ],
 )
