@@ -161,8 +161,8 @@ def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
         (overlapping, "w: a part of it is saved twice"),
         (twice, "step.w: a part of it is saved twice"),
-        (without_number, "step.w: no process saves it; rank 0 holds a replica"),
-        (doubled, r"w: its blocks belong to different tensors, float32 \(12, 100\) and float64"),
+        (without_number, "step.w: no process saves this tensor; rank 0 has a replica"),
+        (doubled, r"w: the blocks of this tensor differ in dtype or shape: float32 \(12, 100\) and float64"),
     ],
 )
 def test_parts_that_do_not_make_a_whole_tensor_are_not_saved(
@@ -206,7 +206,7 @@ def test_processes_that_write_to_different_folders_fail_the_save(tmp_path: Path)
         return str(error.value)
 
     (said,) = set(together(4, body))
-    assert said.startswith("rank 2: model-00003-of-00004.safetensors is not the file that rank 0 finds")
+    assert said.startswith("rank 2: model-00003-of-00004.safetensors is not the file that rank 0 reads")
     assert names(tmp_path / "node0") == names(tmp_path / "node1") == []
 
 

@@ -139,5 +139,7 @@ def test_a_rewind_without_a_checkpoint_is_refused(finished: Path, tmp_path: Path
     with pytest.raises(InputError, match="there is no run in"):
         check(RUN, tmp_path / "none", ManualRewind(40 * STEP))
     there = [tokens_of(path) for path in checkpoints(finished / "checkpoints")]
-    with pytest.raises(InputError, match=r"no whole checkpoint at or before it; there are checkpoints at .* tokens"):
+    with pytest.raises(
+        InputError, match=r"no whole checkpoint at or before this count; there are checkpoints at .* tokens"
+    ):
         check(RUN, finished, ManualRewind(min(there) - 1))

@@ -84,7 +84,7 @@ def test_a_slow_or_large_model_is_cut_before_it_is_tried(tiny: Recipe, monkeypat
     assert found is not None
     assert found.layers in {(2, 4), (2, 5), (3, 6)}
     monkeypatch.setattr(measured, "free_memory", lambda device: 100)
-    with pytest.raises(InputError, match=r"not even 2 layers of this shape fit .* take a smaller model or a shorter"):
+    with pytest.raises(InputError, match=r"not even 2 layers of this model fit .* use a smaller model or a shorter"):
         measure(deep, "cpu")
 
 
@@ -106,6 +106,6 @@ def test_stopped_at_any_moment_nothing_is_written(tiny: Recipe, alone: Path) -> 
 
 
 def test_another_accelerator_is_refused(tiny: Recipe, alone: Path) -> None:
-    with pytest.raises(InputError, match=r"this machine, which has a processor \(--gpus cpu\) and no H100-SXM"):
+    with pytest.raises(InputError, match=r"this machine, which has a processor \(--gpus cpu\) but no H100-SXM"):
         measure(tiny, "64xH100", stop=lambda: True)
     assert list(alone.iterdir()) == []

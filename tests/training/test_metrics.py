@@ -92,7 +92,7 @@ def test_writers_by_name() -> None:
     assert writers(None) == ("tensorboard",)
     assert writers([]) == ()
     assert writers(["tensorboard", "tensorboard"]) == ("tensorboard",)
-    with pytest.raises(InputError, match="--log-to wandbb: take tensorboard, wandb, trackio or none"):
+    with pytest.raises(InputError, match="--log-to wandbb: unknown; choose from tensorboard, wandb, trackio or none"):
         writers(["wandbb"])
 
 

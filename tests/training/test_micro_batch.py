@@ -201,7 +201,8 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
     assert choice.too_large == (4, 8)
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))
     with pytest.raises(
-        InputError, match="with one sequence a forward, and 80% of the .* GiB that are free on cpu is"
+        InputError,
+        match="with one sequence per forward pass, but only .* GiB may be used on cpu .80% of .* GiB free",
     ):
         train(tiny, tokens, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -220,7 +220,7 @@ def test_a_folder_of_another_recipe_is_refused_with_the_difference(
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     other = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 0, "hyperparameters.lr": 0.02})
     with pytest.raises(
-        InputError, match=r"holds another recipe: hyperparameters.lr 0.01 there, 0.02 here; use another"
+        InputError, match=r"holds a run of another recipe: hyperparameters.lr 0.01 there, 0.02 here; use another"
     ):
         train(other, tokens, tmp_path / "run")
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before

@@ -417,7 +417,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
         (["--flops", "1e3"], r"--flops 1000: one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials sets how fine the grid is"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
-        (["--durations", "1k,2k"], "durations: a cosine run does not contain shorter ones"),
+        (["--durations", "1k,2k"], "durations: a cosine run does not contain shorter runs"),
     ],
 )
 def test_bad_options_write_nothing(options: list[str], said: str, tiny_file: Path, tmp_path: Path) -> None:
@@ -486,7 +486,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another recipe: hyperparameters.lr 0.01 there, 0.02 here", {"change": {LR: 0.02}}),
     ("holds a study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("another text: .* there, x here", {"text": "x"}),
-    ("durations: a cosine run does not contain shorter ones", {"durations": (1024, 2048)}),
+    ("durations: a cosine run does not contain shorter runs", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),

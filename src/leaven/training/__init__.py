@@ -1,1 +1,1 @@
-"""The training loop, its callbacks, checkpoints and run folders."""
+"""Trains models: the training loop, its callbacks, checkpoints and run folders."""

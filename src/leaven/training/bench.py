@@ -1,5 +1,5 @@
-"""Measures throughput by micro-batch and global batch with real steps, and suggests where a batch ramp should
-start."""
+"""Measures the throughput of real steps for each micro-batch and global batch, and suggests the first batch of a
+batch ramp."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,13 +28,14 @@ STEPS = 3
 
 
 def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
-    """Return the global batches to measure, in sequences: the recipe's, halved (rounded up) up to six times."""
+    """Return the global batches to measure, in sequences: the recipe's batch, and the results of halving it up to six
+    times, rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(most)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
-    """Return the micro-batches to measure: powers of two up to the recipe's batch, and that."""
+    """Return the micro-batches to measure: powers of two below the recipe's batch, and that batch."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
 
@@ -50,9 +51,9 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Return the speed of a few real steps at every micro-batch up to every global batch. Writes nothing.
+    """Measure the speed of a few real steps for each global batch and each micro-batch up to it. No file is written.
 
-    ``share`` is the part of the full speed with which a batch ramp should start.
+    ``share`` is the fraction of the full speed that the first batch of a batch ramp should reach.
 
     Raises:
         InputError: if not even the smallest micro-batch fits.
@@ -92,8 +93,8 @@ def bench(
 
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
-    """Return the fastest micro-batch at the largest batch, and the smallest batch with this share of its speed; None
-    if there are no rows."""
+    """Return the fastest micro-batch at the largest batch, and the smallest batch that reaches the fraction ``share``
+    of the highest speed. Return None if there are no rows."""
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:
@@ -112,7 +113,8 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Return the fastest of a few steps from the start of the data, or None if they run out of memory."""
+    """Take a few steps from the start of the data, and return the speed of the fastest, or None if they run out of
+    memory."""
     training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
     training.micro_batch = micro_batch
     training.progress = Progress()

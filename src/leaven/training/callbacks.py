@@ -1,4 +1,4 @@
-"""The callbacks of a run: log of steps, validation, checkpoints, spike guard."""
+"""Defines the callbacks of a run: step log, validation, checkpoints and spike guard."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class RunCallback(Callback[Step]):
-    """A callback of a run that has a folder."""
+    """A callback of a run that has a run folder."""
 
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
 
 
 class StepLog(RunCallback):
-    """Writes metrics.jsonl and curves for TensorBoard, W&B or trackio, calls ``on_step`` with each step, sends a
-    heartbeat before each, and logs when the batch grows."""
+    """Writes metrics.jsonl and curves for TensorBoard, W&B or trackio, calls ``on_step`` after each step, sends a
+    heartbeat before each step, and logs when the batch grows."""
 
     def __init__(self, trainer: "RunTrainer", writers: Sequence[str], on_step: Callable[[Step], None]) -> None:
         super().__init__(trainer)
@@ -52,7 +52,7 @@ class StepLog(RunCallback):
         self._on_step(step)
 
     def batch(self) -> dict[str, int]:
-        """Return the tokens of the batch and the sequences of each forward, for the log."""
+        """Return the batch size in tokens and the number of sequences in each forward pass, for the log."""
         size, _ = self.training.forwards(self.batch_tokens // self.training.recipe.model.seq_len)
         return {"batch_tokens": self.batch_tokens, "micro_batch": size}
 
@@ -76,7 +76,8 @@ class StepLog(RunCallback):
 
 
 class Validation(RunCallback):
-    """Computes the validation loss every so many tokens, and then compares the speed and memory of the processes."""
+    """Computes the validation loss at a fixed interval in tokens, and then compares the speed and memory of the
+    processes."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         super().__init__(trainer)
@@ -92,7 +93,7 @@ class Validation(RunCallback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the loss in nats per token and in bits per byte."""
+        """Return the validation loss in nats per token and in bits per byte."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
@@ -112,7 +113,7 @@ class Validation(RunCallback):
         self.owed = state.get("owes_validation", False)
 
     def _compare_processes(self) -> None:
-        """Log which process is slowest at a fixed piece of work, and which one holds most memory."""
+        """Log which process is slowest at a fixed computation, and which process uses the most memory."""
         device = self.training.device
         measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
         seconds, memory = zip(*measured, strict=True)
@@ -123,7 +124,7 @@ class Validation(RunCallback):
 
 
 class Checkpoints(RunCallback):
-    """Saves a checkpoint every so many tokens, while training continues."""
+    """Saves a checkpoint at a fixed interval in tokens, while training continues."""
 
     def __init__(self, trainer: "RunTrainer") -> None:
         super().__init__(trainer)
@@ -148,7 +149,7 @@ class Checkpoints(RunCallback):
         self.save()
 
     def save(self) -> None:
-        """Start writing a checkpoint, after waiting for the previous one."""
+        """Wait until the previous checkpoint is written, then start writing a new one."""
         self.written(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
@@ -157,14 +158,14 @@ class Checkpoints(RunCallback):
         self._saved_step = training.progress.step
 
     def save_last(self) -> str | None:
-        """Save the current state, unless it is saved already. Returns why that failed, or None."""
+        """Save the current state, unless it is saved already. Return the error if saving failed, else None."""
         self.written(wait=True)  # afterwards all processes know the same
         if self.training.progress.step != self._saved_step:
             self.save()
         return self.written(wait=True)
 
     def written(self, wait: bool) -> str | None:
-        """Log the result of the last save, once. Returns why it failed, or None."""
+        """Log the result of the last save, once. Return the error if saving failed, else None."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None
@@ -186,7 +187,7 @@ class Checkpoints(RunCallback):
 
 
 class SpikeGuard(RunCallback):
-    """Skips outlier steps, rolls back to a checkpoint, or stops the run, as ``on_spike`` says."""
+    """Skips outlier steps, rolls back to a checkpoint, or stops the run, depending on ``on_spike``."""
 
     def __init__(self, trainer: "RunTrainer") -> None:
         super().__init__(trainer)
@@ -216,7 +217,7 @@ class SpikeGuard(RunCallback):
             self.guard.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Roll back, or end the run."""
+        """Respond to an anomaly: roll back, or end the run."""
         trainer, recipe = self.trainer, self.training.recipe
         trainer.checkpoints.written(wait=True)
         every = trainer.checkpoints.every_tokens

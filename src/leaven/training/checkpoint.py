@@ -1,9 +1,11 @@
-"""Writes and reads checkpoints: folders that are complete or absent, in one format for any number of processes.
+"""Writes and reads checkpoints. A checkpoint is a folder, either complete or absent; its format does not depend on
+the number of processes.
 
-A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last and holds the
-length and digest of every file and of itself, so that a damaged checkpoint is detected and the one before it is used.
-Each of several processes writes one file of the tensors, or parts of tensors, that it owns; the first one checks that
-the parts make whole tensors, and completes the checkpoint."""
+A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last. It contains the
+length and digest of every other file and its own digest, so that a damaged checkpoint is detected and the previous
+checkpoint is used instead. Each process writes one file with the tensors, or parts of tensors, that it owns. The
+first process checks that the parts form whole tensors, and completes the checkpoint.
+"""
 
 import json
 import shutil
@@ -34,7 +36,7 @@ UNFINISHED = ".tokens-*.tmp"
 
 @dataclass(frozen=True)
 class Progress:
-    """The position of a run."""
+    """The position of a run: its steps, tokens and seconds so far."""
 
     step: int = 0  # steps done
     tokens: int = 0  # trained
@@ -43,7 +45,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run at a step. The first process saves everything except tensors."""
+    """The state of a run at a step. Everything except tensors is saved by the first process."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process owns
@@ -55,7 +57,7 @@ class Checkpoint:
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
-        """Return a copy in host memory, which later steps do not change."""
+        """Return a copy of the checkpoint in host memory, which later training steps do not change."""
         model, optimizer = (
             {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
             for tensors in (self.model, self.optimizer)
@@ -65,14 +67,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SavedCheckpoint(Checkpoint):
-    """A checkpoint on disk. Any part of a tensor is read on demand, however the tensor was split when saved."""
+    """A checkpoint on disk. Any part of a tensor can be read on demand, no matter how the tensor was split when it
+    was saved."""
 
     model: Tensors
     optimizer: Tensors
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written. The others are not changed."""
+    """Raised when a checkpoint could not be written. Earlier checkpoints are unchanged."""
 
 
 def write_checkpoint(
@@ -81,13 +84,13 @@ def write_checkpoint(
     exchange: Exchange | None = None,
     tidy: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Save into ``folder/tokens-NNN``, replacing an existing one. Returns its path.
+    """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
 
-    All processes of the exchange call this, from any thread, and get the same result. The first one calls ``tidy``
-    after the checkpoint is complete and before the others return.
+    All processes of the exchange must call this, from any thread; all get the same result. The first process calls
+    ``tidy`` when the checkpoint is complete; only then do the other processes return.
 
     Raises:
-        NotSaved: if one process cannot write or does not answer, or the parts do not make whole tensors.
+        NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
     """
     exchange = exchange or Exchange()
     final = folder / f"tokens-{checkpoint.progress.tokens:015d}"
@@ -113,8 +116,8 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write the tensors that a process owns. Returns the lengths and digests of its files, and the positions of its
-    parts."""
+    """Write the tensors that this process owns. Return the lengths and digests of the written files, and the
+    positions of the tensor parts in them."""
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
     held = set(checkpoint.places)
@@ -141,7 +144,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 
     Raises:
         OSError: if a process could not write or does not answer.
-        ValueError: if the parts do not make whole tensors.
+        ValueError: if the parts do not form whole tensors.
     """
     errors = [
         (f"rank {rank}: " if len(parts) > 1 else "") + ("does not answer" if part is None else part["error"])
@@ -155,7 +158,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         for name, written in part["files"].items():
             if not (temporary / name).exists() or (temporary / name).stat().st_size != written["bytes"]:
                 raise OSError(
-                    f"rank {rank}: {name} is not the file that rank 0 finds; all ranks must write to one folder"
+                    f"rank {rank}: {name} is not the file that rank 0 reads; all ranks must write to the same folder"
                 )
         files |= part["files"]
     whole = {
@@ -165,7 +168,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
     for rank, part in enumerate(parts):
         for name in part["of_others"]:
             if not any(name in tensors for tensors in whole.values()):
-                raise ValueError(f"{name}: no process saves it; rank {rank} holds a replica")
+                raise ValueError(f"{name}: no process saves this tensor; rank {rank} has a replica of it")
     state = asdict(checkpoint.progress) | {
         "format": FORMAT,
         "rewinds": [asdict(rewind) for rewind in checkpoint.rewinds],
@@ -187,14 +190,14 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[SavedCheckpoint | None, list[Path]]:
-    """Return the newest whole checkpoint, or None, and newer damaged ones; with ``tokens``, only those at that many
-    tokens.
+    """Return the newest undamaged checkpoint, or None if there is none, and the paths of newer damaged checkpoints.
+    With ``tokens``, consider only the checkpoint at that token count.
 
-    Checkpoints that the run's ``rewinds`` have undone are ignored. All processes of a group call this with the same
-    ``rewinds``, share the verification of files, and get the same result.
+    Checkpoints that the run's ``rewinds`` have undone are ignored. All processes of a group must call this with the
+    same ``rewinds``; they divide the files to verify among themselves, and all get the same result.
 
     Raises:
-        InputError: if reading fails for another reason than damage, such as missing rights.
+        InputError: if reading fails for a reason other than damage, for example missing permissions.
     """
     damaged: list[Path] = []
     for candidate in reversed(group.broadcast(checkpoints(folder))):
@@ -218,12 +221,12 @@ def read_checkpoint(
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, damaged ones too, the oldest first."""
+    """Return the paths of all checkpoints in a folder, including damaged ones, oldest first."""
     return sorted(folder.glob(_NAME))
 
 
 def tokens_of(path: Path) -> int:
-    """Return the tokens trained at a checkpoint, from its name."""
+    """Return the number of tokens trained at a checkpoint, read from the name of its folder."""
     return int(path.name.rpartition("-")[2])
 
 

@@ -1,4 +1,4 @@
-"""Writes checkpoints while the training continues, and removes those that are no longer needed."""
+"""Writes checkpoints while training continues, and removes checkpoints that are no longer needed."""
 
 import shutil
 from collections.abc import Sequence
@@ -36,10 +36,11 @@ class Saved:
 
 
 class CheckpointManager:
-    """Writes checkpoints in a thread, one at a time, and removes those that are no longer needed.
+    """Writes checkpoints in a thread, one at a time, and removes checkpoints that are no longer needed.
 
-    ``keep`` counts scheduled checkpoints, the first in each ``every_tokens``. An additional one, written at a stop,
-    never displaces another, so that a stopped run can roll back as far as any other.
+    ``keep`` is the number of scheduled checkpoints to keep; the scheduled checkpoint of an interval of
+    ``every_tokens`` is the first one in it. An additional checkpoint, written when the run is stopped, does not
+    count, so that a stopped run can roll back as far as an uninterrupted run.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread. The
     constructor and :meth:`clear` are collective. Only the first process moves and removes folders.
@@ -61,14 +62,15 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the state. The newest scheduled checkpoint of at most ``good_tokens`` is always
-        kept."""
+        """Start writing a copy of the checkpoint. The newest scheduled checkpoint at or before ``good_tokens`` is
+        always kept."""
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
     def outcome(self, wait: bool) -> Saved | None:
-        """Return the result of the last save, once, or None if there is none yet. With ``wait`` all processes get it
-        at the same call; otherwise some may get it earlier than others.
+        """Return the result of the last save. Return None if the save is unfinished or its result was already
+        returned. With ``wait``, all processes get the result in the same call; otherwise some processes may get it
+        earlier than others.
 
         Raises:
             NoReply: if the first process does not report the result.
@@ -79,16 +81,16 @@ class CheckpointManager:
         return saved
 
     def close(self) -> None:
-        """Finish a write in progress, and end the thread."""
+        """Wait for a write in progress, and end the thread."""
         self._exchange.shorten_timeout(GIVE_UP)
         self._thread.shutdown()
 
     def clear(self, after_tokens: int, damaged: Sequence[Path] = ()) -> None:
-        """Prepare the folder for a run that continues from ``after_tokens`` trained: rename damaged checkpoints, and
-        remove unfinished and later ones.
+        """Prepare the folder for a run that continues from ``after_tokens`` trained tokens: rename damaged
+        checkpoints, and remove unfinished checkpoints and checkpoints after ``after_tokens``.
 
-        Call :meth:`outcome` first. All processes wait for each other before and after, so that none reads or writes a
-        checkpoint meanwhile.
+        Call :meth:`outcome` first. All processes wait for each other before and after, so that no process reads or
+        writes a checkpoint in the meantime.
         """
         self._group.barrier()
         if self._group.is_first:

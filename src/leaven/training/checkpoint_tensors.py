@@ -1,4 +1,4 @@
-"""Reads any part of a tensor from the files of a checkpoint, where tensors are whole or in blocks."""
+"""Reads any part of a tensor from the files of a checkpoint, which contain tensors as a whole or in blocks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class SavedBlock:
-    """A block of a tensor in a file, under the tensor's name."""
+    """A block of a tensor, stored in a file under the tensor's name."""
 
     file: str
     offset: tuple[int, ...]  # of its first element in the whole tensor
@@ -48,10 +48,11 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Return whole tensors from the parts that the processes have written.
+    """Combine the parts that the processes have written, and return the location of every whole tensor.
 
     Raises:
-        ValueError: if an element of a tensor is in no file or in two, or its blocks differ in dtype or whole shape.
+        ValueError: if an element of a tensor is missing or stored twice, or the blocks of a tensor disagree about its
+        dtype or shape.
     """
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:
@@ -63,7 +64,7 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
         for other in others:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 there = " and ".join(f"{each.dtype} {each.shape}" for each in (first, other))
-                raise ValueError(f"{name}: its blocks belong to different tensors, {there}")
+                raise ValueError(f"{name}: the blocks of this tensor differ in dtype or shape: {there}")
         blocks = tuple(block for each in pieces for block in each.blocks)
         fault = _fault(tuple(block.spans for block in blocks), first.shape)
         if fault:
@@ -74,7 +75,7 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why blocks do not make a whole tensor, or None."""
+    """Return why the blocks do not form a whole tensor, or None if they do."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
@@ -85,7 +86,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 
 def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
-    """Return how many blocks contain each element, as a set of counts."""
+    """Count the blocks that contain each element, and return the set of these counts."""
     if not shape:
         return {len(blocks)}
     edges = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
@@ -98,8 +99,8 @@ def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Tensors by name, read on access. A result may be a view of a file: copy it before writing to it. A file is
-    opened on first access, and stays readable from then on even if it is deleted."""
+    """A mapping from names to tensors, which are read on access. A tensor may be a view of a file: copy it before you
+    write to it. A file is opened at the first access, and stays readable afterwards even if it is deleted."""
 
     def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
         self._folder, self._saved = folder, saved
@@ -107,7 +108,7 @@ class Tensors(Mapping[str, Tensor]):
 
     @classmethod
     def of_file(cls, path: Path) -> "Tensors":
-        """Return the tensors of a file that holds each of them whole."""
+        """Return the tensors of a file that contains only whole tensors."""
         saved: dict[str, SavedTensor] = {}
         tensors = cls(path.parent, saved)
         file = tensors._opened(path.name)
@@ -166,7 +167,8 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the block of a tensor that a piece of a parameter covers; a scalar, (), is returned whole."""
+    """Return the block of a tensor at the position of ``piece``, the part of a parameter that a process has. A
+    scalar, (), is returned unchanged."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

@@ -1,4 +1,4 @@
-"""Gradient clipping by norm. No scaling rule changes its limit; ``leaven show`` says why."""
+"""Clips gradients by their norm. No scaling rule changes the limit of the norm; ``leaven show`` says why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
 
 @dataclass
 class RunningNorm:
-    """The root mean square of the gradient norms so far, exponentially weighted and corrected for its start at 0.
+    """The running root mean square of the gradient norms: an exponential average, corrected for its start at 0.
 
     Steps are counted as Adam's are (:class:`leaven.training.optimiser.Optimiser`).
     """
@@ -26,12 +26,13 @@ class RunningNorm:
     state: Tensor  # mean square and steps, (2,) in float64 on the gradients' device
 
     def value(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the norm, (); infinite before the first gradient that is not 0, so that nothing is clipped."""
+        """Return the running norm, (). It is infinite until the first nonzero gradient, so that nothing is clipped
+        before."""
         mean_square, steps = self.state.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def add(self, norm: Tensor, ramp: Factors = AT_BASE) -> None:
-        """Add a norm, unless it is not finite."""
+        """Add a norm to the average; ignore it if it is not finite."""
         (mean_square, steps), beta = self.state.unbind(), ramp.beta(self.beta)
         added = torch.stack((beta * mean_square + (1 - beta) * norm.double() ** 2, steps + 1))
         self.state = torch.where(norm.isfinite(), added, self.state)
@@ -57,10 +58,11 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running)
 
     def __call__(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Returns their global norm before clipping, ().
+        """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, ().
 
-        ``ramp`` multiplies the values of the full batch, here the beta of the running norm. As in torch, the factor
-        is limit / (norm + 1e-6)."""
+        ``ramp`` converts the beta of the running norm from the full batch to the current batch of a ramp. As in
+        torch, gradients above the limit are multiplied by limit / (norm + 1e-6).
+        """
         gradients = [leaf.grad for leaf in self.model.leaves if leaf.grad is not None]
         assert len(gradients) == len(self.model.leaves)
         sizes = self.model.norms(gradients)[0]

@@ -1,8 +1,8 @@
-"""Describes the device and the machine: names, peak speed (for the MFU), memory held and free, cores and versions.
+"""Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
 MFU is the model FLOPs of a token (:mod:`leaven.planning.flops`: 6 for each weight of a matmul, the unembedding but
-not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. Beside
-it stand the causal MFU (half of the attention) and the HFU (recomputation counted).
+not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. The
+causal MFU (which counts half of the attention FLOPs) and the HFU (which also counts recomputation) are given as well.
 """
 
 import ctypes
@@ -39,24 +39,25 @@ _PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak speed of a device."""
+    """The peak speed of a device."""
 
     flops: float  # FLOP/s
     source: str  # a data sheet, or a measurement
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """Return the dense peak FLOP/s of a device by the name its driver gives, or None where it is not known.
+    """Return the dense peak FLOP/s of a device, given the name that its driver reports, or None if it is unknown.
 
-    None for fp32, which may run as TF32 or not, and for CPUs: a wrong peak is worse than none. A trainer that took
-    unknown devices for an A100 printed an MFU three times too high."""
+    The result is None for fp32, which may or may not run as TF32, and for CPUs: a wrong peak is worse than no peak. A
+    trainer that treated unknown devices as an A100 printed an MFU three times too high.
+    """
     known = known_device(device_name)
     tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
     return None if tflops is None else tflops * 1e12
 
 
 def mfu_convention(peak: Peak) -> str:
-    """Return the definition of the MFU, in one line."""
+    """Return a line of text that defines the MFU."""
     return (
         "model FLOPs a token 6 N (unembedding counted, embedding not) + 12 L d s (causal: half of that) over "
         f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
@@ -64,29 +65,29 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the peak of a device from its data sheet, or None if that is not known."""
+    """Return the peak speed of a device from its data sheet, or None if it is unknown."""
     name = device_name(device)
     flops = peak_flops(name, compute)
     return Peak(flops, f"data sheet of {name}") if flops else None
 
 
 def default_device() -> torch.device:
-    """Return the CUDA device if there is one, else the CPU."""
+    """Return the CUDA device if the machine has one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device from its driver; for a CPU the model of the processor."""
+    """Return the name of a device as its driver reports it; for a CPU, return the processor model."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
-    """Return a device's entry in the planner's table of accelerators, or None."""
+    """Return a device's entry in the planner's table of accelerators, or None if the table does not contain it."""
     return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
-    """Return the peak of a device from its data sheet, or else measured, once per process.
+    """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
 
     A dtype that the device only emulates has at least the peak of fp32. Without that bound a CPU without fp16 showed
     MFUs of up to 227%: its fp16 product of two matrices takes eight times as long if neither is transposed.
@@ -121,7 +122,7 @@ def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float
 
 
 def time_fixed_work(device: torch.device) -> float:
-    """Return the seconds of a matmul that is the same on all devices, to find the slowest of several."""
+    """Return the seconds that a device takes for a matmul of fixed size, to find the slowest of several devices."""
     a, times = torch.ones(FIXED_WORK_SIZE[device.type], FIXED_WORK_SIZE[device.type], device=device), []
     for _ in range(5):
         wait(device)
@@ -139,7 +140,7 @@ def wait(device: torch.device) -> None:
 
 
 def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
-    """Return the MFU, with full attention, beside the causal MFU and the HFU of the same speed."""
+    """Return the MFU (which counts full attention), the causal MFU and the HFU at the same speed."""
     full = flops_per_token(recipe.model)
     return {
         "mfu": mfu,
@@ -151,7 +152,7 @@ def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
 def unless_out_of_memory(
     work: Callable[[], T], device: torch.device, cleanup: Callable[[], None] = lambda: None
 ) -> T | None:
-    """Return ``work()``, or None if it runs out of memory; calls ``cleanup`` in both cases."""
+    """Return the result of ``work()``, or None if it runs out of memory. Call ``cleanup`` in both cases."""
     try:
         return work()
     except (RuntimeError, MemoryError) as error:
@@ -165,7 +166,8 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes held so far: allocated on an accelerator; on a CPU by the whole process."""
+    """Return the peak memory so far, in bytes: on an accelerator, of its allocated memory; on a CPU, of the whole
+    process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     import resource  # not on Windows
@@ -174,7 +176,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the bytes held now, as :func:`peak_memory` counts them; on a CPU only on Linux."""
+    """Return the bytes in use now, as :func:`peak_memory` counts them. For a CPU, this works only on Linux."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):
@@ -183,7 +185,7 @@ def held_memory(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Make :func:`peak_memory` count from what is held now; on a CPU only on Linux."""
+    """Reset the result of :func:`peak_memory` to the memory in use now. For a CPU, this works only on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -192,7 +194,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a run can still allocate on this device; on a CPU within the limit of its container."""
+    """Return the bytes that a run can still allocate on this device; on a CPU, the limit of the container applies."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -209,7 +211,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes left in a control group, including its page cache, which can be reclaimed."""
+    """Return the bytes that a control group may still use, including its page cache, which can be reclaimed."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -219,7 +221,8 @@ def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, cores, memory in GiB and versions, without anything that identifies this machine."""
+    """Return the processor, number of cores, memory in GiB and software versions, but nothing that identifies this
+    machine."""
     return {
         "processor": processor(),
         "cores": cores(),
@@ -239,9 +242,10 @@ def cores() -> int:
 def keep_freed_memory() -> None:
     """Let the C library keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
 
-    By default it returns large blocks to the system at once, which has to clear their pages again in every step: 5 to
-    37% of a step on a CPU (measured: docs/log.md). Larger blocks would fragment memory. Without glibc this does
-    nothing."""
+    By default the C library returns large blocks to the system at once, and the system has to clear their pages again
+    in every step. On a CPU that takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks would
+    fragment memory. Without glibc this function does nothing.
+    """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h
         libc = ctypes.CDLL(None)

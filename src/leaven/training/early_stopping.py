@@ -1,10 +1,12 @@
-"""Ends trials early: those that diverge, and those that cannot reach the best one (pruning). It does not import
+"""Ends trials early if they diverge, or if they cannot reach the best trial (pruning). This module does not import
 torch.
 
-Trials are compared at equal tokens, and only if they have the same schedule. A trial with a high learning rate starts
-behind and may still win. So a trial is kept while it is behind by less than the loss that the baseline still gains
-after this point. That margin is wide while the learning rate is high, and narrows as it decays. The constants were
-chosen on the curves of one set of trials and tested on another (benchmarks/early_stopping.py, docs/log.md)."""
+Trials are compared at equal token counts, and only if they have the same schedule. A trial with a high learning rate
+starts behind and may still win. So a trial continues as long as it is behind the baseline by less than the baseline's
+loss still falls after this point. That margin is wide while the learning rate is high, and narrows as the learning
+rate decays. The constants were chosen on the curves of one set of trials and tested on another set
+(benchmarks/early_stopping.py, docs/log.md).
+"""
 
 import math
 from collections.abc import Mapping
@@ -26,7 +28,7 @@ LEARNT = 0.01
 
 
 def divergence_limit(vocab_size: int) -> float:
-    """Return the loss that counts as divergence, in nats: one more than a uniform guess."""
+    """Return the loss above which a run has diverged, in nats: 1 nat more than the loss of a uniform guess."""
     return math.log(vocab_size) + 1.0
 
 
@@ -34,9 +36,10 @@ def divergence_limit(vocab_size: int) -> float:
 class DivergenceMonitor(Callback[StepResult]):
     """Ends a run when it has diverged.
 
-    The criterion is the mean loss over about the last interval: a single batch of unusual text may be worse than a
-    uniform guess, and so may the first batches with a large init. A run whose loss exploded and then settled at a
-    uniform guess has diverged too: its softmax is saturated, and all such runs end with the same loss.
+    The criterion is the mean loss over roughly the last interval of the curve, because the loss of a single batch of
+    unusual text may be worse than a uniform guess, and with a large init so may the loss of the first batches. A run
+    whose loss exploded and then settled at the loss of a uniform guess has diverged too: its softmax is saturated,
+    and all runs of this kind end with the same loss.
     """
 
     vocab_size: int
@@ -75,7 +78,8 @@ class DivergenceMonitor(Callback[StepResult]):
 
 
 class Pruned(Exception):
-    """A trial cannot reach its baseline. ``expected`` is the validation loss that it would have reached."""
+    """Raised to end a trial that cannot reach its baseline. ``expected`` is the estimated validation loss of the full
+    trial."""
 
     def __init__(self, expected: float) -> None:
         self.expected = expected
@@ -83,9 +87,10 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback[StepResult]):
-    """Ends a trial that cannot reach its baseline, at a point of its curve after the warm-up.
+    """Ends a trial that cannot reach its baseline. The check takes place after the warm-up, at each point of the
+    trial's curve.
 
-    In the list of callbacks it must come after the monitor.
+    In the list of callbacks, put it after the :class:`DivergenceMonitor`.
     """
 
     monitor: DivergenceMonitor
@@ -115,7 +120,7 @@ CATCHES_UP = 1.5
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial with this curve so far cannot reach the baseline."""
+    """Return whether a trial whose curve so far is ``curve`` cannot reach the baseline."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -123,31 +128,33 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 
 
 def expected(curve: Curve, baseline: Baseline) -> float:
-    """Return the validation loss that a pruned trial would have reached.
+    """Estimate the validation loss that a pruned trial would have reached.
 
-    A trial closes part of its gap by the end of the run: the larger the gap, the smaller that part.
+    The estimate assumes that a trial closes part of its gap by the end of the run: the larger the gap, the smaller
+    the part.
     """
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return how far behind the baseline the last points of a trial are, in nats per token at equal tokens."""
+    """Return the mean loss of a trial's last points minus the baseline's loss at the same token counts, in nats per
+    token."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return the loss that the baseline still gained after the tokens at which the curve ends."""
+    """Return by how much the baseline's loss still fell after the token count at which the curve ends."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 
 def comparable(baseline: Baseline, tokens: int) -> bool:
-    """Return whether the baseline is a run of so many tokens, up to its last batch."""
+    """Return whether the baseline was trained on this number of tokens, within 2%."""
     return bool(baseline.curve) and math.isclose(baseline.curve[-1][0], tokens, rel_tol=0.02)
 
 
 def _mean(curve: Curve, at: Curve) -> float:
-    """Return the mean of a curve at the tokens of another."""
+    """Return the mean loss of a curve, interpolated at the token counts of the curve ``at``."""
     tokens, losses = zip(*curve, strict=True)
     return float(np.interp([there for there, _ in at], tokens, losses).mean())

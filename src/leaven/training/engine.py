@@ -1,6 +1,6 @@
-"""The state of a run (model, optimizer, position in the data) and its optimizer step, :meth:`Training.issue`.
+"""Defines the state of a run (model, optimizer, position in the data) and its optimizer step, :meth:`Training.issue`.
 
-A step is a function of the recipe, the tokens and the state alone.
+A step depends only on the recipe, the tokens and the state.
 """
 
 import time
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 class StopRequested(Exception):
-    """The user asked to stop during a step or an evaluation, which is abandoned."""
+    """Raised when the user requests a stop during a step or an evaluation. That step or evaluation is abandoned."""
 
 
 @dataclass
 class TrainingBatch:
-    """A batch, as this process feeds it to the model."""
+    """A batch, with the micro-batches that this process feeds to the model."""
 
     tokens: int  # of the whole batch
     targets: int  # of the whole batch, those that count in the loss
@@ -58,7 +58,8 @@ class TrainingBatch:
 
 
 class Training:
-    """Model, optimizer and position in the data of a run, on one device or on one process of several."""
+    """The state of a run in this process: model, optimizer and position in the data. The run may have several
+    processes."""
 
     def __init__(
         self, recipe: Recipe, tokens: "TokenSet", device: str | None = None, group: ProcessGroup = SINGLE_PROCESS
@@ -107,12 +108,12 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """The tokens trained so far."""
+        """The number of tokens trained so far."""
         return self.progress.tokens
 
     @property
     def next_batch_tokens(self) -> int:
-        """The tokens of the next step."""
+        """The number of tokens in the next step."""
         return self.recipe.batches.batch_at(self.progress.tokens)
 
     @property
@@ -121,13 +122,13 @@ class Training:
         return self.progress.step >= self.recipe.steps
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true. Called before every forward of a single process; several
-        processes have to stop at the same place, so they check between steps."""
+        """Raise StopRequested if ``stop()`` is true, in a run with a single process. Several processes have to stop
+        at the same step, so they check for a stop between steps instead."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Return to the state before a step that StopRequested has interrupted."""
+        """Restore the state before a step that StopRequested has interrupted."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -135,8 +136,8 @@ class Training:
         """Take one optimizer step and wait for it.
 
         Raises:
-            Diverged: if the loss or the gradient is not finite, unless the loss scale was too large. The parameters
-                are then unchanged.
+            Diverged: if the loss or the gradient is not finite, unless the cause is an fp16 loss scale that was too
+                large. The parameters are unchanged.
         """
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
@@ -144,11 +145,11 @@ class Training:
         return step
 
     def issue(self) -> Callable[[], Step]:
-        """Start one optimizer step on the device, without waiting for it. Returns a function that waits and returns
-        the metrics; call it once, in the order of the steps.
+        """Start one optimizer step on the device, without waiting for it. Return a function that waits for the step
+        and returns its metrics. Call each of these functions once, in the order of the steps.
 
-        The device itself skips a step whose loss or gradient norm is not finite or not below the limits: parameters
-        and moments stay unchanged.
+        If the loss or the gradient norm is not finite or not below the limits, the device itself skips the step:
+        parameters and moments stay unchanged.
         """
         self.telemetry.begin()
         recipe, start = self.recipe, self.progress
@@ -179,31 +180,31 @@ class Training:
 
     @property
     def _scale(self) -> Tensor | None:
-        """The loss scale of fp16, (); None in other dtypes."""
+        """The loss scale, (), in fp16; None in other dtypes."""
         return None if self.loss_scale is None else self.loss_scale.value
 
     def _forward_backward(self, batch: TrainingBatch, noise: NoiseMeasurement | None) -> Tensor:
-        """Compute the gradients of a batch, times the loss scale. Returns its mean loss, ()."""
+        """Compute the gradients of a batch, multiplied by the loss scale. Return the mean loss of the batch, ()."""
         share = (1 if self._scale is None else self._scale) / batch.targets
         after_first = noise.after_first if noise else None
         loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
         return loss if self._scale is None else loss / self._scale
 
     def _seed_dropout(self) -> None:
-        """Seed dropout by seed, step and rank, so that a resumed run draws the same masks."""
+        """Seed dropout from the recipe's seed, the step and the rank, so that a resumed run draws the same masks."""
         if self.recipe.model.dropout:
             ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _recount(self, longer: float) -> None:
-        """Convert step counts when the batch changes. This happens after the gradients are computed, so that a step
-        that is abandoned earlier leaves the state unchanged."""
+        """Convert the step counts of optimizer and clipping when the batch size changes. Call this after the
+        gradients are computed: a step that is abandoned earlier then leaves the state unchanged."""
         if longer != 1:
             self.clipper.recount(longer)
             self.optimiser.recount(longer)
 
     def _noise_measurement(self, batch: TrainingBatch, before: int) -> NoiseMeasurement | None:
-        """Return the measurement of the noise scale in this step, or None if it is not due."""
+        """Return an object that measures the noise scale in this step, or None if no measurement is due."""
         if self.noise is None or not self.noise.due(before, before + batch.tokens):
             return None
         first = next(batch.micro_batches)
@@ -214,13 +215,13 @@ class Training:
         return NoiseMeasurement(self.noise, self.sharded, targets, batch.targets, self._scale)
 
     def _read(self, pending: Callable[[Peak | None], Step]) -> Step:
-        """Wait for a pending step and count its seconds."""
+        """Wait for a pending step, add its seconds to the progress, and return its metrics."""
         step = pending(self.peak)
         self.progress = replace(self.progress, seconds=self.progress.seconds + step.seconds)
         return step
 
     def evaluate(self) -> float:
-        """Return the mean validation loss in nats per token, over the same windows at every call."""
+        """Return the mean validation loss in nats per token. Every call uses the same windows."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._slice(len(windows))
@@ -230,13 +231,13 @@ class Training:
         return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
-        """Return the target tokens of the validation loss, (targets,)."""
+        """Return the tokens that the validation loss has as targets, (targets,)."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _counted(self, windows: Tensor, sequences: int) -> int:
-        """Return how many targets of a batch count in the loss: all but the first token of each isolated document.
-        ``windows`` are this process's part of the batch."""
+        """Return how many targets of a batch count in the loss: all of them, but if documents are isolated the first
+        token of each document is left out. ``windows`` are the sequences of the batch that this process reads."""
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
         mine = int((windows[:, :-1] != self._end_of_text).sum())
@@ -247,7 +248,7 @@ class Training:
         )
 
     def _batch_at(self, tokens: int) -> TrainingBatch:
-        """Return the batch of the step after so many tokens. A process reads its own samples only."""
+        """Return the batch of the step that starts after ``tokens`` tokens. A process reads only its own samples."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
         sequences = batch_tokens // seq_len
         start, count = self._slice(sequences)
@@ -255,22 +256,22 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of so many sequences, of which this process has the first ``count`` windows."""
+        """Return a batch of ``sequences`` sequences; this process contributes the first ``count`` windows."""
         targets = self._counted(windows[:count], sequences)
         return TrainingBatch(
             sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences)
         )
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Return the number of the first sequence of a batch that this process reads, and how many it reads. The last
-        processes may read fewer, or none."""
+        """Return the index of the first sequence of a batch that this process reads, and the number of sequences that
+        it reads. The last processes may read fewer sequences than the others, or none."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
-        """Yield the first ``count`` windows as micro-batches. All have one size, and all processes have as many: they
-        are padded with sequences whose targets do not count."""
+        """Yield the first ``count`` windows as micro-batches. All micro-batches have the same size, and all processes
+        get the same number of them: they are padded with sequences whose targets do not count."""
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -278,7 +279,8 @@ class Training:
             yield self.micro_batch_of(chunk, min(max(count - number * size, 0), size))
 
     def micro_batch_of(self, windows: Tensor, count: int) -> MicroBatch:
-        """Return windows (sequences, seq_len + 1) on the device; only the targets of the first ``count`` count."""
+        """Return a micro-batch of windows (sequences, seq_len + 1) on the device. Only the targets of the first
+        ``count`` windows contribute to the loss."""
         inputs, targets, documents = windows[:, :-1], windows[:, 1:].clone(), None
         if self._end_of_text is not None:
             documents, targets = isolated(windows, self._end_of_text)
@@ -287,8 +289,9 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def forwards(self, sequences: int) -> tuple[int, int]:
-        """Return the sequences of each forward and the number of forwards of a batch. A compiled model gets one size
-        wherever possible: compiling for a new one costs more than padding."""
+        """Return the number of sequences in each forward pass and the number of forward passes for a batch. A
+        compiled model gets the same size wherever possible, because compiling for a new size costs more than padding.
+        """
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -299,8 +302,8 @@ class Training:
         return tokens
 
     def checkpoint(self) -> Checkpoint:
-        """Return the part of the state that this process owns. The process with the first element of a parameter owns
-        its step count; the first process owns everything that does not belong to a parameter."""
+        """Return the part of the state that this process owns. The step count of a parameter belongs to the process
+        with the parameter's first element; state that does not belong to a parameter belongs to the first process."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
@@ -321,7 +324,7 @@ class Training:
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore a checkpoint, which any layout may have saved."""
+        """Restore the state from a checkpoint, which may have been saved with another layout."""
         moments = {}
         for held in self.sharded.held:
             name, piece = held.row.name, held.piece
@@ -335,7 +338,7 @@ class Training:
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:
-        """Skip the data and lower the learning rate as the run's rewinds say."""
+        """Skip data and lower the learning rate from now on, as the run's rewinds require."""
         self.rewinds = rewinds
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))
@@ -343,7 +346,7 @@ class Training:
 
 
 def check_trainable(recipe: Recipe, tokens: "TokenSet", group: ProcessGroup = SINGLE_PROCESS) -> None:
-    """Raise InputError if this recipe cannot be trained on these tokens by these processes."""
+    """Raise InputError if these processes cannot train this recipe on these tokens."""
     require_trainable(recipe, group.size)
     if recipe.start.folder is not None:
         require_start(recipe.model, recipe.start.folder)

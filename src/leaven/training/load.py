@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run at one of its checkpoints."""
+    """A run at one of its checkpoints, with weights and tokenizer."""
 
     recipe: Recipe
     table: ParameterTable
@@ -54,18 +54,19 @@ class LoadedRun:
 
     @property
     def vocabulary(self) -> int:
-        """The size of the tokenizer's vocabulary; the model's may be larger."""
+        """The size of the tokenizer's vocabulary; the vocabulary of the model may be larger."""
         return Encoder(self.tokenizer).vocab_size
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Return model and tokenizer of a run's newest whole checkpoint, or of the one at ``tokens`` tokens.
+    """Return the model and the tokenizer of a run, from its newest undamaged checkpoint or from the checkpoint at
+    ``tokens`` tokens.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
-    time, vocabulary). Warns of newer checkpoints that are damaged.
+    time, vocabulary). A warning names newer checkpoints that are damaged.
 
     Raises:
-        InputError: if the folder holds no run, or no such checkpoint that is whole.
+        InputError: if the folder contains no run, or the checkpoint is missing or damaged.
     """
     loaded = load_run(run, tokens)
     for name in loaded.damaged:
@@ -74,7 +75,7 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
 
 
 def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
-    """Return a run at a checkpoint, chosen as in :func:`load`."""
+    """Read a run at a checkpoint, which is chosen as in :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
@@ -85,7 +86,7 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(f"{run}: {_missing(folder.checkpoints, tokens, [path.name for path in damaged])}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
-            f"{run}: holds no tokenizer.json (runs of older versions do not); copy the one it was trained with there"
+            f"{run}: holds no tokenizer.json (older versions did not save it); copy the run's tokenizer.json there"
         )
     from tokenizers import Tokenizer
 
@@ -125,9 +126,10 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Return sample ``number`` of a seed, which does not depend on other samples.
+    """Generate sample number ``number`` of a seed. It does not depend on other samples.
 
-    The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, in whole characters.
+    The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, which never ends in
+    the middle of a character.
     """
     tokenizer = run.tokenizer
     tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text

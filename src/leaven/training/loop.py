@@ -1,5 +1,5 @@
-"""The training loop: optimizer steps with callbacks around them. It trains runs, trials of a study, and the models of
-checks."""
+"""Runs the training loop: optimizer steps with callbacks around them. Runs, trials of a study and the models of
+verification checks use the same loop."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an optimizer step of any model."""
+    """The result of one optimizer step; the model may be any torch model."""
 
     step: int  # from 1
     tokens: int  # consumed once the step is done
@@ -27,7 +27,7 @@ class StepResult:
 
 
 class Diverged(RuntimeError):
-    """The loss is not finite, or has risen and does not fall again."""
+    """Raised when the loss is not finite, or has risen and does not fall again."""
 
 
 S_co = TypeVar("S_co", bound=StepResult, covariant=True)
@@ -36,55 +36,57 @@ S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
 
 
 class Trainable(Protocol[S_co]):
-    """What the loop can train: :class:`leaven.training.engine.Training`, or any class with these members."""
+    """The interface of what the loop trains: :class:`leaven.training.engine.Training`, or a class with these
+    members."""
 
     @property
     def tokens(self) -> int:
-        """The tokens trained so far."""
+        """The number of tokens trained so far."""
         ...
 
     @property
     def finished(self) -> bool: ...
 
     def issue(self) -> Callable[[], S_co]:
-        """Start one optimizer step without waiting for it. Returns a function that waits and returns the result."""
+        """Start one optimizer step without waiting for it. Return a function that waits for the step and returns its
+        result."""
         ...
 
 
 class Callback(Generic[S_contra]):
-    """Methods that the loop calls; override those that are needed. Callbacks are called in the order of the loop's
-    list, and may raise to end the run."""
+    """A base class with the methods that the loop calls; by default they do nothing. The loop calls its callbacks in
+    the order of its list. A callback may raise an exception to end the run."""
 
     def before_step(self) -> None:
-        """Called before each step. The result of the previous step may not have been read yet."""
+        """React before each step. The result of the previous step may not have been read yet."""
 
     def after_step(self, step: S_contra) -> None:
-        """Called after each step, once its result has been read."""
+        """React to the result of a step, once it has been read."""
 
     def is_due(self, before: int, after: int) -> bool:
-        """Return whether to call :meth:`on_due` after a step from ``before`` to ``after`` tokens, unless it was the
-        last one."""
+        """Return whether to call :meth:`on_due` after a step that advances the run from ``before`` to ``after``
+        tokens. It is never called after the last step."""
         return False
 
     def on_due(self) -> None:
-        """Called between two steps, once the results of all started steps have been read."""
+        """React between two steps, once the results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
-        """Return the JSON values that this callback saves in a checkpoint. All callbacks share one namespace."""
+        """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the current position of the training. ``state`` has the values that all callbacks saved
-        there; at the start it is empty."""
+        """Prepare to continue from the current position of the training. ``state`` contains the values that all
+        callbacks saved at this position; it is empty at the start of a run."""
 
     def close(self) -> None:
-        """Called at the end of the run, also after an error."""
+        """Release resources at the end of the run, also after an error."""
 
 
 class Loop(Generic[S]):
-    """Trains to the end, with callbacks.
+    """Trains until the end of the run, and calls the callbacks.
 
-    With ``lookahead`` the result of a step is read after the next one has been started, so that the device never
+    With ``lookahead``, the result of a step is read after the next step has been started, so that the device never
     waits.
     """
 
@@ -94,7 +96,7 @@ class Loop(Generic[S]):
         self._discarded = False
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train until done or stopped; returns whether it is done."""
+        """Train until the run is done or stopped. Return whether it is done."""
         while not stop():
             if not self._training.finished:
                 self._take_step()
@@ -118,14 +120,14 @@ class Loop(Generic[S]):
                 callback.on_due()
 
     def read(self) -> bool:
-        """Wait for the pending step, if there is one, and hand it to the callbacks. Returns False if one of them has
+        """Wait for the pending step, if any, and pass its result to the callbacks. Return False if a callback has
         moved the run to another state."""
         done, self._pending = self._pending, None
         return self._hand_over(done)
 
     def _hand_over(self, done: Callable[[], S] | None) -> bool:
-        """Wait for a step and hand it to the callbacks. Returns False if one of them has moved the run to another
-        state, which drops the pending step."""
+        """Wait for a step and pass its result to the callbacks. Return False if a callback has moved the run to
+        another state, which drops the pending step."""
         self._discarded = False
         if done is not None:
             step = done()
@@ -134,13 +136,13 @@ class Loop(Generic[S]):
         return not self._discarded
 
     def discard(self) -> None:
-        """Drop the pending step: the run continues from another state."""
+        """Drop the pending step, because the run continues from another state."""
         self._pending, self._discarded = None, True
 
 
 @dataclass
 class PlainTraining:
-    """Trains any model with a given loss and optimizer, without clipping. Gradients stay until the next step."""
+    """Trains any model with a given loss and optimizer, without clipping. Gradients are kept until the next step."""
 
     optimizer: "Optimizer"
     loss: Callable[[int], "Tensor"]  # mean loss of the batch after so many tokens, ()
@@ -157,7 +159,7 @@ class PlainTraining:
         return self.tokens >= self.end
 
     def issue(self) -> Callable[[], StepResult]:
-        """Take one optimizer step. Returns a function that returns its result."""
+        """Take one optimizer step. Return a function that returns its result."""
         loss = self.loss(self.tokens)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

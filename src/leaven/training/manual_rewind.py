@@ -1,4 +1,5 @@
-"""Manual rewinds (--rewind-to): continue from an earlier checkpoint, skip some data, change the schedule."""
+"""Performs manual rewinds (--rewind-to): a run continues from an earlier checkpoint, and may skip some data or change
+its schedule."""
 
 from dataclasses import asdict, dataclass
 
@@ -27,12 +28,14 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether the last manual rewind was this one, so that the run resumes instead of rewinding again."""
+        """Return whether the run's last manual rewind had these arguments, so that the run resumes instead of
+        rewinding again."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if there is no run or no checkpoint, or if a run cannot change a value of the recipe."""
+        """Raise InputError if there is no run or no checkpoint, or if the recipe changes a value that a run cannot
+        change."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -44,7 +47,7 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind, and write the recipe that is valid from there on."""
+        """Record the rewind, and write the recipe that the run uses from that checkpoint on."""
         with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()
@@ -67,7 +70,7 @@ class ManualRewind:
         if found is None:
             there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
             raise InputError(
-                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before it; "
+                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
                 + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
             )
         return found.progress.tokens

@@ -65,14 +65,14 @@ def measure(
     on_step: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Measurement | None:
-    """Take a few steps of a recipe's shape on random tokens, and add the result to the calibration history.
+    """Take a few steps with a recipe's model on random tokens, and add the result to the calibration history.
 
-    ``gpus`` is the cluster of the plan; this machine must have one of its accelerators. A shape that is too large or
-    too slow here is measured at two smaller depths, since time and memory are linear in the number of layers. Returns
-    None if stopped; nothing is then written.
+    ``gpus`` is the cluster of the plan; this machine must have an accelerator of the same type. A model that is too
+    large or too slow for this machine is measured at two smaller depths, because time and memory are linear in the
+    number of layers. Return None if stopped; in that case nothing is written.
 
     Raises:
-        InputError: if this machine has another accelerator, or not even two layers fit.
+        InputError: if this machine does not have that type of accelerator, or not even two layers fit.
     """
     device = default_device()
     _require_accelerator(device, gpus)
@@ -103,8 +103,8 @@ def measure(
             deepest //= 2
         else:
             raise InputError(
-                f"not even {min(2, full)} layers of this shape fit on {device_name(device)}, of which "
-                f"{free_memory(device) / GIB:.3g} GiB are free; take a smaller model or a shorter [model] seq_len"
+                f"not even {min(2, full)} layers of this model fit on {device_name(device)}, which has "
+                f"{free_memory(device) / GIB:.3g} GiB free; use a smaller model or a shorter [model] seq_len"
             )
     except StopRequested:
         return None
@@ -117,18 +117,18 @@ def measure(
 
 
 def _require_accelerator(device: torch.device, gpus: str) -> None:
-    """Raise InputError if this machine has none of a cluster's accelerators."""
+    """Raise InputError if this machine does not have the type of accelerator of the cluster ``gpus``."""
     wanted, here = parse_cluster(gpus).accelerator, accelerator_of(device)
     if here is None or here.name != wanted.name:
         name = "a processor (--gpus cpu)" if device.type == "cpu" else device_name(device)
         raise InputError(
-            f"--measure takes steps on this machine, which has {name} and no {wanted.name}; "
-            "measure on a machine that has one, or leave --measure out"
+            f"--measure takes steps on this machine, which has {name} but no {wanted.name}; "
+            f"use a machine with {wanted.name}, or leave out --measure"
         )
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe for one device with a batch of one or two forwards, and its arrangement."""
+    """Return the recipe reduced to one device and a batch of one or two forward passes, and its arrangement."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -147,19 +147,19 @@ def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, 
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
-    """Return the estimated seconds of a step."""
+    """Estimate the seconds of a step."""
     return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step fits into memory and takes a short time; two layers may take longer."""
+    """Return whether a step fits into memory and is short enough. With at most two layers it may take longer."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
 
 
 def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> StepCost:
-    """Return the cost at full depth, extrapolated on a straight line from two smaller depths."""
+    """Return the cost at full depth, extrapolated linearly from the costs at two smaller depths."""
 
     def line(low: float, high: float) -> float:
         return high + (full - depths[1]) * max(high - low, 0.0) / (depths[1] - depths[0])
@@ -172,7 +172,7 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[int], None]
 ) -> StepCost | None:
-    """Return the cost of a few steps on random tokens, or None if they run out of memory.
+    """Measure the cost of a step on random tokens. Return None if it runs out of memory.
 
     Raises:
         StopRequested: if ``stop()`` becomes true.

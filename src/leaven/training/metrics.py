@@ -1,4 +1,4 @@
-"""Writes a run's curves to TensorBoard, W&B or trackio, beside metrics.jsonl.
+"""Writes a run's curves to TensorBoard, W&B or trackio, in addition to metrics.jsonl.
 
 If a writer fails (full disk, service down), the run continues without it.
 """
@@ -22,8 +22,8 @@ WRITERS = ("tensorboard", "wandb", "trackio")
 
 
 class TensorBoard:
-    """Writes scalars over tokens. torch's SummaryWriter is not used: it writes in a thread, whose errors (a full
-    disk) cannot be caught."""
+    """Writes scalars to TensorBoard, with tokens on the x axis. torch's SummaryWriter is not used because it writes
+    in a thread, and errors in that thread (a full disk) cannot be caught."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -53,8 +53,8 @@ class TensorBoard:
 
 
 class Tracker:
-    """A run of W&B or trackio, which have the same interface. Their own settings (WANDB_MODE, TRACKIO_DIR, ...)
-    apply; a resumed run continues its curves."""
+    """Writes scalars to W&B or trackio, which have the same interface. The settings of these services (WANDB_MODE,
+    TRACKIO_DIR, ...) apply. A resumed run continues its curves."""
 
     def __init__(self, module: Any, folder: Path, recipe: Recipe) -> None:
         self._module = module
@@ -72,24 +72,24 @@ class Tracker:
 
 
 def writers(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the writers of ``--log-to``; without it, TensorBoard if it is installed.
+    """Return the writers that ``--log-to`` names. Without ``--log-to``, return TensorBoard if it is installed.
 
     Raises:
-        InputError: if a name is unknown or its package not installed.
+        InputError: if a name is unknown or its package is not installed.
     """
     if names is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
     for name in names:
         if name not in WRITERS:
-            raise InputError(f"--log-to {name}: take {', '.join(WRITERS)} or none")
+            raise InputError(f"--log-to {name}: unknown; choose from {', '.join(WRITERS)} or none")
         if find_spec(name) is None:
             raise InputError(f"--log-to {name}: {name} is not installed: pip install {name}")
     return tuple(dict.fromkeys(names))
 
 
 class Curves:
-    """All writers of a run that continues from ``tokens`` trained. ``lost`` is called with the name and error of each
-    that fails, once."""
+    """All writers of a run that continues from ``tokens`` trained tokens. If a writer fails, ``lost`` is called once
+    with its name and the error."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, recipe: Recipe, tokens: int, lost: Callable[[str, str], None]

@@ -1,7 +1,8 @@
-"""Chooses the micro-batch, the sequences of one forward: the fastest that fits, timed with real forwards.
+"""Chooses the micro-batch, the number of sequences in one forward pass: the fastest that fits, timed with real
+forward passes.
 
-A micro-batch is an upper limit: a batch that it does not divide is split evenly (12 sequences at 8 are 6 and 6), so
-that during a ramp every batch has a size of its own.
+A micro-batch is an upper limit: a batch that it does not divide is split evenly (with a micro-batch of 8, 12
+sequences are split into 6 and 6). So the forward passes of a ramp can have a different size for each batch.
 """
 
 import time
@@ -58,7 +59,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen micro-batch."""
+    """The chosen micro-batch, with the reason for it."""
 
     micro_batch: int  # sequences
     why: str  # the reason, for the recipe
@@ -68,7 +69,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return the sequences of each forward of a batch: the fewest forwards up to ``micro_batch``, all of one size.
+    """Return the number of sequences in each forward pass of a batch: at most ``micro_batch``, in as few forward
+    passes of equal size as possible.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -87,7 +89,8 @@ def sizes(sequences: int) -> list[int]:
 
 
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
-    """Return the recipe's micro-batch, or for "auto" a rule of thumb that needs no measurement."""
+    """Return the recipe's micro-batch. If it is "auto", return the micro-batch of a rule of thumb, without a
+    measurement."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
@@ -95,8 +98,8 @@ def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
 
 
 def _most(recipe: Recipe) -> int:
-    """Return the largest micro-batch that leaves a rank one micro-batch for every pipeline stage, and two if the
-    noise scale is measured."""
+    """Return the largest micro-batch that gives each rank at least one micro-batch per pipeline stage, and at least
+    two micro-batches if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
         batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
@@ -106,9 +109,11 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the micro-batch of the run in this folder, if there is one and the recipe says "auto".
+    """Return the recipe, in which a micro-batch of "auto" is replaced by that of the run in this folder, if there is
+    a run.
 
-    A run keeps it wherever it is resumed, since the order of a sum decides its last bits.
+    A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
+    bits of a sum.
     """
     run = RunFolder(folder)
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
@@ -121,7 +126,7 @@ def as_started(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """Return the recipe with the micro-batch of the run in this folder, or else by the rule of thumb."""
+    """Return the recipe with the micro-batch of the run in this folder. If there is no run, use the rule of thumb."""
     recipe = as_started(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
@@ -131,7 +136,7 @@ def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
-    """Return the bytes that training needs in addition to the weights, by the planner's closed form."""
+    """Estimate the bytes that training needs in addition to the weights, with the planner's formula."""
     shape, lower = recipe.model, recipe.precision.compute != "fp32"
     code = replace(
         LEAVEN_BF16,
@@ -149,10 +154,10 @@ def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
 
 
 def require_memory(recipe: Recipe) -> None:
-    """Check, before a model is built, that it fits into memory.
+    """Check that training fits into memory, before the model is built.
 
     Raises:
-        InputError: if by the closed form not even one sequence per forward fits beside the weights.
+        InputError: if by the planner's formula not even one sequence per forward pass fits into memory.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = LEAVEN_BF16.weights * recipe.model.params
@@ -163,17 +168,18 @@ def _require(needed: float, device: torch.device) -> None:
     free, share = free_memory(device), SHARE[device.type]
     if needed > share * free:
         raise InputError(
-            f"training needs about {needed / GIB:.3g} GiB with one sequence a forward, and {share:.0%} of the "
-            f"{free / GIB:.3g} GiB that are free on {device} is {share * free / GIB:.3g}; take a smaller model or a "
-            "shorter [model] seq_len"
+            f"training needs about {needed / GIB:.3g} GiB even with one sequence per forward pass, but only "
+            f"{share * free / GIB:.3g} GiB may be used on {device} ({share:.0%} of {free / GIB:.3g} GiB free); "
+            "use a smaller model or a shorter [model] seq_len"
         )
 
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list[int]:
-    """Return the candidates that fit by the closed form, once the weights are allocated.
+    """Return the candidate micro-batches that fit into memory by the planner's formula. The weights must already be
+    allocated.
 
     Raises:
-        InputError: if not even the smallest fits.
+        InputError: if not even the smallest candidate fits.
     """
     needed = {size: needed_memory(recipe, size, device.type) for size in candidates}
     _require(min(needed.values()), device)
@@ -182,13 +188,14 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list
 
 
 def settle(training: "Training") -> Choice:
-    """Choose the micro-batch of a new run by timing, or by rule of thumb for a short run, and set it in the recipe of
-    the training, with the reason.
+    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short. Set the micro-batch
+    and the reason for it in the recipe of the training.
 
-    Model, optimizer, random state and position do not change: losses are the same as with this number in the recipe.
+    Model, optimizer, random state and position do not change: the losses are the same as if the recipe had contained
+    this micro-batch from the start.
 
     Raises:
-        InputError: if nothing fits.
+        InputError: if no micro-batch fits into memory.
         StopRequested: if the training was asked to stop.
     """
     began, recipe, device = time.perf_counter(), training.recipe, training.device
@@ -197,8 +204,8 @@ def settle(training: "Training") -> Choice:
     choice = (_largest_that_runs if recipe.steps < TIMED_STEPS else _fastest)(training, candidates)
     if choice is None:
         raise InputError(
-            f"out of memory with a micro-batch of 1 on {device}, of which {free_memory(device) / GIB:.1f} GiB are "
-            "free; take a smaller model or a shorter [model] seq_len"
+            f"out of memory with a micro-batch of 1 on {device}, which has {free_memory(device) / GIB:.1f} GiB "
+            "free; use a smaller model or a shorter [model] seq_len"
         )
     tried = f"; out of memory with {', '.join(map(str, choice.too_large))}" if choice.too_large else ""
     why = recipe.why | {"batch.micro_batch": f"auto: {choice.why}{tried}"}
@@ -214,7 +221,8 @@ def settle(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the micro-batch of the rule of thumb, halved until it fits; None if not even one sequence does."""
+    """Return the micro-batch of the rule of thumb, halved until it fits into memory, or None if not even one sequence
+    fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, size) is None:
@@ -228,8 +236,8 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
 
 
 def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the smallest micro-batch that is about as fast as the fastest; None if not even one sequence fits.
-    Candidates are timed from small to large until memory or time runs out."""
+    """Time the candidates from small to large until memory or time runs out. Return the smallest micro-batch that is
+    about as fast as the fastest, or None if not even one sequence fits."""
     began, recipe = time.perf_counter(), training.recipe
     sequences = recipe.batch.tokens // recipe.model.seq_len
     timings: list[Timing] = []
@@ -262,11 +270,11 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
 
 
 def trial_step(training: "Training", size: int) -> float | None:
-    """Return the seconds of a forward and backward pass over a micro-batch of the run's data, or None if it runs out
-    of memory.
+    """Time a forward and a backward pass over a micro-batch of the run's data. Return the seconds, or None if memory
+    runs out.
 
-    Memory is allocated as in a step, with gradients of earlier forwards where a batch takes several. The state of the
-    run does not change.
+    Memory is allocated as in a real step, including the gradients of earlier forward passes if a batch takes several
+    forward passes. The state of the run does not change.
 
     Raises:
         StopRequested: if the training was asked to stop.
@@ -300,8 +308,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Allocate memory for so many copies of the parameters, as a step does. No-op on a CPU, where memory is used only
-    once it is written to."""
+    """Allocate memory for ``copies`` copies of the parameters, as a step does. Do nothing on a CPU, where allocated
+    memory takes no space until it is written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)

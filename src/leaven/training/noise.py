@@ -1,5 +1,5 @@
-"""Measures the gradient noise scale of a run by comparing two gradients of one step: after its first micro-batch and
-after all of them.
+"""Measures the gradient noise scale of a run by comparing two gradients of one step: the gradient after the first
+micro-batch and the gradient after all micro-batches.
 
 The estimates of tr(Sigma) and |G|^2 (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with exponential
 weights, and then divided. Both averages start at 0, which cancels in their ratio.
@@ -23,7 +23,7 @@ _STATE = "noise_scale.averages"  # among the optimiser's tensors in a checkpoint
 
 @dataclass
 class NoiseScale:
-    """Averages over measurements, each at the first step at or beyond a multiple of ``every`` tokens."""
+    """The noise scale, averaged over measurements. The run measures it every ``every`` tokens."""
 
     every: int  # tokens
     averages: Tensor  # of tr(Sigma) for one token and of |G|^2: (2,), float64, on the gradients' device
@@ -33,13 +33,15 @@ class NoiseScale:
         return None if every is None else cls(every, torch.zeros(2, dtype=torch.float64, device=device))
 
     def due(self, before: int, after: int) -> bool:
-        """Return whether to measure a step from ``before`` to ``after`` tokens."""
+        """Return whether to measure the noise scale in a step that advances the run from ``before`` to ``after``
+        tokens."""
         return after // self.every > before // self.every
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add the norms, (), of the mean gradient over ``small`` and ``big`` tokens, unless one is not finite.
+        """Add the norms, (), of the mean gradients over ``small`` and ``big`` tokens. Ignore both if one of them is
+        not finite.
 
-        Returns the noise scale in tokens, (); nan while the estimate of |G|^2 is not positive.
+        Return the noise scale in tokens, (). It is nan as long as the estimate of |G|^2 is not positive.
         """
         small_squared, big_squared = small_norm.double() ** 2, big_norm.double() ** 2
         noise = gradient_noise(small.double(), small_squared, big, big_squared)

@@ -1,4 +1,4 @@
-"""Adam with parameter groups from the parameter table: one group for each set of values."""
+"""Builds Adam with parameter groups from the parameter table. Parameters with equal values share a group."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,11 @@ Moments = Mapping[tuple[str, str], Tensor]
 
 
 def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow]) -> list[dict[str, Any]]:
-    """Return groups for ``torch.optim``: module, param_names, params, peak_lr, lr, betas, eps, weight_decay.
+    """Return groups for ``torch.optim``, with the keys module, param_names, params, peak_lr, lr, betas, eps and
+    weight_decay.
 
     Raises:
-        ValueError: naming parameters without a row, or rows without a parameter.
+        ValueError: if parameters have no row or rows have no parameter; the message names them.
     """
     names = {row.name for row in rows}
     if len(names) != len(rows):
@@ -48,13 +49,15 @@ class Optimiser:
 
     @classmethod
     def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimiser":
-        """Return an optimizer: ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient (L2)."""
+        """Return an optimizer. The kind ``adamw`` has decoupled weight decay; ``adam`` adds weight decay to the
+        gradient (L2)."""
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam
         return cls(algorithm(parameter_groups(parameters, rows), fused=True))
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
-        """Update at ``multiplier`` times every group's peak lr, and drop the gradients. Nothing is updated if
-        ``skip`` is true on the device. ``ramp`` multiplies the values of the full batch."""
+        """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
+        ``skip``, a tensor on the device, is true, the parameters do not change. ``ramp`` contains the factors from
+        the values of the full batch to those of the current batch."""
         for group in self.adam.param_groups:
             full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
             group["lr"] = group["peak_lr"] * multiplier * ramp.lr
@@ -67,7 +70,8 @@ class Optimiser:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by ``factor``, by which the half-life of the moments in steps has changed."""
+        """Multiply the step counts by ``factor``, the factor by which the half-life of the moments has changed, in
+        steps."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -76,7 +80,8 @@ class Optimiser:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return moments and step counts by kind and parameter name, independent of the order of the groups."""
+        """Return moments and step counts, with keys made of kind and parameter name. They do not depend on the order
+        of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()

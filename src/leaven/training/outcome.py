@@ -1,4 +1,4 @@
-"""The outcome of a trial. It does not import torch: searches, workers and users' objectives share it."""
+"""Defines the outcome of a trial, for searches, workers and users' objectives. This module does not import torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,13 +10,13 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """Return a curve from lists, as JSON or a user's objective gives it."""
+    """Convert a list of points, from JSON or from a user's objective, to a curve."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial."""
+    """The outcome of a trial: its loss and how it was reached."""
 
     loss: float  # validation, nats per token; not finite if it diverged; of a pruned trial the expected loss
     tokens: int = 0  # position in the run at the end, plus the cooldowns of shorter durations
@@ -29,7 +29,7 @@ class Outcome:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Outcome":
-        """Return an outcome from its JSON document."""
+        """Read an outcome from its JSON document."""
         return cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
 
     @property

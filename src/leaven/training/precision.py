@@ -1,4 +1,4 @@
-"""Compute dtypes, and the dynamic loss scale of fp16.
+"""Defines the compute dtypes, and the dynamic loss scale for fp16.
 
 Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy
 (Micikevicius et al. 2018, arXiv 1710.03740).
@@ -21,10 +21,10 @@ _STATE = "loss_scale"  # among the optimiser's tensors in a checkpoint
 
 @dataclass
 class LossScale:
-    """The factor on the loss before the backward pass that keeps small gradients from vanishing in fp16.
+    """The factor that multiplies the loss before the backward pass, so that small gradients do not vanish in fp16.
 
-    A step whose gradient overflows is skipped and halves the scale; :data:`GROW_AFTER` steps without overflow double
-    it. It is a power of two, so it does not change the bits of gradients.
+    If the gradient of a step overflows, the step is skipped and the scale is halved. After :data:`GROW_AFTER` steps
+    without overflow the scale is doubled. The scale is a power of two, so it changes only the exponents of gradients.
     """
 
     value: Tensor  # (), on the device
@@ -35,7 +35,7 @@ class LossScale:
         return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
 
     def update(self, finite: Tensor) -> None:
-        """Adjust the scale after a step whose loss and gradient were finite or not, ()."""
+        """Adjust the scale after a step. ``finite``, (), is whether the loss and the gradient were finite."""
         # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER

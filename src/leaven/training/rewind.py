@@ -1,8 +1,8 @@
-"""Rewinds of a run and their effects, as pure functions of the tokens trained.
+"""Computes the rewinds of a run and their effects, with pure functions of the number of tokens trained.
 
 A run keeps a list of its rewinds, the newest last. Everything else follows from that list: which part of the stream
-is skipped, how far the lr is lowered, and which checkpoints have been undone. Nothing depends on which checkpoint a
-rewind started from, so the bits are the same with any of them.
+is skipped, how far the lr is lowered, and which checkpoints have been undone. Nothing depends on the checkpoint from
+which a rewind continued, so the results are bit-identical for every choice of checkpoint.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from leaven.training.spikes import WINDOW, Anomaly
 
 @dataclass(frozen=True)
 class Rewind:
-    """One return to an earlier state."""
+    """One return of a run to an earlier state."""
 
     to_tokens: int  # trained in that state
     skip_from: int  # tokens of the stream: from here ...
@@ -29,12 +29,12 @@ class Rewind:
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """Return the rewind for an anomaly, given the rewinds before.
+    """Return the rewind that responds to an anomaly, given the earlier rewinds.
 
-    A first attempt goes back to the first suspicious step and skips the data of the anomaly and as much again after
-    it. Each further attempt for the same anomaly skips four times as much after it, and as much more before it:
-    the bad data may be longer than the steps that showed it, and the anomaly older than its first sign. A rewind does
-    not go back further than ``oldest_tokens``, the oldest checkpoint.
+    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the anomaly and the
+    same amount of data after it. Each further attempt for the same anomaly skips four times as much after it, and
+    about the same amount before it: the bad data may extend beyond the suspicious steps on both sides. A rewind does
+    not go back beyond ``oldest_tokens``, the position of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins again within a window of steps.
@@ -58,13 +58,16 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the tokens trained at the oldest checkpoint that the schedule keeps when an anomaly is found.
+    """Return the number of tokens trained at the oldest checkpoint that the schedule still keeps when an anomaly is
+    found.
 
-    This does not look at the disk: a checkpoint that a stop added or damage removed must not change the decision.
+    This function does not read the disk: the result must not depend on checkpoints that a stop has added or that are
+    damaged.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the checkpoints kept when ``step`` is read, for a run that continued from the last of ``there``."""
+        """Return the checkpoints that exist when the result of ``step`` is read, for a run that continued from the
+        last of ``there``."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -82,7 +85,8 @@ def oldest_checkpoint(
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the checkpoints to keep, in tokens: the newest, the last good one, and those that are never removed."""
+    """Return the token counts of the checkpoints to keep: the newest ``keep``, the last checkpoint at or before
+    ``good_tokens``, and the first checkpoint in each interval of ``keep_every_tokens``."""
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
         stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}
@@ -90,7 +94,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """Return the first count in each interval of ``every_tokens`` after interval number ``last``."""
+    """Return the first token count in each interval of ``every_tokens``, for intervals after the interval with number
+    ``last``."""
     found = []
     for tokens in there:
         if tokens // every_tokens > last:
@@ -100,7 +105,7 @@ def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
-    """Return the skipped intervals of the stream in tokens, disjoint and in order."""
+    """Return the intervals of the token stream that are skipped, disjoint and in order."""
     stretches: list[tuple[int, int]] = []
     for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
         if stretches and start <= stretches[-1][1]:
@@ -111,7 +116,7 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the stream, in tokens, of the step that starts after ``tokens`` trained."""
+    """Return the position in the token stream at which the step after ``tokens`` trained tokens starts."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -119,7 +124,7 @@ def position(rewinds: Sequence[Rewind], tokens: int) -> int:
 
 
 def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
-    """Return the factor on the schedule's lr once ``tokens`` are trained."""
+    """Return the factor that multiplies the schedule's lr after ``tokens`` trained tokens."""
     factor = 1.0
     for rewind in rewinds:
         since = tokens - rewind.to_tokens
@@ -129,5 +134,6 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
 
 
 def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Return whether a state at ``tokens`` trained, reached after ``known`` rewinds, has been undone since."""
+    """Return whether a later rewind has undone a state that was saved at ``tokens`` trained tokens, after ``known``
+    rewinds."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])

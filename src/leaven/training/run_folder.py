@@ -1,4 +1,4 @@
-"""Reads and writes the folder of a run: recipe, metrics (one line per step), events, checkpoints."""
+"""Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints."""
 
 import os
 import time
@@ -31,22 +31,24 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
     """Create a folder and lock it for this process. The lock is released when the process ends, even if it is killed.
 
     Raises:
-        InputError: if another process holds it, or it cannot be created.
+        InputError: if another process has locked the folder, or it cannot be created.
     """
     make_folder(folder)
     with ExitStack() as held:
         try:
             held.enter_context(storage.lock(folder / LOCK, seconds=0))
         except TimeoutError:
-            raise InputError(f"{kind} {folder} is in use by another process; wait for it or use another") from None
+            raise InputError(
+                f"{kind} {folder} is in use by another process; wait until it ends, or use another {kind}"
+            ) from None
         yield
 
 
 class RunFolder:
-    """A run on disk. While the disk is full, lines are kept in memory and written later; ``unwritten`` is then the
-    error.
+    """The folder of a run on disk. While the disk is full, ``unwritten`` is the error message, and lines are kept in
+    memory to be written later.
 
-    Only one process of a run ``writes``; for the others, writing methods are no-ops.
+    ``writes`` is true in only one process of a run; in the other processes the methods that write do nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,18 +64,19 @@ class RunFolder:
         self._waiting: deque[tuple[Path, dict[str, Any]]] = deque()
 
     def recipe(self) -> Recipe:
-        """Return the current recipe, also if the process was killed between a manual rewind and writing the file."""
+        """Return the run's current recipe. It is correct even if the process was killed after a manual rewind was
+        recorded and before the recipe file was written."""
         changed = [event["recipe"] for event in self.events() if "recipe" in event]
         return Recipe.model_validate(changed[-1]) if changed else read_recipe(self.recipe_file)
 
     def check(self, recipe: Recipe) -> None:
-        """Check that this folder is new, empty, or holds a run of this recipe.
+        """Check that this folder does not exist, is empty, or contains a run of this recipe.
 
         Raises:
-            InputError: if not; nothing has been written.
+            InputError: if the folder contains anything else. Nothing is written.
         """
         if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"{self.path}: a file; --run takes a folder")
+            raise InputError(f"{self.path} is a file; --run needs a folder")
         if not self.recipe_file.exists():
             # Temporary files left by an interrupted write of the recipe, the first file, belong to this run.
             known = (LOCK, f".{self.recipe_file.name}.*.tmp")
@@ -86,26 +89,26 @@ class RunFolder:
             possible = all(changeable(path) for path, _, _ in changes)
             or_back = ", or --rewind-to to change it from a checkpoint on" if possible else ""
             raise InputError(
-                f"run folder {self.path} holds another recipe: {describe_changes(changes)}; "
+                f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
                 f"use another --run{or_back}"
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """Check that the run, if it has begun, was trained on the text of this fingerprint.
+        """Check that the text has this fingerprint, if the run has already been trained on it.
 
         Raises:
-            InputError: if the text has changed since.
+            InputError: if the text has changed since the run began.
         """
         before = next((event["text"] for event in self.events() if "text" in event), fingerprint)
         if before != fingerprint:
             raise InputError(
-                f"run folder {self.path} was trained on other text: the files of [data] source or the tokenizer have "
+                f"the run in {self.path} was trained on other text: the files of [data] source or the tokenizer have "
                 "changed since; use another --run"
             )
 
     @contextmanager
     def opened(self, recipe: Recipe) -> Iterator["RunFolder"]:
-        """Lock the folder for this process, and write the resolved recipe if it is new."""
+        """Lock the folder for this process. If the folder is new, write the resolved recipe."""
         self.check(recipe)
         with locked_folder(self.path, "run folder"):
             self.check(recipe)
@@ -117,7 +120,7 @@ class RunFolder:
             yield self
 
     def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
-        """Write the recipe after its layout or micro-batch has changed at ``tokens`` trained, and return it."""
+        """Write and return the recipe after its layout or micro-batch has changed at ``tokens`` trained tokens."""
         why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -130,8 +133,8 @@ class RunFolder:
             write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int) -> None:
-        """Remove the metric lines after ``step``, whose steps will be done again, and a torn last line. The file is
-        truncated, which also works on a full disk."""
+        """Remove the lines of metrics.jsonl after ``step``, because those steps will be repeated, and an incomplete
+        last line. The file is truncated, which works even on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return
@@ -146,7 +149,7 @@ class RunFolder:
         os.truncate(self._metrics, kept)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl by step. For a step that was done twice, the later line."""
+        """Return the lines of metrics.jsonl in order of steps. If a step was repeated, return only its last line."""
         lines: list[dict[str, Any]] = []
         for line in _documents(self._metrics, "step"):
             while lines and lines[-1]["step"] >= line["step"]:
@@ -159,7 +162,7 @@ class RunFolder:
         return _documents(self._events, "event")
 
     def rewinds(self) -> tuple[Rewind, ...]:
-        """Return the rewinds of the run in order, automatic and manual ones."""
+        """Return the automatic and manual rewinds of the run, in order."""
         keys = [field.name for field in fields(Rewind)]
         returns = [event for event in self.events() if event["event"] in RETURNS]
         return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
@@ -175,7 +178,7 @@ class RunFolder:
         return found
 
     def finish(self) -> dict[str, Any] | None:
-        """Return the event with which the run finished, unless it was rewound since."""
+        """Return the event that says that the run finished, or None if there is none or the run was rewound later."""
         for event in reversed(self.events()):
             if event["event"] == "finish":
                 return dict(event)
@@ -184,7 +187,7 @@ class RunFolder:
         return None
 
     def record(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl; numbers that are not finite become null."""
+        """Append a line to metrics.jsonl. Numbers that are not finite are written as null."""
         self._append(self._metrics, line)
 
     def event(self, event: str, **values: Any) -> None:
@@ -198,7 +201,7 @@ class RunFolder:
         """Check that every line has been written.
 
         Raises:
-            InputError: if the disk has no room for some.
+            InputError: if there is no room on the disk for some lines.
         """
         self._write()
         if self.unwritten is not None:
@@ -214,7 +217,7 @@ class RunFolder:
         self._write()
 
     def _write(self) -> None:
-        """Write the waiting lines in order, as far as there is room."""
+        """Write the waiting lines in order, until none is left or the disk is full."""
         while self._waiting:
             path, line = self._waiting[0]
             try:
@@ -227,13 +230,13 @@ class RunFolder:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences that prevent a run from being resumed. Layout and micro-batch may differ."""
+    """Return the differences of two recipes that prevent resuming a run. Layout and micro-batch may differ."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
 
 def changeable(path: str) -> bool:
-    """Return whether --rewind-to can change the value at a path."""
+    """Return whether --rewind-to can change the recipe's value at a dotted path."""
     section, *keys = path.split(".")
     if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
         return keys[-1] in HYPERPARAMETERS
@@ -246,7 +249,7 @@ def describe_changes(changes: list[Difference]) -> str:
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, one per line, that have a key."""
+    """Read a file with one JSON object per line, and return the objects that contain a key."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:

@@ -35,9 +35,9 @@ ENOUGH = 10
 
 
 class RunProfile(Callback[Step]):
-    """Measures the steps of one start of a run. Each batch size has a row in ``plan.json``.
+    """Measures step time and memory from one start of a run to its stop. Each batch size has a row in ``plan.json``.
 
-    A row replaces that of an earlier start if it is the median of at least as many steps.
+    A row replaces the row of an earlier start if it is the median of at least the same number of steps.
     """
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
@@ -58,16 +58,16 @@ class RunProfile(Callback[Step]):
             self._memory[size] = step.memory_gib
 
     def fullest(self, memory_gib: float) -> None:
-        """Record the memory of the process that holds most."""
+        """Record the memory of the process that uses the most, in GiB."""
         self._highest_memory = memory_gib
 
     def write(self) -> None:
-        """Write the rows so far. If the disk is full, the run continues without them."""
+        """Write the rows so far. If the disk is full, the run continues and the rows are not written."""
         if self._run.writes:
             self._write(self._records())
 
     def close(self) -> None:
-        """Write the rows, and add that of the last batch size to the calibration history."""
+        """Write the rows, and add the row of the last batch size to the calibration history."""
         if not self._run.writes:
             return
         self._write(records := self._records())
@@ -86,7 +86,7 @@ class RunProfile(Callback[Step]):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
 
     def _records(self) -> list[CalibrationRecord]:
-        """Return the records of the batch sizes so far, and of the next one."""
+        """Return the records of all batch sizes so far, and of the next batch size."""
         training = self._training
         following = training.recipe.batches.batch_at(training.progress.tokens)
         return [self._record(size) for size in dict.fromkeys((*self._seen, following))]
@@ -102,7 +102,7 @@ class RunProfile(Callback[Step]):
 
 
 def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> CalibrationRecord:
-    """Return the record of a step without its measurement."""
+    """Return a calibration record for a step, with its predicted cost but without a measurement."""
     name, accelerator = device_name(device), accelerator_of(device)
     return CalibrationRecord(
         by="run",
@@ -125,7 +125,7 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values by which rows of two starts are recognised as the same measurement."""
+    """Return the values that identify a measurement: rows of two starts that agree in them measure the same thing."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -141,7 +141,7 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records of earlier starts; none if the file is damaged."""
+    """Return the records of earlier starts, or an empty list if ``plan.json`` is missing or damaged."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))

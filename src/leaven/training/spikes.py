@@ -1,17 +1,18 @@
 """Detects anomalies of a run from its loss, gradient norm and update norm.
 
-Each of the three is compared with the median of its last :data:`LEVEL` steps, and its distance from it with the
-median of the last :data:`WINDOW` such distances, of either sign (x 1.4826, which for normal noise is a standard
-deviation), never less than a floor. The number of deviations minus :data:`ALLOWANCE` is added to a sum that never
-falls below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"). A sum of :data:`LIMIT` is an
-anomaly: three steps far out or a dozen slightly out, but not one batch of unusual text. It began where the sum last
-left 0; steps since then are suspicious, and later steps are not compared with them.
+Each of the three quantities is compared with its median over the last :data:`LEVEL` steps. The distance from that
+median is divided by a robust standard deviation: 1.4826 times the median of the last :data:`WINDOW` absolute
+distances, but at least a floor. The number of deviations minus :data:`ALLOWANCE` is added to a sum that never falls
+below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"). When the sum reaches :data:`LIMIT`,
+that is an anomaly: it takes three steps with a large deviation or a dozen with a small one, and a single batch of
+unusual text is not enough. The anomaly began at the step at which the sum last rose above 0. All steps from there on
+are suspicious, and later steps are not compared with them.
 
-Both norms are compared in the logarithm, and the update norm is divided by the learning rate. In a 32B run it doubled
-before loss and gradient moved (marin-community/marin#1368).
+The logarithms of both norms are compared, and the update norm is divided by the learning rate first. In a 32B run the
+update norm doubled before loss and gradient changed (marin-community/marin#1368).
 
-A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected after the first 2 x
-:data:`LEVEL` steps, which set the usual level. docs/log.md has the rate of false alarms.
+A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected only after the first
+2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
 """
 
 import math
@@ -41,7 +42,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits that loss and gradient norm must stay below for a step to be applied."""
+    """Limits for the loss and the gradient norm of a step, which is applied only if both are below."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -49,7 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something is wrong with a run."""
+    """An anomaly in a run, with the steps at which it began and was detected."""
 
     onset: int  # the first suspicious step
     step: int  # at which it was detected
@@ -59,7 +60,7 @@ class Anomaly:
 
 @dataclass
 class QuantityMonitor:
-    """Follows the level of one quantity."""
+    """Tracks the usual level of one quantity, and its cumulative sum of deviations."""
 
     floor: float  # of the standard deviation
     values: list[float] = field(default_factory=list)  # the last :data:`LEVEL`
@@ -72,11 +73,12 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return the expected next value and its robust standard deviation."""
+        """Return the expected next value and the robust standard deviation of values."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add a value. Returns the value that was expected, and by how many deviations the new one exceeds it."""
+        """Add a value. Return the value that was expected, and the number of standard deviations by which the new
+        value exceeds it."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -92,10 +94,11 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Detects anomalies from all steps in order. Its state is saved in checkpoints.
+    """Detects anomalies from the metrics of all steps, which it must receive in order. Checkpoints save the
+    detector's state.
 
-    With ``skipping``, outliers are skipped by :meth:`limits`, and only :data:`PATIENCE` of them in a row are an
-    anomaly.
+    With ``skipping``, steps above :meth:`limits` are skipped, and it takes :data:`PATIENCE` skipped steps in a row to
+    make an anomaly.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -106,11 +109,11 @@ class SpikeDetector:
 
     @property
     def since(self) -> int | None:
-        """The first suspicious step, if the newest step is still suspicious."""
+        """The first suspicious step, or None if the newest step is not suspicious."""
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
     def observe(self, step: "Step") -> Anomaly | None:
-        """Add a step. Returns an anomaly if this step completes one."""
+        """Add the metrics of a step. Return an anomaly if this step completes one, else None."""
         if was_skipped(step):
             return self._leave_out(step)
         if step.skipped:  # the loss scale was too large, and adjusts itself
@@ -156,8 +159,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits of a step. They are fixed two steps ahead, so that they do not depend on whether the
-        loop reads results one step late."""
+        """Return the limits for a step. Limits are set two steps in advance, so that they are the same whether or not
+        the loop reads results one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def _look_ahead(self, step: int) -> None:
@@ -181,6 +184,6 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because it was not finite or above the limits, and not only because the loss
-    scale of fp16 was too large."""
+    """Return whether a step was skipped because its loss or gradient was not finite or above the limits. A skip that
+    was due only to an fp16 loss scale that was too large does not count."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

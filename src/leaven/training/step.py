@@ -1,4 +1,5 @@
-"""Measures the metrics of an optimizer step, a line of metrics.jsonl, without making the device wait."""
+"""Measures the metrics of an optimizer step without making the device wait. The metrics of a step are one line of
+metrics.jsonl."""
 
 import math
 import time
@@ -20,7 +21,7 @@ from leaven.training.loop import StepResult
 
 @dataclass(frozen=True)
 class Step(StepResult):
-    """A line of metrics.jsonl. Norms are over all parameters."""
+    """The metrics of a step: a line of metrics.jsonl. The norms cover all parameters."""
 
     lr: float  # of the hidden weights (mlp.out of the first block)
     grad_norm: float
@@ -36,13 +37,13 @@ class Step(StepResult):
 
     @property
     def seconds(self) -> float:
-        """The seconds that the step took on its device."""
+        """The number of seconds that the step took on its device."""
         return self.batch_tokens / self.tokens_per_second
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because its loss or gradient is not finite. An overflow because the loss scale
-        was too large does not count."""
+        """Whether the step was skipped because its loss or gradient is not finite. An overflow that was due to a too
+        large loss scale does not count."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
@@ -67,7 +68,7 @@ class Telemetry:
         self._began, self._started = time.perf_counter(), self._mark()
 
     def before_update(self) -> None:
-        """Copy the parameters, to measure the update."""
+        """Copy the parameters, so that :meth:`end` can measure their update."""
         self._before = [leaf.detach().clone() for leaf in self._model.leaves]
 
     @torch.no_grad()
@@ -75,9 +76,10 @@ class Telemetry:
         self, step: int, tokens: int, batch_tokens: int, lr_factor: float, measured: Sequence[Tensor]
     ) -> Callable[[Peak | None], Step]:
         """Start copying measurements to the host: ``measured`` (loss, gradient norm, whether the step was applied,
-        loss scale and noise scale, each ()), and the norms of updates and parameters.
+        loss scale and noise scale, each ()), and the norms of the parameters and of their updates.
 
-        Returns a function that waits for them and returns the metrics, given the peak speed of the device.
+        Return a function that waits for the measurements and returns the metrics. Its argument is the peak speed of
+        the device.
         """
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
@@ -116,12 +118,12 @@ class Telemetry:
         return read
 
     def _per_module(self, sizes: Tensor) -> Tensor:
-        """Return the 2-norms of modules, from those of parameters."""
+        """Return the 2-norms of the modules, given the 2-norms of the parameters."""
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Return a copy on the host, which is complete once the event has passed. A plain read would also wait for
-        later steps."""
+        """Start a copy to the host. Return the copy and the event after which it is complete. A plain read would also
+        wait for later steps."""
         if not values.is_cuda:
             return values, None
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -129,7 +131,7 @@ class Telemetry:
         return host, self._mark()
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Return a timing event in the queue of the device."""
+        """Record a timing event in the queue of a CUDA device, and return it; None on other devices."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

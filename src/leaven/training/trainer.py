@@ -56,21 +56,22 @@ def train(
 ) -> TrainDocument:
     """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
 
-    The losses are bit-identical on one device however often the run is stopped or killed. Every process of a
-    ``group`` calls this with the same arguments; the first one writes.
+    On one device, the losses are bit-identical no matter how often the run is stopped or killed. Every process of a
+    ``group`` must call this with the same arguments; only the first process writes.
 
     Args:
-        on_step: called with each step, once it is done.
+        on_step: called with the metrics of each step, once it is done.
         on_event: called with the name and values of each line of events.jsonl.
-        stop: polled before every forward pass of a single process, and between the steps of several. When it returns
-            True, the current step is abandoned, the state before it is saved, and the result is not ``finished``.
+        stop: polled before every forward pass of a single process, and between the steps of several processes. When
+            it returns True, the current step is abandoned, the state before that step is saved, and the result is not
+            ``finished``.
         log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
-        back: a manual rewind to do first. It is done once: the same call again resumes.
-        history: whether step times enter the calibration history. Not for runs that run side by side.
+        back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
+        history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
-        InputError: if the folder holds another recipe, is in use, or cannot be written.
-        Diverged: if there is an anomaly and ``on_spike`` is ``stop``, or rolling back does not help.
+        InputError: if the folder contains a run of another recipe, is in use, or cannot be written.
+        Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, or if rolling back does not help.
     """
     run, recipe, back = check(recipe, folder, back)
     run.check_text(tokens.fingerprint)
@@ -111,7 +112,7 @@ def train(
 
 
 class RunTrainer:
-    """Trains in a run folder from its newest checkpoint, between one start and one stop."""
+    """Trains a run in its folder, from one start (at the newest checkpoint) to one stop."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -153,8 +154,8 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Train until done or stopped. Returns the loss and bits per byte of the last validation, or None if stopped;
-        ``unsaved`` then says why the run could not be saved."""
+        """Train until the run is done or stopped. Return the loss and bits per byte of the last validation, or None
+        if stopped. If the stopped run could not be saved, ``unsaved`` is the reason."""
         self.training.stop = stop
         try:
             if self.validation.owed:
@@ -180,7 +181,7 @@ class RunTrainer:
         return result
 
     def rearrange(self, changes: list[Difference]) -> None:
-        """Log that the run continues with another layout or micro-batch, and write that into its recipe."""
+        """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
         training = self.training
         training.recipe = self.run.rearrange(training.recipe, changes, training.tokens)
         listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
@@ -193,12 +194,12 @@ class RunTrainer:
 
     @property
     def good_tokens(self) -> int:
-        """The tokens trained before the first step that is still suspicious."""
+        """The number of tokens trained before the first suspicious step; without one, all tokens so far."""
         since = self.spikes.guard.since if self.spikes.guard else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Continue from the newest checkpoint that the rewind does not undo. The seconds spent so far still count."""
+        """Continue from the newest checkpoint that the rewind does not undo. The run keeps its count of seconds."""
         found = self._newest((*self.rewinds, rewind))
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
@@ -212,7 +213,7 @@ class RunTrainer:
         self._on_event("rollback", values | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
 
     def fail(self, values: dict[str, Any]) -> NoReturn:
-        """Log why the run failed, and end it."""
+        """Log why the run failed, and end it by raising Diverged."""
         self.event("stop", **values)
         raise Diverged(values["why"])
 
@@ -227,23 +228,24 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest whole checkpoint that these rewinds have not undone, or None. Sets ``damaged`` to the
-        damaged checkpoints that are newer.
+        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Set ``damaged`` to the
+        newer checkpoints, which are damaged.
 
         Raises:
-            InputError: if all checkpoints are damaged. Nothing has been changed, so they may still be repaired.
+            InputError: if all checkpoints are damaged. Nothing has been changed, so the user may still be able to
+            repair them.
         """
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:
             raise InputError(
                 f"{self.run.checkpoints}: every checkpoint is damaged ({', '.join(path.name for path in damaged)}); "
-                "put a whole one back, or start again with another --run"
+                "restore an undamaged copy, or start again with another --run"
             )
         self.damaged = damaged
         return found
 
     def _restore(self, found: Checkpoint | None) -> None:
-        """Continue from a checkpoint, in memory and in the folder, or from the start if it is None."""
+        """Restore the training and its callbacks from a checkpoint, or to the start if ``found`` is None."""
         if found is not None:
             self.rewinds = max(self.rewinds, found.rewinds, key=len)
             self.training.restore(found)
@@ -254,7 +256,7 @@ class RunTrainer:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Lock the folder once every process has read it. Only the first process writes to it."""
+    """Wait until every process has read the folder, then lock it. Only the first process writes to it."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -274,7 +276,7 @@ def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: Pr
 
 @contextmanager
 def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
-    """Remove the folder of a new run that runs out of memory before its first step."""
+    """Remove the run folder if the run is new and runs out of memory before its first step."""
     new = not run.path.exists()
     try:
         yield
@@ -287,10 +289,11 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Return the run of a folder, the recipe as it will be trained there, and the rewind if it is still to be done.
+    """Check a recipe and a rewind against a folder. Return the folder's run, the recipe with which it will be
+    trained, and the rewind if it has not been done yet.
 
     Raises:
-        InputError: if the folder cannot hold this run, or the rewind is not possible.
+        InputError: if the folder cannot be used for this run, or the rewind is not possible.
     """
     run, recipe = RunFolder(folder), as_started(recipe, folder)
     if back is not None and not back.done(run, recipe):
@@ -303,7 +306,7 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run so far, over all its starts."""
+    """Return the result of a run so far, summed over all its starts."""
     # Where the peak is measured, each start has its own: the speed of all steps is divided by the last one.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()

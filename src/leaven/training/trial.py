@@ -2,9 +2,10 @@
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
-Several durations share one trunk: wsd runs of different durations are the same run until the shortest starts its
-cooldown (Hägele et al. 2024, arXiv 2405.18392). There the state is copied, the cooldown is trained and evaluated,
-and the trunk continues from the copy, so that k durations cost the longest one and k - 1 cooldowns.
+A trial of several durations trains one trunk: wsd runs of different durations are identical until the shortest of
+them starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). At that point the state is copied, the cooldown is
+trained and evaluated, and the trunk continues from the copy. So k durations cost one run of the longest duration and
+k - 1 cooldowns.
 """
 
 import json
@@ -44,10 +45,10 @@ def train_trial(
     """Train a recipe until it is done, diverges, or cannot reach the ``baseline``.
 
     Args:
-        baseline: a trial of another recipe with the same duration and schedule.
-        checkpoint: a folder for checkpoints every ``checkpoint_seconds``, from which the same trial resumes. The
-            caller removes it once the outcome is saved.
-        durations: several durations to train, in tokens, as branches of a run of the longest.
+        baseline: the best trial so far, with the same duration and schedule.
+        checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial can resume. The
+            caller removes the folder once the outcome is saved.
+        durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
 
     Raises:
         InputError: if the recipe cannot be trained, or the durations do not share a trunk.
@@ -94,23 +95,25 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     """Return the recipe at each of the durations, in tokens, the shortest first.
 
     Raises:
-        InputError: if the others are not branches of the longest.
+        InputError: if the shorter durations cannot be branches of the run with the longest.
     """
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
-        raise InputError(f"durations: a {schedule.decay} run does not contain shorter ones; set schedule.decay = wsd")
+        raise InputError(f"durations: a {schedule.decay} run does not contain shorter runs; set schedule.decay = wsd")
     for duration in sorted(set(durations)):
         prefix = f"durations: {duration:,} tokens"
         if duration <= schedule.warmup_tokens:
-            raise InputError(f"{prefix} do not go beyond the warm-up of {schedule.warmup_tokens:,}; give longer ones")
+            raise InputError(
+                f"{prefix} do not exceed the warm-up of {schedule.warmup_tokens:,}; use longer durations"
+            )
         steps = batches.first_step_at(duration)
         if (end := batches.tokens_at_step(steps)) != duration:
             before = batches.tokens_at_step(steps - 1)
             raise InputError(f"{prefix} are not a whole number of batches; take {before:,} or {end:,}")
         if max(tokens.epochs(duration).values()) > 1:
             raise InputError(
-                f"{prefix} repeat the text, which makes durations hard to compare; it has "
-                f"{len(tokens.train):,} tokens: give shorter durations or more text"
+                f"{prefix} repeat the text, which makes durations hard to compare; the text has "
+                f"{len(tokens.train):,} tokens; use shorter durations or more text"
             )
         found.append(recipe.replace({"data.tokens": duration}))
     tables = map(resolve, found)
@@ -123,13 +126,15 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the tokens at which a wsd run starts its cooldown. The lr decays from the first step that ends later."""
+    """Return the number of tokens at which a wsd run starts its cooldown. The first step that ends later is the first
+    step with a decayed lr."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
 class Cooldowns(Callback[Step]):
-    """Trains the cooldown of each shorter duration when the trunk reaches its start, from a copy of the state."""
+    """Trains the cooldowns of the shorter durations. When the trunk reaches the start of a cooldown, that cooldown is
+    trained from a copy of the state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -166,7 +171,8 @@ class Cooldowns(Callback[Step]):
 
 
 class TrialCheckpoint(Callback[StepResult]):
-    """Writes a checkpoint of a trial every so many seconds. If the disk is full, the trial continues without one."""
+    """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
+    a checkpoint."""
 
     def __init__(
         self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback[Step]]
@@ -175,7 +181,7 @@ class TrialCheckpoint(Callback[StepResult]):
         self._last = time.monotonic()
 
     def resume(self) -> None:
-        """Continue from the checkpoint of the same trial, if there is one."""
+        """Continue from the checkpoint of this trial, if there is one."""
         found, _ = read_checkpoint(self._folder)
         if found is not None:
             self._training.restore(found)

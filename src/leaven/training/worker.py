@@ -1,4 +1,4 @@
-"""Trains runs in worker processes with one thread each; dead workers are replaced."""
+"""Trains runs in worker processes with one thread each, and replaces workers that die."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def run_in(folder: Path, recipe: Recipe) -> float | None:
-    """Train a recipe in a run folder. Returns its validation loss, or None if it diverged (see events.jsonl)."""
+    """Train a recipe in a run folder. Return the validation loss, or None if the run diverged (see events.jsonl)."""
     from leaven.data.tokens import prepare
     from leaven.training.loop import Diverged
     from leaven.training.micro_batch import by_rule_of_thumb
@@ -46,7 +46,7 @@ def run_in(folder: Path, recipe: Recipe) -> float | None:
 
 
 class Pool:
-    """Worker processes that are replaced when one of them dies."""
+    """A pool of worker processes. If a worker dies, new workers are started."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
