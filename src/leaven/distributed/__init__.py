@@ -1,1 +1,1 @@
-"""Lays a model out over ranks; the model itself has no code for it."""
+"""Distributes a model over ranks. The model itself contains no code for this."""

@@ -1,5 +1,5 @@
-"""Wraps the private or changing names of torch.distributed that leaven uses. If torch changes them, the tests of
-compat, layouts, lean stages and dry runs fail."""
+"""Wraps the functions of torch.distributed that leaven uses although they are private or change between versions. If
+torch changes them, the tests of this module, of layouts, lean stages and dry runs fail."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,21 +23,22 @@ stage_backward = _backward.stage_backward  # without the FSDP settings that Pipe
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors (N, ...) of all ranks one after the other, (ranks x N, ...)."""
+    """Return the tensors (N, ...) of all ranks, concatenated in order of rank: (ranks x N, ...)."""
     everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
     _gather(everything, mine.contiguous(), group=group)
     return everything
 
 
 def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part (N, ...) of the sum of all ranks' tensors (ranks x N, ...)."""
+    """Sum the tensors (ranks x N, ...) of all ranks, and return this rank's part of the sum, (N, ...)."""
     mine = everything.new_empty((len(everything) // dist.get_world_size(group), *everything.shape[1:]))
     _scatter(mine, everything, group=group)
     return mine
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Set whether each backward pass of a pipeline stage reduces its gradients, or a call at the end of the step."""
+    """Set when the gradients of a pipeline stage are reduced: in each backward pass, or in a separate call at the end
+    of the step."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
@@ -50,13 +51,13 @@ def quiet_about_views() -> None:
 
 
 def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this process's part of a tensor and its offset in the whole."""
+    """Return the shape of this process's part of a tensor, and the offset of that part in the whole tensor."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
 
 
 def pretend(rank: int, size: int) -> None:
-    """Act as one of ``size`` processes without the others: collectives do nothing."""
+    """Act as process ``rank`` of ``size`` processes although the others do not exist. Collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -64,8 +65,8 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that is resized: FSDP frees and reallocates gathered parameters this
-    way."""
+    """Call ``on_resize`` with every storage that is resized. FSDP frees and reallocates gathered parameters by
+    resizing."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
@@ -82,8 +83,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter ``apart()`` while DTensor infers the shape of a result, for which it runs the operation on a fake of the
-    whole tensor."""
+    """Enter the context ``apart()`` whenever DTensor infers the shape of a result, because for that it runs the
+    operation on a fake tensor of the whole shape."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

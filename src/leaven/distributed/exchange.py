@@ -1,4 +1,5 @@
-"""Exchanges values between the processes of a run through the store: without collectives, from any thread."""
+"""Exchanges values between the processes of a run through their key-value store. This works from any thread, because
+it uses no collectives."""
 
 import json
 import time
@@ -16,14 +17,15 @@ _LONGEST_PAUSE = 0.5  # s between two polls of the store
 
 
 class NoReply(ProcessLost):
-    """The first process does not answer."""
+    """Raised when the first process does not answer."""
 
 
 class Exchange:
-    """Rounds in which every process sends a value to the first one, and the first one answers all of them.
+    """Exchanges values in rounds: every process sends a value to the first process, which then sends one answer to
+    all processes.
 
-    Every process makes an exchange at the same time, from its main thread, and then goes through the same rounds:
-    :meth:`gather`, then :meth:`broadcast`.
+    All processes must construct the exchange at the same point, in their main threads, and then perform the same
+    rounds: :meth:`gather`, then :meth:`broadcast`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -39,8 +41,8 @@ class Exchange:
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
-        """Send a JSON value to the first process. Returns all values by rank there, with None for a process that did
-        not send one in time; an empty list on the others."""
+        """Send a JSON value to the first process. On the first process, return the values of all processes by rank,
+        with None for a process whose value did not arrive in time. On the others, return an empty list."""
         if self.group.size == 1:
             return [value]
         if not self.group.is_first:
@@ -56,7 +58,7 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Return the JSON value of the first process on all processes, and end the round.
+        """Send the JSON value of the first process to all processes, return it, and end the round.
 
         Raises:
             NoReply: if the first process does not answer within twice the timeout.
@@ -66,18 +68,18 @@ class Exchange:
             self._store.set(key, json.dumps(value))
         elif self.group.size > 1:
             if not self._wait([key], 2):
-                raise NoReply("rank 0 does not answer; has it been killed?")
+                raise NoReply("rank 0 does not answer; it may have been killed")
             value = json.loads(self._store.get(key))
         self._round += 1
         return value
 
     def shorten_timeout(self, seconds: float) -> None:
-        """End every wait in so many seconds, also a wait in another thread."""
+        """Let every wait end after at most ``seconds`` from now, including waits in other threads."""
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until all keys are in the store. Returns False if that takes too long. It polls, because a wait inside
-        the store could not be shortened."""
+        """Wait until all keys are in the store. Return False if that takes too long. This method polls, because
+        :meth:`shorten_timeout` could not shorten a wait inside the store."""
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -91,11 +93,11 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return ``work()``. The first process runs it first, however long it takes; the others run it afterwards, when
-    the files that it writes exist.
+    """Return the result of ``work()``. The first process runs it while the others wait, without a time limit. Then
+    the others run it; the files that it writes exist by then.
 
     Raises:
-        InputError: on all processes, if the first one raises it.
+        InputError: on all processes, if the first process raises it.
     """
     exchange, value, refused = Exchange(group, timedelta(days=30)), None, None
     if group.is_first:

@@ -16,14 +16,15 @@ from leaven.distributed.compat import reduce_with_backward, stage_backward
 class LeanStage(PipelineStage):
     """A :class:`PipelineStage` whose memory follows the ZeRO stage.
 
-    torch's own keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2 and 3 need
-    as much memory as ZeRO 1; before torch 2.15 it also allocates receive buffers for all micro-batches at the start.
-    Here a buffer lives from its receive to the end of its backward pass; with ``zero`` 2 gradients are
-    reduce-scattered after each micro-batch, and with 3 parameters are also resharded. That costs one more
-    reduce-scatter, and with 3 one more all-gather, for each micro-batch.
+    torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2
+    and 3 need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all micro-batches at
+    the start. Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2,
+    gradients are reduce-scattered after each micro-batch; with ``zero`` 3, parameters are also resharded. The cost is
+    an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional all-gather.
 
-    The zero-bubble schedule does not work with this: the second half of its backward pass needs what the first one
-    would free. Layouts with both are refused.
+    This class does not work with the zero-bubble schedule, because the second half of that schedule's backward pass
+    needs memory that this class frees in the first half. Layouts with the zero-bubble schedule and ``zero`` 2 or 3
+    are refused.
     """
 
     def __init__(self, *arguments: Any, zero: int, **named: Any) -> None:
@@ -72,14 +73,15 @@ class LeanStage(PipelineStage):
         return stage_backward(*of), None
 
     def start_gradient_reduction(self) -> None:
-        """Complete the gradients at the end of a step; torch before 2.15 does that elsewhere."""
+        """Start the reduction of gradients at the end of a step. Versions of torch before 2.15 do not call this
+        method."""
         assert isinstance(self.submod, FSDPModule)
         reduce_with_backward(self.submod, False)
         super().start_gradient_reduction()  # type: ignore[misc]
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the infos that have a receive buffer: inputs of the first stage have none."""
+    """Return the receive infos that have a buffer. The inputs of the first stage have no receive buffer."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

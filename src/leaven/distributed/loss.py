@@ -1,8 +1,10 @@
-"""Unembedding and cross-entropy where each tensor rank has a slice of the vocabulary and of the sequence.
+"""Computes unembedding and cross-entropy when each tensor-parallel rank has a slice of the vocabulary and of the
+sequence.
 
-Like :mod:`leaven.model.loss` it works on chunks of tokens: a rank never holds the logits of more than one chunk, and
-of those only its slice of the vocabulary. Ranks exchange three numbers for each token. Shapes: B sequences, T
-positions of all ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk."""
+Like :mod:`leaven.model.loss`, this module works on chunks of tokens: a rank never stores the logits of more than one
+chunk, and only for its slice of the vocabulary. Ranks exchange three numbers for each token. Shapes: B sequences, T
+positions of all ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk.
+"""
 
 from typing import Any
 
@@ -27,9 +29,9 @@ def sharded_cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden .
-    weight)[target], in nats, (), the same on every rank. ``hidden_BtD`` has this rank's positions, ``targets_BT`` all
-    positions."""
+    """Return ``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target],
+    in nats, (), the same on every rank. ``hidden_BtD`` contains the positions of this rank, ``targets_BT`` contains
+    all positions."""
     if not torch.is_grad_enabled():
         # A parameter requires its gradient here too. Computing it would be most of the work, for nothing.
         weight_VD = weight_VD.detach()

@@ -1,7 +1,8 @@
-"""Builds the layers of one rank: tensor parallelism, recomputation, compilation, sharding, in this order.
+"""Builds the layers of one rank, and applies tensor parallelism, recomputation, compilation and sharding to them, in
+this order.
 
-:mod:`leaven.distributed.pipeline` decides which layers a rank has, and the table in
-:mod:`leaven.distributed.shardings` how each module is split over tensor ranks.
+:mod:`leaven.distributed.pipeline` decides which layers a rank has. The table in :mod:`leaven.distributed.shardings`
+determines how each module is split over tensor-parallel ranks.
 """
 
 from functools import partial
@@ -35,7 +36,8 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Return the layers from the first number up to the second, laid out over the ranks, without values."""
+    """Build the layers from number ``layers[0]`` up to (not including) ``layers[1]``, distributed over the ranks.
+    Their parameters are not initialised."""
     first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
@@ -57,9 +59,9 @@ def build_stage(
 
 
 def compile_block(block: nn.Module, whole: bool) -> None:
-    """Compile a whole block, or attention and MLP separately. With tensor parallelism they are separate: FSDP's hooks
-    at them are not compiled, and a DTensor that crosses such a hook inside a compiled block loses the layout of its
-    gradient."""
+    """Compile a whole block, or attention and MLP separately. Use separate compilation with tensor parallelism:
+    FSDP's hooks on attention and MLP are not compiled, and a DTensor that passes through one of these hooks inside a
+    compiled block loses the layout of its gradient."""
     if whole:
         block.compile()
         return
@@ -72,8 +74,8 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks by ZeRO stage (Rajbhandari et al.
     2020, arXiv 1910.02054).
 
-    Matrices travel in the compute dtype; norms, embeddings and all gradients in fp32. The loss is divided by the
-    number of tokens of all ranks before the backward pass, so gradients are summed and never averaged.
+    Matrices are communicated in the compute dtype; norms, embeddings and all gradients in fp32. The loss is divided
+    by the total number of tokens on all ranks before the backward pass, so gradients are summed and never averaged.
     """
     assert group.mesh is not None
     mesh = group.mesh["replicate", "shard"] if group.degree("replicate") > 1 else group.mesh["shard"]
@@ -97,14 +99,14 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP gathers and shards as one."""
+    """Return the modules that FSDP gathers and shards as a unit."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 @torch.no_grad()
 def pieces(stage: Stage) -> list[Piece]:
-    """Return this process's pieces of the stage's parameters. A tied embedding is on the first and the last stage;
-    the first one owns it."""
+    """Return this process's pieces of the stage's parameters. A tied embedding is on both the first and the last
+    stage; the first stage owns it."""
     return [
         piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")
         for name, parameter in stage.model.named_parameters()
@@ -113,7 +115,8 @@ def pieces(stage: Stage) -> list[Piece]:
 
 @torch.no_grad()
 def initialise(held: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill this process's pieces with their initial values: the same as on a single process."""
+    """Fill this process's pieces of the parameters with initial values, which are the same as in a run with a single
+    process."""
     for piece in held:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -1,6 +1,8 @@
-"""The part of a tensor that a process holds. Every element is owned by exactly one process of a run.
+"""Describes the piece of a tensor that a process has. Every element of a tensor is owned by exactly one process of a
+run.
 
-Norms are sums over owned elements, and checkpoints contain these: no layout counts or writes an element twice.
+Norms sum over owned elements only, and each process writes only owned elements to a checkpoint. So no element is
+counted or written twice, whatever the layout.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """The block of a tensor that this process holds."""
+    """The block of a tensor that this process has in its memory."""
 
     name: str  # of the parameter
     local: Tensor  # the block; shares its memory with the model
@@ -37,12 +39,13 @@ class Piece:
 
     @property
     def place(self) -> Place:
-        """The position of the block."""
+        """The position of the block in the whole tensor."""
         return Place(self.shape, self.offset)
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return this process's piece of a tensor. Of replicas, the first on each axis of the mesh owns it."""
+    """Return this process's piece of a tensor. If the piece is replicated, the first process on each axis of the mesh
+    owns it."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -54,7 +57,7 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
 
 
 def whole(model: nn.Module) -> list[Piece]:
-    """Return this process's pieces of a model's parameters."""
+    """Return this process's pieces of all parameters of a model."""
     return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
 
 

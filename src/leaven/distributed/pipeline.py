@@ -1,7 +1,7 @@
 """Runs batches through the stages of a pipeline with torch's schedules.
 
-Every process reads the samples of its data-parallel rank itself, so that only activations and their gradients travel:
-the first stage uses the tokens, the last one the targets, and all of them the document numbers.
+Every process reads the samples of its data-parallel rank itself, so that only activations and their gradients are
+sent between stages. The first stage uses the tokens, the last stage the targets, and all stages the document numbers.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ MicroBatch = tuple[Tensor, Tensor, Tensor | None]
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """Return the stages of a pipeline rank: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Return the stage numbers of pipeline rank r: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
@@ -50,12 +50,14 @@ class Pipeline:
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
     def schedulable(self, micro_batches: int) -> int:
-        """Return the smallest number of at least so many micro-batches that the schedule takes."""
+        """Return the smallest number of micro-batches that the schedule supports and that is at least
+        ``micro_batches``."""
         least = self.count if self.layout.schedule == "1f1b" else 1
         return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate gradients. Returns the sum of the losses on the last stage, 0 elsewhere, ()."""
+        """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, (), on
+        the last stage, and 0 on the other stages."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
@@ -73,8 +75,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return what :meth:`forward_backward` does, without gradients. The schedules' own evaluation is not used:
-        it changes the state that they keep for training."""
+        """Return the same sum as :meth:`forward_backward`, without computing gradients. The evaluation of torch's
+        schedules is not used because it changes the state that they keep for training."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -93,8 +95,8 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule for so many micro-batches of a shape. There is one at a time: schedules keep state on
-        their stages, and two on the same stages lose gradients silently."""
+        """Return the schedule for ``count`` micro-batches of a shape. Only one schedule exists at a time: schedules
+        keep state on their stages, and two schedules on the same stages would silently lose gradients."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")

@@ -1,4 +1,5 @@
-"""The processes of a run: the rank of this one, and the collectives that are used outside of the model."""
+"""Defines the group of processes of a run: the rank of this process, and the collectives that are used outside the
+model."""
 
 import json
 import os
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes of a run. With a single process every method is a no-op."""
+    """The group of processes of a run. With a single process, every method is a no-op."""
 
     rank: int = 0
     size: int = 1
@@ -51,7 +52,7 @@ class ProcessGroup:
 
     @property
     def dp_rank(self) -> int:
-        """The data-parallel rank, over both of its axes."""
+        """The data-parallel rank, counted over both data-parallel axes of the mesh."""
         return self.rank_along("replicate") * self.degree("shard") + self.rank_along("shard")
 
     @property
@@ -61,11 +62,11 @@ class ProcessGroup:
 
     @property
     def is_first_reader(self) -> bool:
-        """Whether this is the first of the processes that read the same samples."""
+        """Whether this process is the first of the processes that read the same samples."""
         return self.rank_along("pp") == 0 and self.rank_along("tp") == 0
 
     def all_reduce_(self, values: Tensor) -> Tensor:
-        """Return ``values`` summed in place over all processes, with the same bits on each."""
+        """Sum ``values`` in place over all processes, and return the sum, which is bit-identical on all processes."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values
@@ -84,7 +85,7 @@ class ProcessGroup:
         return bool(self.all_reduce_(torch.tensor(float(flag))))
 
     def broadcast(self, value: T) -> T:
-        """Return the value of the first process."""
+        """Return the first process's value on all processes."""
         if self.mesh is None:
             return value
         values = [value]
@@ -92,7 +93,8 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record in the store what this process does now. If it dies, the others name it in their error."""
+        """Record in the store what this process is doing now. If the process dies, the error message of the others
+        names it."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 
@@ -106,10 +108,11 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of processes that torchrun started, laid out as in the recipe, or a single process.
+    """Yield the group of the processes that torchrun started, arranged by the recipe's layout. Without torchrun,
+    yield the group of a single process.
 
     Raises:
-        ProcessLost: if other processes have died or did not answer for ``layout.timeout_seconds``.
+        ProcessLost: if other processes have died or have not answered for ``layout.timeout_seconds``.
     """
     if layout.ranks == 1:
         yield SINGLE_PROCESS
@@ -144,8 +147,8 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the device mesh of a layout. ZeRO 0 replicates everything; ZeRO 1 to 3 shard over
-    ``dp // dp_replicate`` ranks."""
+    """Return the device mesh of a layout. ZeRO 0 replicates all parameters; ZeRO 1 to 3 shard them over ``dp //
+    dp_replicate`` ranks."""
     replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
     sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
@@ -170,7 +173,7 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Return what this process was waiting for, and which process has the oldest heartbeat."""
+    """Describe in a message what this process was waiting for, and which process has the oldest heartbeat."""
     collective = next(
         (frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.name in _COLLECTIVES),
         "a collective",

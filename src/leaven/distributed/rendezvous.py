@@ -1,7 +1,8 @@
-"""Gives the processes of one start a store of their own.
+"""Gives the processes of each start of a run a private key-value store.
 
-torchrun restarts the processes of a run in place and keeps its store. New processes would read what dead ones wrote
-there, such as addresses, and hang or fail to connect. So they first agree on a new prefix for all their keys.
+torchrun restarts the processes of a run in place and keeps its store. The new processes would read entries of dead
+processes there, for example addresses, and would hang or fail to connect. So they first agree on a new prefix for all
+their keys.
 """
 
 import json
@@ -16,14 +17,15 @@ _PAUSE = 0.02  # s between two polls of the store
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a store with a prefix that is shared only by the ``size`` processes that call this now.
+    """Return a store with a new prefix, which only the ``size`` processes that call this now share.
 
-    Each process writes a new random word. The first process proposes all the words that it sees, each other process
-    agrees if its own word is among them, and the first process confirms once all have agreed. A proposal with the
-    word of a dead process is never confirmed, because the living process of that rank does not agree.
+    Each process writes a new random word. The first process proposes the set of words that it finds. Each other
+    process agrees if the set contains its word. When all have agreed, the first process confirms the proposal. A
+    proposal with the word of a dead process is never confirmed, because the living process of that rank does not
+    agree.
 
     Raises:
-        TimeoutError: naming the ranks that are missing.
+        TimeoutError: if ranks are missing; the message names them.
     """
     word, until = token_hex(8), time.monotonic() + timeout.total_seconds()
     store.set(f"hello/{rank}", json.dumps(word))

@@ -1,8 +1,8 @@
-"""A model over the processes of a run, with one interface for every layout.
+"""Distributes a model over the processes of a run, with the same interface for every layout.
 
-Optimizer, clipping and norms work on the pieces of this process, as plain tensors. A norm is the root of the sum of
-squares of owned elements over all processes: each element counts once, and every process gets the same bits, so that
-decisions that depend on a norm are the same on all of them.
+Optimizer, clipping and norms work on this process's pieces of the parameters, as plain tensors. A norm is the root of
+the sum of squares of the owned elements on all processes: each element counts once. Norms are bit-identical on all
+processes, so that decisions that depend on a norm are the same everywhere.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of which this process holds a piece."""
+    """A parameter of which this process has a piece."""
 
     row: ParameterRow  # of the parameter table
     piece: Piece
@@ -38,7 +38,7 @@ class Held:
 
 
 class ShardedModel:
-    """The stages of this process, and their parameters in the order of the parameter table."""
+    """The stages that this process runs, and their parameters in the order of the parameter table."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class ShardedModel:
         return [held.piece for held in self.held]
 
     def schedulable(self, micro_batches: int) -> int:
-        """Return the smallest number of at least so many micro-batches that the pipeline's schedule takes."""
+        """Return the smallest number of micro-batches that the pipeline's schedule supports and that is at least
+        ``micro_batches``."""
         return self._pipeline.schedulable(micro_batches) if self._pipeline else micro_batches
 
     def train(self, mode: bool) -> None:
@@ -110,9 +111,11 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Accumulate gradients. Returns ``factor`` x the sum of the losses of this process, (), for :meth:`total`.
+        """Accumulate gradients. Return ``factor`` times the sum of this process's losses, (); :meth:`total` sums it
+        over processes.
 
-        ``after_first`` is called when the gradients are those of the first micro-batch alone; never in a pipeline.
+        ``after_first`` is called after the first micro-batch, when gradients contain only its contribution. In a
+        pipeline it is never called.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -133,7 +136,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum of the losses of this process without gradients, in nats, ()."""
+        """Return the sum of this process's losses in nats, (), without computing gradients."""
         self.train(False)
         for stage in self.stages:
             stage.factor = 1.0
@@ -146,7 +149,7 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum over all processes of the losses of their own samples, ()."""
+        """Sum the losses of all processes, each for its own samples, and return the total, ()."""
         return (
             loss
             if self.group is SINGLE_PROCESS
@@ -154,8 +157,8 @@ class ShardedModel:
         )
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Returns, for each group of tensors that correspond to the leaves, their 2-norms over all processes by row
-        of the table."""
+        """Return the 2-norms of each group of tensors over all processes, one for each row of the parameter table.
+        The tensors of a group correspond to ``leaves``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -164,7 +167,8 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the current gradients by row of the table, once they have been exchanged."""
+        """Return the 2-norms of the current gradients, one for each row of the parameter table. Call it after the
+        gradients have been exchanged."""
         gradients = [held.parameter.grad for held in self.held]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
@@ -173,9 +177,9 @@ class ShardedModel:
             held.parameter.grad = held.leaf.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP does after the next micro-batch. Gradients are exchanged after every one with ZeRO 2 and 3,
-        and only after the last of a step with ZeRO 0 and 1 and between replicas; parameters stay gathered below ZeRO
-        3."""
+        """Set what FSDP does after the next micro-batch. With ZeRO 2 and 3, gradients are reduce-scattered after
+        every micro-batch; with ZeRO 0 and 1, and between replicas, they are reduced only after the last micro-batch
+        of a step. With ZeRO 0 to 2, parameters stay gathered until then."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
@@ -183,7 +187,7 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move gradients to the leaves, and sum those of a tied embedding over both ends of the pipeline."""
+        """Move gradients to ``leaves``, and sum the gradients of a tied embedding over both ends of the pipeline."""
         for held in self.held:
             if held.leaf is not held.parameter:
                 grad = held.parameter.grad
@@ -195,7 +199,7 @@ class ShardedModel:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """Yield each item with whether it is the last; reads one item ahead."""
+    """Yield each item, preceded by whether it is the last. This reads one item ahead."""
     items = iter(items)
     for ahead in items:
         item = ahead
@@ -206,7 +210,8 @@ def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
 
 
 def _both_ends(group: ProcessGroup) -> dist.ProcessGroup | None:
-    """Return the group of this process and the one at the other end of its pipeline; None between the ends."""
+    """Return the group that contains this process and the process at the other end of its pipeline, or None if this
+    process is not at an end."""
     assert group.mesh is not None
     ranks = group.mesh.mesh
     pairs = torch.stack((ranks[0].flatten(), ranks[-1].flatten()), dim=1)

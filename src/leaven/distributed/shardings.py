@@ -1,9 +1,10 @@
-"""The table of how each module is split over tensor ranks.
+"""Defines how each module is split over tensor-parallel ranks, in a table.
 
 Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv
-2205.05198): projections into heads and into d_ff are split by columns, those out of them by rows, both vocabulary
-matrices by rows, and between them every rank has its own part of the sequence. The forward pass of a layer has two
-all-gathers (into attention, into the MLP) and two reduce-scatters (out of them); the backward pass has the reverse.
+2205.05198): projections into heads and into d_ff are split by columns, projections out of heads and out of d_ff by
+rows, and both vocabulary matrices by rows. Outside attention and MLP, every rank has a part of the sequence. The
+forward pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters (out of them).
+In the backward pass, all-gathers and reduce-scatters are exchanged.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class PositionTable(ParallelStyle):
 class VocabularySlice(ParallelStyle):
     """An embedding with a slice of the vocabulary on each rank; each rank returns its part of the sequence.
 
-    torch's own style allocates a gradient of the whole vocabulary on every rank.
+    torch's own parallel style for embeddings would allocate a gradient of the whole vocabulary on every rank.
     """
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -77,11 +78,11 @@ class VocabularySlice(ParallelStyle):
 
 
 class LocalNorm(ParallelStyle):
-    """A norm of each rank's own activations, on plain tensors. ``gains`` is Replicate, with gradients summed over the
-    ranks, or Shard(0) for gains by head.
+    """A norm that each rank computes on plain tensors with its own activations. ``gains`` is Replicate (gradients are
+    summed over the ranks), or Shard(0) if each head has its own gains.
 
-    torch's own style computes on DTensors, where a norm on a CPU is decomposed into small operations whose results
-    are all kept for the backward pass.
+    torch's own parallel style for norms computes on DTensors. On a CPU, a norm of a DTensor is decomposed into small
+    operations, whose results are all kept for the backward pass.
     """
 
     def __init__(self, gains: Placement) -> None:
@@ -104,7 +105,7 @@ class LocalNorm(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the style of a module that gathers its first argument over the sequence."""
+    """Return the parallel style of a module that gathers its first argument over the sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),
@@ -138,7 +139,8 @@ ENDS: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split every module of a stage on the meta device over tensor ranks, by the tables."""
+    """Split every module of a stage over tensor-parallel ranks, as the tables define. The stage must be on the meta
+    device."""
     quiet_about_views()
     model = stage.model
     by_head = (
@@ -165,7 +167,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, Callable[[], Pa
 
 
 def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Give attention the slices of ALiBi's bias that belong to this rank's heads."""
+    """Give attention the slice of ALiBi's bias that belongs to this rank's heads."""
 
     def mine(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, norm, positions = arguments

@@ -1,4 +1,5 @@
-"""The consecutive layers that a rank runs in one pass; without a pipeline the whole model."""
+"""Defines a stage: the consecutive layers that a rank runs in one pass. Without a pipeline, the stage is the whole
+model."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ from leaven.model.transformer import Transformer
 
 
 class LossFunction(Protocol):
-    """A cross-entropy like :func:`leaven.model.loss.cross_entropy`, of hidden (B, T, D) and targets (B, T)."""
+    """A cross-entropy function like :func:`leaven.model.loss.cross_entropy`, with arguments hidden (B, T, D) and
+    targets (B, T)."""
 
     def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor: ...
 
@@ -21,14 +23,14 @@ def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **h
 
 
 class Stage(nn.Module):
-    """Layers from ``first`` up to ``last`` of a model, with the embedding and the loss if they are at its ends.
-    Parameters have their names in the whole model, after ``model.``.
+    """The layers of a model from ``first`` up to (not including) ``last``. The first stage also has the embedding,
+    the last stage the loss. The names of parameters are those in the whole model, prefixed with ``model.``.
 
     Args:
-        dtype: of matrix products.
+        dtype: the dtype of matrix products.
         splits_backward: whether the gradients of inputs and of parameters are computed separately.
 
-    ``factor`` multiplies the loss; set it before a forward.
+    ``factor`` multiplies the loss; set it before a forward pass.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class Stage(nn.Module):
         return list(self.model.layers.children())
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations for the next stage, (B, T, D), or on the last stage the loss in nats, summed over
-        the targets that count and multiplied by ``factor``, (1,). ``x`` has tokens (B, T) on the first stage, else
-        the activations of the stage before."""
+        """Return the activations for the next stage, (B, T, D). On the last stage, return the loss in nats, summed
+        over the targets that count and multiplied by ``factor``, (1,). On the first stage, ``x`` contains the tokens,
+        (B, T); on the others, the activations of the previous stage."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:
