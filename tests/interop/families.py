@@ -1,10 +1,15 @@
 """Small models of common families, built from configurations without downloads."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import BloomConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from transformers.models.bloom.modeling_bloom import BloomForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -77,6 +82,12 @@ def gpt_neox(width: int, depth: int) -> nn.Module:
     )
 
 
+def bloom(width: int, depth: int) -> nn.Module:
+    return BloomForCausalLM(
+        BloomConfig(vocab_size=VOCABULARY, hidden_size=width, n_layer=depth, n_head=width // 8, seq_length=LENGTH)
+    )
+
+
 class Block(nn.Module):
     def __init__(self, width: int, d_ff: int) -> None:
         super().__init__()
@@ -115,3 +126,25 @@ def logits(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def values(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def stepped(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Return the parameters after two steps."""
+    optimiser = torch.optim.AdamW(groups)
+    for seed in range(2):
+        loss_of(model, tokens(seed)).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        optimiser.zero_grad()
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+
+
+def sharded(model: Any, mesh: DeviceMesh) -> Any:
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList):
+            for layer in module:
+                fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.interop.families import gpt2, llama, loss_of, tokens
+from tests.interop.families import gpt2, llama, sharded, stepped, values
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -21,23 +20,8 @@ OPTIONS: dict[str, Any] = {
 
 
 def trained(model: nn.Module, base: nn.Module) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-    """Return the groups without their tensors, and the parameters after two steps."""
     groups = leaven.parametrize(model, base=base, **OPTIONS)
-    values = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    optimiser = torch.optim.AdamW(groups)
-    for seed in range(2):
-        loss_of(model, tokens(seed)).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        optimiser.zero_grad()
-    return values, {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()}
-
-
-def sharded(model: Any, mesh: DeviceMesh) -> Any:
-    for module in list(model.modules()):
-        if isinstance(module, nn.ModuleList):
-            for layer in module:
-                fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return values(groups), stepped(model, groups)
 
 
 def from_meta(mesh: DeviceMesh) -> Any:
@@ -72,13 +56,13 @@ def main() -> None:
         "tensor parallel": (llama, split(llama(64, 4), mesh)),
     }
     for name, (build, model) in cases.items():
-        values, parameters = trained(model, build(32, 2))
+        settings, parameters = trained(model, build(32, 2))
         assert any(isinstance(parameter, DTensor) for parameter in model.parameters())
         assert sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters()) < sum(
             math.prod(p.shape) for p in model.parameters()
         )
         wanted, expected = whole[build]
-        assert values == wanted, name
+        assert settings == wanted, name
         for parameter, value in parameters.items():
             torch.testing.assert_close(value, expected[parameter], rtol=1e-4, atol=1e-5, msg=f"{name}: {parameter}")
         if dist.get_rank() == 0:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tests.interop.families import FAMILIES, Build, Home, gpt2, llama, logits, tokens
+from tests.interop.families import FAMILIES, Build, Home, bloom, gpt2, llama, logits, tokens
 from torch import nn
 
 import leaven
@@ -263,3 +263,17 @@ def test_a_block_is_compared_with_the_one_at_its_relative_depth() -> None:
         assert (row.module, row.layer, row.multiplier) == ("mlp.out", layer, pytest.approx(1 / 3))
         assert row.lr == pytest.approx(0.01 / 2)
     assert rows_of(model)["head.bias"].role is Role.UNEMBEDDING_BIAS
+
+
+def test_blooms_embedding_norm_scales_like_the_embedding() -> None:
+    model = bloom(64, 6)
+    leaven.parametrize(model, base=bloom(32, 2), hyperparameters=TUNED, ratios=leaven.Ratios(batch=2, tokens=8))
+    rows = {name.removeprefix("transformer."): row for name, row in rows_of(model).items()}
+    gain, bias = (rows[f"word_embeddings_layernorm.{name}"] for name in ("weight", "bias"))
+    assert (gain.role, gain.module) == ("embedding_norm", "norm.embedding")
+    assert (bias.role, bias.module) == ("embedding_bias", "biases")
+    assert (rows["ln_f.weight"].role, rows["word_embeddings.weight"].role) == ("final_norm", "tied_embedding")
+    for row in (gain, bias):
+        assert row.lr == pytest.approx(0.01 / 2)  # sqrt(2 / 8); independent of depth
+        assert row.eps == rows["word_embeddings.weight"].eps == pytest.approx(1e-8 * 2 / 2)
+        assert row.weight_decay == 0

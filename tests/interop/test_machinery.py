@@ -13,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.interop.families import Home, gpt2, llama, logits, loss_of, tokens
-from torch import nn
+from tests.interop.families import Home, gpt2, llama, logits, loss_of, sharded, stepped, tokens, values
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import leaven
@@ -26,20 +24,6 @@ from leaven.interop.torch_models import groups
 
 KEPT = {"lr": 0.01, "weight_decay": 0.1}  # no init: the model keeps its values
 TUNED = KEPT | {"init_std": 0.1}
-
-
-def values(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in found]
-
-
-def stepped(model: nn.Module, found: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """The parameters after two steps."""
-    optimiser = torch.optim.AdamW(found)
-    for seed in range(2):
-        loss_of(model, tokens(seed)).backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("compiled_first", [True, False], ids=["before", "after"])
@@ -117,22 +101,15 @@ def one_rank() -> Iterator[Any]:
 
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_sharded_by_fsdp2(build: Any, one_rank: Any) -> None:
-    def sharded(model: Any) -> Any:
-        for module in list(model.modules()):
-            if isinstance(module, nn.ModuleList):
-                for layer in module:
-                    fully_shard(layer, mesh=one_rank)
-        return fully_shard(model, mesh=one_rank)
-
     options = {"base": build(32, 2), "hyperparameters": TUNED, "initialise": True}
     plain, before, after = (build(64, 4) for _ in range(3))
     reference = leaven.parametrize(plain, **options)
     wanted, expected = values(reference), stepped(plain, reference)
     # Hooks first, then shards: the parameters are new, so the groups are built again.
     leaven.parametrize(before, **options)
-    sharded(before)
+    sharded(before, one_rank)
     # Shards first: their initial values are drawn in place.
-    found = leaven.parametrize(sharded(after), **options)
+    found = leaven.parametrize(sharded(after, one_rank), **options)
     for model, its in ((before, groups(before)), (after, found)):
         assert values(its) == wanted
         assert all(isinstance(parameter, DTensor) for group in its for parameter in group["params"])

@@ -5,7 +5,6 @@ import torch
 from tests.interop.families import gpt2, llama
 
 import leaven
-from leaven.recipe.errors import InputError
 
 TUNED = {"lr": 0.01, "weight_decay": 0.1, "init": "mitchell"}
 
@@ -36,12 +35,3 @@ def test_depth_scaled_init_is_smaller_for_gated_mlps() -> None:
         found[build] = dict(model.named_parameters())[name].std().item()
     assert found[llama] == pytest.approx(0.02 / 2, rel=0.05)
     assert found[gpt2] == pytest.approx(0.02, rel=0.05)
-
-
-def test_a_named_init_and_a_scaling_rule_are_refused_together() -> None:
-    with pytest.raises(InputError, match='init = "mitchell" and rule complete-d-p both scale the init'):
-        leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=TUNED, initialise=True)
-    with pytest.raises(InputError, match="the depth would count twice"):
-        leaven.parametrize(llama(32, 4), base=llama(32, 2), hyperparameters=TUNED, initialise=True)
-    kept = {"lr": 0.01}  # the values stay the caller's
-    leaven.parametrize(llama(64, 2), base=llama(32, 2), hyperparameters=kept)

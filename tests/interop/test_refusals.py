@@ -20,6 +20,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Role
 
 TUNED = {"lr": 0.01, "init_std": 0.1}
+MITCHELL = {"lr": 0.01, "init": "mitchell"}
 
 
 def decoder(
@@ -116,12 +117,16 @@ class NormBlock(nn.Module):
         self.mlp = mlp(width)
 
 
-def stacked(blocks: Callable[[int, int], list[nn.Module]]) -> Callable[[int, int], nn.Module]:
+def stacked(
+    blocks: Callable[[int, int], list[nn.Module]], first_norm: bool = False
+) -> Callable[[int, int], nn.Module]:
     """Return a function that builds a decoder with the given blocks."""
 
     def build(width: int, depth: int) -> nn.Module:
         model = nn.Module()
         model.embedding = nn.Embedding(VOCABULARY, width)
+        if first_norm:
+            model.first_norm = nn.LayerNorm(width)
         model.blocks = nn.ModuleList(blocks(width, depth))
         model.norm = nn.LayerNorm(width)
         model.unembedding = nn.Linear(width, VOCABULARY)
@@ -194,6 +199,16 @@ def test_a_branch_whose_end_is_never_called_is_refused() -> None:
     assert "never called as a module" in refused(TorchDecoder, roles=roles, modules=modules)
 
 
+def test_an_unknown_norm_before_the_blocks_needs_a_role() -> None:
+    build = stacked(lambda n, d: [SmallBlock(n) for _ in range(d)], first_norm=True)
+    assert re.search(r"first_norm.weight .* before the blocks; .*'embedding_norm'", refused(build))
+    model: Any = build(64, 3)
+    roles = {"first_norm.weight": "embedding_norm", "first_norm.bias": "embedding_bias"}
+    leaven.parametrize(model, base=build(32, 2), hyperparameters=TUNED, roles=roles)
+    (row,) = (row for row in model.leaven_rows if row.name == "first_norm.weight")
+    assert row.module == "norm.embedding"
+
+
 def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
     swapped = {"*.up_proj.weight": "mlp.out", "*.down_proj.weight": "mlp.in"}
     assert "up_proj.weight (192 x 64, 96 x 32 in the base): it ends a branch" in refused(llama, modules=swapped)
@@ -206,6 +221,8 @@ def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
         ({"hyperparameters": {"init_std": 0.1}}, "lr: missing"),
         ({"hyperparameters": {"lr": 0.1}, "initialise": True}, "init_std: missing"),
         ({"initialise": False}, "init_std is given, but initialise=False"),
+        ({"hyperparameters": MITCHELL, "initialise": True}, "and rule complete-d-p both scale the init"),
+        ({"hyperparameters": MITCHELL, "initialise": True, "base": llama(64, 2)}, "the depth would count twice"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.ou": {"lr": 2.0}}}}, "did you mean mlp.out"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.in": {"residual": 2.0}}}}, "does not end a branch"),
         ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the models have 2"),
