@@ -68,7 +68,7 @@ class Stack(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The stack in one line, for example ``output, qk-norm, adamw``; None is left out."""
+        """The stack in one line, for example ``output, qk-norm, adamw``; unknown values are omitted."""
         qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[self.qk_norm]
         return ", ".join(part for part in (self.norm_placement, qk_norm, self.optimizer) if part)
 

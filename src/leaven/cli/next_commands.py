@@ -125,9 +125,9 @@ def after_export_config(to: str, path: Path) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Tune a proxy, with the number of trials that is worth its cost if the target is known.
+    """Return the commands that tune a proxy. If the target is known, ``--trials`` is the number worth its cost.
 
-    If one trial is too large for this machine, the first command plans it on a cluster.
+    If a trial is too large for this machine, ``leaven plan`` for a cluster comes first.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)

@@ -76,7 +76,9 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1]: each source by its proportion of the limit, and at least one.
+        """Return validation windows, [N, T + 1]. The sources share the limit by their proportions.
+
+        Each source gives at least one window.
 
         Raises:
             InputError: if a source does not fill one window.

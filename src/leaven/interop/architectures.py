@@ -192,7 +192,7 @@ class Architecture:
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
-    """Return the sizes of a shape that follow from heads and width where config.json does not have them."""
+    """Return default sizes, computed from heads and width, for keys that config.json does not have."""
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
 
 

@@ -236,7 +236,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Sort candidates, the fastest first. Times within 1% of each other are equal: the planner is no more precise.
 
-    Among equals these come first: what leaven can train, a pipeline filled by the rule of thumb, the lower ZeRO
+    Among equals these come first: what leaven can train, a pipeline with enough micro-batches, the lower ZeRO
     stage, fewer replicas and stages, the micro-batch nearest to 8,192 tokens from below (launch latency favours it),
     less memory.
     """

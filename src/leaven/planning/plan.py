@@ -261,10 +261,10 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
 
 
 def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
-    """Plan a job of ``tokens`` tokens. ``batch`` is given if it grows.
+    """Plan a job that trains ``tokens`` tokens. Pass ``batch`` only if the batch grows during the run.
 
     Without a layout the fastest that fits is chosen. A given layout is planned with its fastest micro-batch that
-    fits, even if none does; then ``fits`` is False.
+    fits. If none fits, the one that needs least memory is planned, and ``fits`` is False.
 
     Raises:
         InputError: if a layout, batch or cluster is impossible, or nothing fits; says what would work.

@@ -196,7 +196,7 @@ class ArmView:
 
 @dataclass(frozen=True)
 class DemoView:
-    """A demo: its file, and what the folders hold that the file names."""
+    """A demo: its file, and the contents of the folders that the file names."""
 
     file: DemoFile
     arms: tuple[ArmView, ...]
@@ -222,7 +222,7 @@ class DemoView:
 
     @property
     def baseline(self) -> ArmView | None:
-        """The best of the other arms."""
+        """The arm with the lowest loss, apart from the transferred one."""
         others = [arm for arm in self.arms if arm.key != "transferred" and arm.loss is not None]
         return min(others, key=lambda arm: arm.loss or 0.0, default=None)
 

@@ -56,7 +56,7 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a factor: ``3.6×``, ``0.3×``, near 1 ``0.97×``, a small one as a fraction where it is one: ``1/8×``."""
+    """Return a factor as text: ``3.6×``. Near 1 it has two decimals, ``0.97×``; 1/n is a fraction, ``1/8×``."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:

@@ -79,7 +79,7 @@ def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[st
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Where the numbers of a device stand, those from one place together."""
+    """Return the sources of a device's numbers as text, grouped by source."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

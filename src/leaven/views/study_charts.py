@@ -67,8 +67,10 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float, float]:
-    """The range of losses that a chart shows (the start's and all but far outliers), and the height of the edge where
-    outliers and diverged trials are drawn."""
+    """Return the lowest and highest loss of a chart, and the height at which outliers and diverged trials are drawn.
+
+    The range contains the loss of the starting point and all losses that are not far outliers.
+    """
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     if not losses:
         return 0.0, 1.0, 1.1

@@ -70,7 +70,7 @@ class Check:
         return replace(reading, **completed)
 
     def distance(self, value: float) -> float:
-        """Return the number by which distances are measured: the horizon in steps of a beta, else the value."""
+        """Return the value as it is compared between runs: of a beta the horizon 1 / (1 - beta) in steps."""
         if self.hidden not in ("beta1", "beta2"):
             return value
         return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1

@@ -350,7 +350,7 @@ def ramp_start(case: Case) -> Reading | None:
 
 
 def ramp_length(case: Case) -> Reading | None:
-    """Compare the length of a ramp in increments; a few doublings may come late and are not compared."""
+    """Compare the length of a batch ramp with published ramps that grew in small increments, not by doubling."""
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None

@@ -1,7 +1,7 @@
 """The next run of a search, as a function of the runs so far.
 
 1. Runs whose process died are retried.
-2. Runs of the start with several seeds measure the noise. A grid search then runs its points.
+2. The starting point is run with several seeds, which measures the noise. A grid search then runs its points.
 3. The search proposes points until only the reserved part of the budget is left, or until some rounds gained less
    than the noise.
 4. When no run is left, the best few points (the finalists) are run again with fresh seeds. The first of these trials

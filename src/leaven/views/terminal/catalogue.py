@@ -40,7 +40,7 @@ def _marked(run: RunSummary) -> bool:
 
 
 def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
-    """Return the columns of the sizes; that of active parameters only if a run has fewer active ones."""
+    """Return the columns of sizes. Active parameters have a column only if a run is a mixture of experts."""
     return _SIZE if any(map(_sparse, runs)) else _SIZE[:1]
 
 
