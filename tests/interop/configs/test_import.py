@@ -15,7 +15,7 @@ from tests.interop.configs.recipes import FAMILIES, megatron_like
 from leaven.interop.configs import from_megatron, from_transformers
 from leaven.interop.configs.export import export, write
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe
+from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 
@@ -60,16 +60,11 @@ def test_a_megatron_script_with_variables_and_arrays() -> None:
     assert (recipe.hyperparameters.lr, recipe.schedule.min_lr_ratio) == (6e-5, 0.1)
     assert recipe.hyperparameters.weight_decay == 0.01
     assert "$WD is unknown" in recipe.why["hyperparameters.weight_decay"]
-    assert recipe.why["hyperparameters.lr"] == "--lr"
     assert "parses and ignores" in recipe.why["batch.ramp"]
-    assert "--weight-decay: $WD is unknown until the script runs" in found.unknown
     assert "--tokenizer-name-or-path" in found.unread
-    assert any("409,600,000,000 tokens" in line for line in found.unread)
     out = resolve(recipe)["layers.3.mlp.out.weight"]
     assert out.init_std == pytest.approx(0.0048 / 140**0.5)
-    assert set(recipe.why) >= {
-        f"model.{key}" for key in ("n_layers", "d_model", "vocab_size", "positions", "norm_eps")
-    }
+    assert parse_recipe(render(recipe), "x") == recipe
 
 
 MINIMAL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
@@ -134,18 +129,15 @@ def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
 def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     text = f"WIDE=512; {MINIMAL} --vocab-size=$WIDE --embed-layernorm --glu-activation swiglu --add-qkv-bias"
     found = from_megatron.read(f"{text} --layernorm-epsilon 1e-6", "args.sh", "x")
-    shape, why = found.recipe.model, found.recipe.why
+    shape = found.recipe.model
     assert (shape.vocab_size, shape.embedding_norm, shape.activation, shape.bias) == (512, True, "swiglu", True)
     assert (shape.norm_eps, shape.d_ff) == (1e-6, 256)  # its gated units are as wide as plain ones
-    assert why["model.embedding_norm"] == "--embed-layernorm"
-    assert why["model.activation"] == "--glu-activation"
     assert found.unread == ()
 
 
 def test_num_query_groups_needs_group_query_attention() -> None:
     found = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
     assert found.recipe.model.n_kv_heads == 4
-    assert found.recipe.why["model.n_kv_heads"] == "--num-attention-heads: no --group-query-attention"
     assert found.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
     found = from_megatron.read(
         f"{MINIMAL} --vocab-size 512 --num-query-groups 2 --group-query-attention", "args.sh", "x"
@@ -359,11 +351,3 @@ def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read as JSON"):
         from_transformers.read(tmp_path, "x")
-
-
-def test_an_imported_recipe_can_be_written_and_read(tmp_path: Path) -> None:
-    """It is complete: written and read again, it is equal."""
-    from leaven.recipe.files import render
-
-    recipe = from_megatron.read(BLOOM, "tr11.sh", "bloom").recipe
-    assert parse_recipe(render(recipe), "x") == recipe
