@@ -233,13 +233,13 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
         ({"start": [0.5]}, "start = [0.5]: input should be a valid dictionary"),
         ({"start": {"a": 4}}, "start.a = 4.0: give a number from -3 to 3"),
         ({"start": {"a": "x"}}, "start.a = 'x': input should be a valid number"),
-        ({"start": {"c": 0}}, "start.c: it is not in the space, which has a, b"),
+        ({"start": {"c": 0}}, "start.c: not in the space, which has a, b"),
         ({"space": {"a": (1, 2)}}, "start.a = 0.0: give a number from 1 to 2"),
         ({"space": {"a": range(3)}, "start": {"a": 3}}, "start.a = 3.0: give one of its levels, 0 to 2"),
-        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: it is a choice, which has no box"),
+        ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: this value is a choice, which has no box"),
         ({"near": {"a": 1}}, "near.a = 1: give the lowest and the highest log2 multiplier"),
         ({"scales": {"a": 0.0}}, "scales.a = 0.0: input should be greater than or equal to 0.000000001"),
-        ({"scales": {"c": 1.0}}, "scales.c: it is not in the space, which has a, b"),
+        ({"scales": {"c": 1.0}}, "scales.c: not in the space, which has a, b"),
         ({"trials": 0}, "trials = 0: input should be greater than or equal to 1"),
         ({"trials": 2.5}, "trials = 2.5: input should be a valid integer"),
         ({"trials": "many"}, "trials = 'many': input should be a valid integer"),
@@ -416,7 +416,7 @@ def test_a_budget_of_flops_reserves_the_reruns() -> None:
     found = search(runs, SPACE, trials=None, flops=64.0, method="random")
     assert len(found.trials) == 32
     assert Counter(t.purpose for t in found.trials)["rerun"] == 8
-    with pytest.raises(InputError, match="the budget is in FLOPs, but the objective does not return any"):
+    with pytest.raises(InputError, match="the budget is in FLOPs, but the objective returns no FLOPs"):
         search(bowl, SPACE, trials=None, flops=60.0)
     with pytest.raises(InputError, match="the search has no budget; give trials, flops or hours"):
         search(bowl, SPACE, trials=None)
@@ -523,7 +523,9 @@ def test_a_study_of_another_program_is_refused() -> None:
     store = InMemoryStorage()
     study = optuna.create_study(storage=store, study_name="leaven")
     study.add_trial(create_trial(state=TrialState.COMPLETE, value=1.0))
-    with pytest.raises(InputError, match="the stored study leaven was created by an older version or another"):
+    with pytest.raises(
+        InputError, match="the stored study leaven was created by an older version of leaven or by another"
+    ):
         search(bowl, SPACE, trials=4, storage=store)
     assert len(trials_in(store)) == 1
 

@@ -164,7 +164,7 @@ def test_values_of_0_are_left_out_of_a_set_and_refused_by_name(tiny: Recipe) -> 
         ("model.d_model", "not a value to search; there are global"),
         ("hyperparameters.depth.lr[3]", "not a value to search; "),
         ("per_module", "not a value to search; did you mean per-module"),
-        ("recipe", r"it has no \[tuning\]"),
+        ("recipe", r"the recipe has no \[tuning\]"),
         ("", "an empty name; give global, global-full, per-module"),
         ("global, ,per-module", "an empty name; give global, global-full, per-module"),
         ("hyperparameters.modules.embedding.residual", "has no"),
@@ -322,7 +322,10 @@ def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
         ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves .*: warmup_tokens 16,384 is longer"),
         ('[tuning.octaves]\n"batch.tokens" = [-6, 1]', "a batch of 4 tokens is less than half a sequence"),
         ('[tuning.octaves]\n"hyperparameters.lr" = [-1, 12]', r"\+12 octaves .*lr x weight_decay"),
-        ('[tuning.octaves]\n"batch.tokens" = 1e-5', r"from -1e-05 to \+1e-05 octaves it stays .* whole sequences"),
+        (
+            '[tuning.octaves]\n"batch.tokens" = 1e-5',
+            r"from -1e-05 to \+1e-05 octaves the value stays .* whole sequences",
+        ),
         ('[tuning.octaves]\n"schedule.decay" = 1', r"\[tuning.octaves\] schedule.decay: a choice has no octaves"),
     ],
 )

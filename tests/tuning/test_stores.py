@@ -201,7 +201,7 @@ def test_a_disk_that_stays_away(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     store, study = begun(str(tmp_path / "disk" / "study.log"), patience_seconds=0.05)
     (tmp_path / "disk").rename(tmp_path / "away")
-    with pytest.raises(StoreGone, match="study.log has been away for 0 seconds .*No such file"):
+    with pytest.raises(StoreGone, match="study.log has been unreachable for 0 seconds .*No such file"):
         store.get_all_trials(study)
 
 
@@ -322,7 +322,7 @@ def without_psycopg(path: Path) -> None:
         (is_text, "{}", "not a journal of Optuna"),
         (has_other_records, "{}", "not a journal of Optuna"),
         (is_database, "{}", "an SQLite database; give sqlite:////"),
-        (is_damaged, "{}", "line 2 is damaged; keep what is before it: head -n 1"),
+        (is_damaged, "{}", "line 2 is damaged; keep the lines before it: head -n 1"),
         (Path.mkdir, "{}", "a folder; give the file of a journal, such as .*journal.log"),
         (None, "sqlite:///{}/study.db", "there is no folder"),
         (None, "sqlite:///file:some.db?uri=true", "give sqlite:///FILE"),

@@ -401,12 +401,12 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
     tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def away(*_: object, **__: object) -> None:
-        raise StoreGone("the store has been away for 300 seconds")
+        raise StoreGone("the store has been unreachable for 300 seconds")
 
     monkeypatch.setattr(Study, "run", away)
     done = CliRunner().invoke(app, ["tune", str(tiny_file), "--study", str(tmp_path / "study")])
     assert done.exit_code == INTERRUPTED
-    assert done.stderr.splitlines()[-1] == "the store has been away for 300 seconds"
+    assert done.stderr.splitlines()[-1] == "the store has been unreachable for 300 seconds"
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
         (["--hours", "0"], "hours = 0.0: give a finite number above 0"),
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000: one trial takes \S+ FLOPs"),
-        (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials sets how fine the grid is"),
+        (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
         (["--durations", "1k,2k"], "durations: a cosine run does not contain shorter runs"),
     ],
@@ -484,7 +484,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another method: random there, tpe here", {"method": "tpe"}),
     ("another space: .* only here", {"which": "global"}),
     ("another recipe: hyperparameters.lr 0.01 there, 0.02 here", {"change": {LR: 0.02}}),
-    ("holds a study tiny, not big; use another --study", {"change": {"name": "big"}}),
+    ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("another text: .* there, x here", {"text": "x"}),
     ("durations: a cosine run does not contain shorter runs", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
@@ -492,9 +492,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "empty.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended"}),
-    ("holds a study leaven, not tiny; use another --study", {"out": "leaven"}),
+    ("contains the study leaven, not tiny; use another --study", {"out": "leaven"}),
     ("not a journal of Optuna; give another file", {"out": "notes"}),
-    ("is not empty and holds no study; use another folder", {"out": "full"}),
+    ("is not empty and contains no study; use another folder", {"out": "full"}),
     ("full/x: a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
     ("method best: there are trust-region, random", {"method": "best", "out": "new"}),

@@ -1,4 +1,4 @@
-"""The document of a study: the content of study.json, from which screens and reports are made. Without torch.
+"""The document of a study: the content of study.json, from which screens and reports are made. Does not need torch.
 
 An :class:`Answer` is computed from the trials; a :class:`StudyDocument` adds the trials themselves. Losses and noise
 are in nats per token. A point maps each path to a distance from the start, in the unit of its dimension.
@@ -22,18 +22,18 @@ UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
 class Dimension:
     """One searched value: its start, range and unit.
 
-    One ``octave`` doubles the value, one ``tenth`` adds 0.1, and for a ``choice`` the number is the index of one of
-    its ``levels``.
+    Distances from the start are in ``unit``: one ``octave`` doubles the value, one ``tenth`` adds 0.1. For a
+    ``choice`` the distance is an index into ``levels``.
     """
 
     path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
     centre: float | str  # the value in the recipe that the search started from
-    low: float  # how far it may go, at most 0
+    low: float  # the lowest distance from the start, at most 0
     high: float
     scale: float = 1.0  # how far away an optimum typically is
     unit: str = "octave"  # octave | tenth | choice
-    levels: tuple[str, ...] = ()  # of a choice, the recipe's own first
-    near: tuple[float, float] | None = None  # the box in which a search begins; low and high if None
+    levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
+    near: tuple[float, float] | None = None  # the box in which a search begins; None for low and high
     ends: tuple[str, str] = ("the end of the space",) * 2  # names of low and high; empty for a natural limit
 
     @property
@@ -74,17 +74,17 @@ class StudyTrial:
 
 @dataclass(frozen=True)
 class Best:
-    """A point that was run: its mean loss with a 95% interval."""
+    """A point that was run, with its mean loss and a 95% interval."""
 
     number: int  # of the first trial at this point
     loss: float
     interval: tuple[float, float]
-    fresh: int = 0  # number of its runs that were not used to choose it; 0: all were, and the loss is too low
-    runs: int = 1  # the loss is the mean of so many runs
+    fresh: int = 0  # number of runs that were not used to choose the point; with 0 the loss is probably too low
+    runs: int = 1  # number of runs whose mean is the loss
 
     @property
     def certainty(self) -> str:
-        """How certain the loss is, as text."""
+        """Describe how certain the loss is."""
         if not self.fresh and self.runs > 1:
             return f"the mean of {self.runs} runs that chose it among several, so that it may be too low"
         if not self.fresh:
@@ -99,25 +99,25 @@ class SlicePoint:
 
     octaves: float
     loss: float  # difference from the best point
-    deviation: float  # standard deviation of that
+    deviation: float  # standard deviation of this difference
     risk: float  # chance of divergence
 
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The answer for one value."""
+    """What a search found out about one value."""
 
     path: str
     best: float  # octaves from the start
     flat: tuple[float, float]  # octaves between which the loss stays within the noise of the best
-    gain: float  # the loss with this value at the start less the loss at the best, all else at the best
-    importance: float  # share, of 1, of how much the loss varies along the slice over the values that were tried
+    gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
+    importance: float  # share, up to 1, of the variation of the loss over the settings that were tried
     worth: bool  # whether it was worth tuning: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()
     gain_deviation: float = 0.0  # standard deviation of the gain
     at_end: bool = False  # whether the best is at the limit of the search, so that the optimum may lie beyond
-    end: str = ""  # that limit: a bound with its reason, or the recipe's [tuning.octaves]
-    optuna_importance: float = 0.0  # share, of 1, by PED-ANOVA: how the best tenth of the trials differs
+    end: str = ""  # name of this limit: a bound with its reason, or the recipe's [tuning.octaves]
+    optuna_importance: float = 0.0  # share, up to 1, by PED-ANOVA: how the best tenth of the trials differs
 
 
 @dataclass(frozen=True)
@@ -135,29 +135,29 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    best: Best | None = None  # of the points run with fresh seeds; None as long as there are none
-    octaves: dict[str, float] = {}  # that point; without it, the one that all trials together predict to be best
+    best: Best | None = None  # the best of the points run with fresh seeds; None before any was
+    octaves: dict[str, float] = {}  # the best point; without one, the point that is predicted to be best
     noise_floor: float | None = None  # standard deviation between runs of one point
-    noise_runs: int = 0  # degrees of freedom of the noise: runs less points; 10^6 where the noise was given
+    noise_runs: int = 0  # degrees of freedom of the noise: runs minus points; 10^6 if the user gave the noise
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
     fewest: Best | None = None  # the point with the fewest changes that equals the best within noise, if it was rerun
-    fewest_octaves: dict[str, float] | None = None  # that point, measured or predicted
-    fewest_cost: float | None = None  # its expected loss less that of the best
+    fewest_octaves: dict[str, float] | None = None  # the point with the fewest changes, measured or predicted
+    fewest_cost: float | None = None  # expected loss at this point minus the expected loss at the best
     # Paths that were not worth tuning: with all of them at the start, the loss rises by less than the noise. Empty if
-    # that holds for every path: then the best is the start, or the trials are too few.
+    # every path is like this: then the start is the best point, or there are too few trials.
     idle: tuple[str, ...] = ()
-    gain: float | None = None  # the start's loss less the best's, over runs that were not used to choose it
+    gain: float | None = None  # the start's loss minus the best's, over runs that did not choose the best
     advice: str = ""  # if all trials diverged: which value to lower
     dimensions: tuple[Dimension, ...] = ()  # what was searched
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes, if it was run and differs from the best."""
+        """The point with the fewest changes, if it was run and differs from the best point; otherwise None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     @property
     def unsure(self) -> list[Coordinate]:
-        """The changed values whose gain may be noise: neither worth tuning nor idle."""
+        """The changed values that are neither worth tuning nor idle: their gain may be noise."""
         return [each for each in self.coordinates if each.best and not each.worth and each.path not in self.idle]
 
     def dimension(self, path: str) -> Dimension:
@@ -165,7 +165,7 @@ class Answer(BaseModel):
 
 
 class StudyDocument(Answer):
-    """A study. It has a ``best`` once a command has run the search to its end."""
+    """A study: the answer of its search and all trials. ``best`` is None until a command has completed the search."""
 
     version: int = 1
     name: str
@@ -173,17 +173,17 @@ class StudyDocument(Answer):
     space: tuple[str, ...]  # recipe paths that vary
     trials: tuple[StudyTrial, ...]
     radius: float | None = None  # of the trust region, as a share of the uncertainty
-    stalled: bool = False  # whether it stopped before its budget was used: some rounds gained less than the noise
+    stalled: bool = False  # whether the search stopped early because some rounds gained less than the noise
     durations: tuple[int, ...] = ()  # tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
 
     @property
     def ended(self) -> int:
-        """Trials that have ended, as ``leaven tune --trials`` counts them."""
+        """The number of trials that have ended, as ``leaven tune --trials`` counts them."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
     def summary(self, recipe: Path, following: Sequence[str] = ()) -> TuneDocument:
-        """Return what ``leaven tune --json`` prints; ``recipe`` is the file of the best recipe."""
+        """Return the document that ``leaven tune --json`` prints. ``recipe`` is the file of the best recipe."""
         best = self.best
         return TuneDocument(
             best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),
@@ -196,7 +196,10 @@ class StudyDocument(Answer):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, document: Any) -> Any:
-        """JSON has no infinities: a trial that diverged has no loss, and such a point of a curve is left out."""
+        """Read a document, in which infinities are missing because JSON has none.
+
+        A diverged trial gets the loss None, and infinite points of a curve are left out.
+        """
         if not isinstance(document, dict):
             return document
         found = dict(document)
@@ -225,7 +228,7 @@ def signed(loss: float) -> str:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of time spans (begin, end)."""
+    """Return the total time covered by spans (begin, end), counting overlaps once."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)

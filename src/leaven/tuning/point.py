@@ -1,19 +1,19 @@
-"""Points of a search space as recipes: how far each value is moved from the recipe's.
+"""Convert points of a search space to recipes. A point says how far each value moves from its value in the recipe.
 
-Distances: In the unit ``octave`` one unit doubles a value, except for
+In the unit ``octave``, a distance of 1 doubles a value, except for
 
-- ``beta1`` and ``beta2``: ``beta ** 2^x``: one unit halves the half-life of the moment, and beta stays within (0, 1);
-  to first order 1 - beta doubles. The multipliers of modules and depth do the same to the rest of the table.
+- ``beta1`` and ``beta2``: ``beta ** 2^x`` at distance x: a distance of 1 halves the half-life of the moment, so that
+  1 - beta about doubles, and beta stays within (0, 1). The multipliers of modules and depth act in the same way.
 - ``schedule.warmup_tokens`` and ``data.tokens``: whole tokens, at least one.
 - ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. The sequences and their order
-  stay the same; a larger batch means fewer steps. A recipe without a base gets its own scale as the base, so that the
-  scaling rule moves lr, betas, eps and decay with the batch, as :func:`leaven.scaling.transfer.transfer` does:
-  otherwise a batch would be judged with an lr for another batch. With ``rule = "standard"`` nothing else moves. The
-  same holds for ``data.tokens``.
+  stay the same; a larger batch means fewer steps. A recipe without a base gets its present scale as the base, so
+  that the scaling rule moves lr, betas, eps and decay with the batch, as :func:`leaven.scaling.transfer.transfer`
+  does. Otherwise each batch size would be judged with the lr of another. With ``rule = "standard"`` nothing else
+  moves. Moving ``data.tokens`` works in the same way.
 - ``hyperparameters.depth.lr[2]``, a point of a depth profile. A profile of one point stands for three equal ones.
 
-In the unit ``tenth``, for values that may be 0 (``TENTHS``), one unit adds 0.1. For a choice (``CHOICES``) the whole
-numbers are levels: 0 is the recipe's own, and the others follow in their order.
+In the unit ``tenth``, for values that may be 0 (``TENTHS``), a distance of 1 adds 0.1. For a choice (``CHOICES``) the
+distance is the index of a level: 0 is the level in the recipe, and the other levels follow in their order.
 """
 
 import math
@@ -35,9 +35,9 @@ OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
 WHOLE_RECIPE = (*GLOBAL, *OTHERS, TOKENS)
 POINTS = 3  # of a depth profile: a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
-"""Values that may be 0, with the highest that a recipe may have."""
+"""Values that may be 0, with the highest value that a recipe may have."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
-"""The levels of a choice besides the recipe's own; decays that end at min_lr_ratio."""
+"""All levels of each choice. The decays are those that end at min_lr_ratio."""
 
 _POINT = re.compile(r"hyperparameters\.depth\.(\w+)\[(\d+)\]")
 
@@ -45,7 +45,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values that affect the model, in the order of quantities and of the forward pass."""
+    """Return the paths of all values that affect the model, ordered by quantity, then as in the forward pass."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -55,7 +55,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the points of a depth profile that affect some block: only the first for one block."""
+    """Return the paths of the points of a depth profile that affect a block. For one block: the first."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -76,13 +76,13 @@ def unit_of(path: str) -> str:
 
 
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
-    """Return the levels of a choice, the recipe's own first."""
+    """Return the levels of a choice, starting with the level in the recipe."""
     own = str(value_at(recipe, path))
     return (own, *(level for level in CHOICES[path] if level != own))
 
 
 def value_at(recipe: Recipe, path: str) -> Value | None:
-    """Return the recipe's value at a searchable path; None for an init_std that it does not set."""
+    """Return the recipe's value at a searchable path, or None for an init_std that the recipe does not set."""
     if point := _POINT.fullmatch(path):
         return _profile(recipe, point[1])[int(point[2])]
     if path == CLIP:
@@ -96,7 +96,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """Return how far a value must move to become another one: the inverse of :func:`values`, up to rounding."""
+    """Return the distance from ``value`` to the value ``to``: the inverse of :func:`values`, up to rounding."""
     if path in TENTHS:
         return 10 * (to - value)
     if path.rpartition(".")[2].partition("[")[0] in {"beta1", "beta2"}:
@@ -105,7 +105,7 @@ def distance(path: str, value: float, to: float) -> float:
 
 
 def values(recipe: Recipe, octaves: Mapping[str, float]) -> dict[str, Value]:
-    """Return the recipe's values at a point, by path. Distance 0 gives exactly the recipe's value.
+    """Return the values of a recipe at a point, by path. At distance 0 a value is exactly as in the recipe.
 
     Raises:
         ValueError: if a batch would have less than one sequence.
@@ -138,10 +138,10 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Return the recipe at a point (distances by path), with another seed if one is given.
+    """Return the recipe at a point (distances by path), with ``seed`` as its seed unless that is None.
 
     Raises:
-        ValueError: if the recipe would be invalid: lr x weight_decay above 1, a warm-up longer than the run.
+        ValueError: if the recipe would be invalid, for example with a warm-up longer than the run.
     """
     changes: dict[str, Any] = {} if seed is None else {"data.seed": seed}
     for path, value in values(recipe, {path: x for path, x in octaves.items() if x != 0}).items():

@@ -1,19 +1,19 @@
 """Search spaces: which values of a recipe are searched, and how far (``REACH``).
 
 ``global`` has the values that apply to all modules; ``global-full`` adds clipping, dropout, the end of the schedule
-and the choices of decay and optimizer. ``per-module`` has lr, init_std and residual by module, which mattered most
-among those that Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned; two points of lr over depth, which gained less; and
-the rest of the optimizer globally: 25 to 35 values. ``per-module-full`` has every quantity by module and over depth,
-about 90 values. A separate lr for each layer and module gained them next to nothing.
+and the choices of decay and optimizer. ``per-module`` has 25 to 35 values: lr, init_std and residual by module, which
+mattered most among the values that Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned; two points of lr over depth,
+which gained less; and the rest of the optimizer globally. ``per-module-full`` has every quantity by module and over
+depth, about 90 values. In that paper a separate lr for each layer and module gained almost nothing.
 
-If multiplying some values by c and dividing others by c gives the same model, the loss is a valley without minimum:
-none of these values has its own optimum or importance, and a search that moves each by its slope goes twice as far as
-it should. So ``per-module`` leaves out one value of each such group:
+If multiplying some values by c and dividing others by c gives the same model, the loss has a valley without a unique
+minimum. No single value of the group has an optimum or importance then, and a search that moves each value by its
+slope goes twice as far as it should. So ``per-module`` leaves out one value of each such group:
 
-- The global value if its multipliers in all modules are searched. Together they move it; start such a search at the
-  best global values.
-- The middle point of a depth profile if the multipliers of the blocks' modules are searched, which set its mean.
-- init_std where lr and residual stand in for it, see :func:`_scaled_by_others`.
+- The global value if its multipliers in all modules are searched. Together they have the same effect; start the
+  search at the best global values.
+- The middle point of a depth profile if the multipliers of the blocks' modules are searched, which set the mean.
+- init_std where lr and residual together have the same effect, see :func:`_scaled_by_others`.
 """
 
 import math
@@ -51,17 +51,17 @@ from leaven.tuning.point import (
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
 LEAST_STEPS = 100  # the fewest steps of a run with a larger batch or fewer tokens
-_FINEST = 1 / 8  # octave: a value that cannot move so far is not searched
+_FINEST = 1 / 8  # octaves; a value that cannot move this far is not searched
 _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 to 64
 
 
 class Reach(NamedTuple):
-    """The bounds of a searched value; for a multiplier, of its product with the global value."""
+    """The bounds of a searched value. For a multiplier they apply to its product with the global value."""
 
     low: float  # in the unit of the value
     high: float
     near: float  # octaves or tenths to either side of the recipe: the initial box of a search
-    scale: float  # a first step is half of it: 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
+    scale: float  # twice the first step; the step is 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
     why: str  # the reason for the bounds, shown to the user
     of_run: bool = False  # low and high are shares of data.tokens
     natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
@@ -110,7 +110,7 @@ class Space:
 
     @property
     def limits(self) -> Mapping[str, tuple[float, float] | range]:
-        """The range of each value, or its levels: the argument ``space`` of ``leaven.tuning.search``."""
+        """The range or levels of each value, as the argument ``space`` of ``leaven.tuning.search``."""
         return Axes.of(self.dimensions).limits
 
     @property
@@ -119,7 +119,7 @@ class Space:
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The initial box of a search, which it extends while the best point lies at its edge."""
+        """The initial box of a search, which grows while the best point lies at its edge."""
         return Axes.of(self.dimensions).near
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
@@ -136,7 +136,7 @@ class Space:
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with one value kept below ``limit``, in the recipe's unit."""
+        """Return the space with one value kept below ``limit``. ``limit`` is in the unit of the recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -159,11 +159,12 @@ class Space:
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    Values that the recipe does not have, or that have no effect, are left out of a set and refused by name.
+    A value that the recipe does not have, or that has no effect, is left out if a set contains it, and is an error if
+    it is given by name.
 
     Args:
-        which: one of ``SETS``, paths, or patterns of paths with ``*``, separated by commas. ``recipe``: what its
-            ``[tuning]`` names. By default that, or ``global`` for a recipe without ``[tuning]``.
+        which: one of ``SETS``, or paths and patterns of paths with ``*``, separated by commas. ``recipe`` means the
+            values named in the recipe's ``[tuning]``: the default if there is one. Otherwise it is ``global``.
 
     Raises:
         InputError: if a path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
@@ -173,7 +174,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         which = "recipe" if tuning else "global"
     if which == "recipe":
         if tuning is None:
-            raise InputError(f"--space recipe: it has no [tuning]; write one, or give {', '.join(SETS)}")
+            raise InputError(f"--space recipe: the recipe has no [tuning]; write one, or give {', '.join(SETS)}")
         requested = [("[tuning] space =", name) for name in (tuning.space or "").split(",") if tuning.space]
         requested += [("[tuning.octaves]", pattern) for pattern in tuning.octaves]
     else:
@@ -202,7 +203,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """Return the paths that a set, a pattern or a path stands for."""
+    """Return the paths that the name of a set, a pattern or a path selects."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths separated by commas")
 
@@ -235,11 +236,11 @@ def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list
 def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
-    With Adam, a matrix whose init_std and lr are both multiplied by c stays c times the same matrix, except for eps,
-    clipping and decay (``tests/tuning/test_valleys.py`` trains along these valleys). A later operation undoes the
-    factor: the norm of queries and keys, or the residual multiplier of a branch for its last matrix and for matrices
-    that act linearly on it. The price is that the decay of these modules is not tuned separately. Models with biases
-    are excluded, because the biases would have to be scaled, too.
+    With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A later operation
+    undoes the factor: for queries and keys their norm; for the last matrix of a branch, and for matrices whose effect
+    on it is linear, the branch's residual multiplier. As a consequence, the decay of these modules is not tuned
+    separately. Models with biases are excluded, because the biases would have to be scaled, too.
     """
     if model.bias:
         return set()
@@ -249,7 +250,7 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
 
 
 def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
-    """Return why a path cannot be searched in a recipe."""
+    """Return the reason why a path is not a searchable value of a recipe."""
     keys = split_path(path)
     of_module = path.startswith("hyperparameters.modules.") and len(keys) == 4 and keys[3] in QUANTITIES
     if of_module and (reason := recipe.hyperparameters.refusal(recipe.model.roles, keys[2], keys[3])):
@@ -265,7 +266,7 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 
 def _why_not_searched(recipe: Recipe, path: str) -> str | None:
-    """Return why a value cannot be searched, or None."""
+    """Return the reason why a value cannot be searched, or None if it can."""
     value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
     reason = None
     if value is None:
@@ -289,16 +290,16 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
-    """Return why a value cannot move within its bounds, or None."""
+    """Return the reason why a value cannot move within its bounds, or None if it can."""
     if path in CHOICES or any(_bound(recipe, path, side)[0] for side in (0, 1)):
         return None
     return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {_reach(path).why}"
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return a searched value with its range: that of the recipe's ``[tuning]``, or up to its bounds.
+    """Return a searched value with its range: the range in the recipe's ``[tuning]``, or else up to the bounds.
 
-    If a value is outside its bounds, the range is from the value to the nearer bound.
+    If the value is outside its bounds, its range is from the value to the nearer bound.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):
@@ -315,8 +316,8 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
             raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves do not give a valid recipe: {reason}")
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
-            f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves it stays {value:g}; it changes by "
-            f"whole {'sequences' if path == BATCH else 'tokens'}; give it more octaves"
+            f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves the value stays {value:g}, "
+            f"because it changes by whole {'sequences' if path == BATCH else 'tokens'}; give it more octaves"
         )
     low, high = ends
     if unit == "tenth":  # not beyond the valid values
@@ -329,7 +330,10 @@ def _reach(path: str) -> Reach:
 
 
 def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a value goes down (``side`` 0) or up (1), and what limits it; empty for a natural limit."""
+    """Return how far a value may go down (``side`` 0) or up (1), and the text of what limits it.
+
+    The text is empty at a natural limit, such as dropout 0.
+    """
     reach, run = _reach(path), recipe.data.tokens
     value = point.value_at(recipe, path)
     assert isinstance(value, float)
@@ -361,7 +365,7 @@ def _quantity(path: str) -> str:
 
 
 def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """Return ``end``, or the farthest point towards it, in eighths, at which the recipe is valid."""
+    """Return ``end``, or else the farthest multiple of 1/8 towards it at which the recipe is valid."""
     if not _why_invalid(recipe, path, end):
         return end
     steps = math.floor(abs(end) / _FINEST)

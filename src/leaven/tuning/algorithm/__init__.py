@@ -1,4 +1,4 @@
-"""The search: pure functions from trials to the next point and to the answer, with numpy alone.
+"""The search algorithm: pure functions that compute the next point and the answer from the trials, with numpy only.
 
-Start with `trust_region.py`, which has the method step by step.
+Start with `trust_region.py`, which describes the method step by step.
 """

@@ -1,12 +1,12 @@
 """The answer of a search: the best point and its interval, how flat the loss is around it, and which values matter.
 
-The answer is a pure function of the trials. The surrogate of all trials compares points, with standard deviations;
-only runs with fresh seeds choose the best point and give its interval. The noise floor is pooled over all points that
-were run with several seeds.
+The answer is a pure function of the trials. Points are compared by a surrogate fitted to all trials, which predicts
+losses with standard deviations. Only runs with fresh seeds choose the best point and give its interval. The noise
+floor is pooled over all points that were run with several seeds.
 
-Two points are called equal only with good evidence. A point that was not run is *within the noise* of another if its
-predicted loss plus one standard deviation (two if many multipliers move) is above the other's by less than the noise
-floor. For a point that was run, both its runs and the surrogate must say so.
+Two points are called equal only with good evidence. A point that was not run is *within the noise* of another
+point if its predicted loss plus one standard deviation (two if many multipliers move) exceeds that point's loss by
+less than the noise floor. For a point that was run, the measured and the predicted loss must both satisfy this.
 """
 
 import math
@@ -28,9 +28,9 @@ from leaven.tuning.document import Answer, Best, Coordinate, Dimension, Front, S
 Array = NDArray[np.float64]
 
 SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
-TOGETHER = 2.0  # the same where many multipliers move: errors of the surrogate add up
-SLICE = 21  # points of a slice
-WIDE, FINE = 2.0, 1 / 32  # steps: half the width in which the flat region is looked for, and its resolution
+TOGETHER = 2.0  # the same if many multipliers move, because the errors of the surrogate add up
+SLICE = 21  # number of points of a slice
+WIDE, FINE = 2.0, 1 / 32  # steps: half the width in which the flat region is searched, and the resolution
 BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
@@ -43,17 +43,17 @@ def answer(
     over: bool = False,
     optunas: Callable[[Array, Array], Array] = lambda points, losses: np.zeros(points.shape[1]),
 ) -> Answer:
-    """Return the answer after ``trials``.
+    """Return the answer of a search from its ``trials``.
 
-    Importance is the standard deviation of the predicted loss along the slice through the best point, over the values
-    that the trials tried, as a share of the sum over all values: first-order fANOVA on the surrogate instead of a
-    forest. Optuna's importance (PED-ANOVA) is given beside it; with as many values as trials it is hardly correlated
-    with the truth (docs/search.md).
+    The importance of a value is the standard deviation of the predicted loss along the slice through the best point,
+    over the settings that the trials tried, as a share of the sum over all values. This is first-order fANOVA with
+    the surrogate in place of a random forest. Optuna's importance (PED-ANOVA) is also reported; if the number of
+    values is close to the number of trials, it hardly correlates with the true importance (docs/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
-        over: whether the search has ended. Before that, there is no best point until finalists have fresh runs.
-        optunas: returns Optuna's importances (D,) for points (n, D) and losses (n,).
+        over: whether the search has ended. Until then there is no best point unless finalists have fresh runs.
+        optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
     """
     seen = _look(trials, Axes.of(dimensions), noise)
     paths = [d.path for d in dimensions]
@@ -96,7 +96,7 @@ class _Seen:
 
     @property
     def floor(self) -> float:
-        """The noise, or the residual of the surrogate if no point was repeated."""
+        """The noise between runs of one point, or the surrogate's residual if no point was repeated."""
         return self.region.surrogate.noise if self.noise is None else self.noise
 
 
@@ -113,9 +113,9 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
 
 
 def _rerun(seen: _Seen) -> dict[Point, Losses]:
-    """Return losses by seed of the points with ``RERUNS`` or more fresh runs, none of which diverged.
+    """Return the losses, by seed, of each point with at least ``RERUNS`` fresh runs, none of which diverged.
 
-    All runs of the start count as fresh, because none of them was used to choose it.
+    All runs of the start count as fresh, because the start was not chosen by its losses.
     """
     found: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -125,7 +125,7 @@ def _rerun(seen: _Seen) -> dict[Point, Losses]:
 
 
 def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes among those with fresh runs that equal ``best``."""
+    """Return the point with the fewest changes among rerun points that equal ``best`` within the noise."""
     rerun = _rerun(seen)
     mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
     equal = [
@@ -198,14 +198,14 @@ def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array, thei
 
 
 def _end(dimension: Dimension, best: float) -> str:
-    """Return the name of the bound that the best value has reached, or an empty string."""
+    """Return the name of the bound that the best value has reached, or an empty string if it is within its bounds."""
     if best == 0 or min(best - dimension.low, dimension.high - best) >= FINE * dimension.scale:
         return ""
     return dimension.ends[best > 0]
 
 
 def _risks(seen: _Seen, best: Array, x: Array) -> Array:
-    """Return the risk of divergence (D, m) when one multiplier at a time is set to each of its ``x`` (D, m)."""
+    """Return the risks of divergence (D, m) at ``best`` with only its value ``i`` replaced by ``x[i, j]``."""
     d = len(best)
     return np.array([seen.region.risk(np.where(np.arange(d) == i, x[i][:, None], best)) for i in range(d)])
 
@@ -215,10 +215,11 @@ def finalists(
 ) -> list[dict[str, float]]:
     """Return the points to run again with fresh seeds, in octaves by path, the most promising first.
 
-    For a trust region: the best trial; the predicted best point reduced to its necessary changes; the predicted best
-    point itself (neither needs to have been run); then the other trials. Trials are ranked by the surrogate's
-    prediction plus the part of their residual that is not noise between seeds. Other methods (``by_surrogate`` false)
-    rank trials by their losses. Empty if every trial diverged.
+    For a trust-region search the order is: the best trial; the predicted best point, reduced to its necessary
+    changes; the predicted best point with all its changes; then the other trials. The two predicted points may never
+    have been run. Trials are ranked by the surrogate's prediction plus the part of the residual that is not noise
+    between seeds. For other methods (``by_surrogate`` false), trials are ranked by their losses. The list is empty if
+    every trial diverged.
     """
     seen = _look(trials, axes, noise)
     ended = np.isfinite(seen.losses)
@@ -243,7 +244,7 @@ def finalists(
 
 
 def _fewest(seen: _Seen, best: Array) -> Array:
-    """Return ``best`` with as many multipliers reset to the start as the noise allows, cheapest first."""
+    """Return ``best`` with values reset to the start, the cheapest first, as long as the noise covers the loss."""
     paths = np.array(best)
     start = np.zeros((len(best), 1))
     costs, deviations = (part[:, 0] for part in seen.region.along(best, start))
@@ -261,7 +262,7 @@ def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
 
 
 def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
-    """Return the predicted loss at ``x`` less that at ``best``, and its standard deviation."""
+    """Return the predicted loss at ``x`` minus that at ``best``, and the standard deviation of the difference."""
     here, there = seen.region.belief(np.array([x, best]))
     return float(here - there), float(seen.region.deviation(x[None], best)[0])
 
@@ -269,9 +270,9 @@ def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    A branch that ends at ``tokens`` costs its share of the run's FLOPs by tokens, as if it had been trained alone.
-    Runs of one point with several seeds count by their mean. Runs without FLOPs, diverged and pruned runs are left
-    out.
+    Each branch of a run is a point of its own. Its cost is the run's FLOPs times the branch's share of the tokens, as
+    if the branch had been trained alone. Runs of one point with several seeds count as their mean. Runs without
+    FLOPs, diverged runs and pruned runs are left out.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
@@ -294,11 +295,12 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 def advice_when_all_diverged(
     trials: Sequence[StudyTrial], dimensions: Sequence[Dimension], elsewhere: str = ELSEWHERE
 ) -> str:
-    """Return one line that says which value to lower; ``elsewhere`` if no learning rate is searched.
+    """Return one line of advice on which value to lower, for a search whose trials all diverged.
 
-    The learning rate is the usual cause: the advice is to lower it by one octave more than the search has. The only
-    other evidence is how long each run lasted: a divergence model of the trials that lasted less than half as
-    long as the longest shows which other value made runs diverge soonest.
+    The usual cause is the learning rate: the advice is to lower it by one octave more than the search has, or
+    ``elsewhere`` if no learning rate is searched. The only other evidence is how long each run lasted. A divergence
+    model that counts only the runs shorter than half of the longest as diverged shows which other value made runs
+    diverge soonest.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

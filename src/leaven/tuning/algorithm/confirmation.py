@@ -1,14 +1,14 @@
-"""Confirmation runs: which point is the answer of a search.
+"""Confirmation runs, which decide which point is the answer of a search.
 
 1. The best few points are run again with fresh seeds, because the lowest of many noisy losses is partly luck. The
    point with the lowest mean of these runs is chosen. A point that diverges with any seed cannot be chosen.
-2. The chosen point must be better than the start by more than the noise, over the seeds that both have. Otherwise the
-   start is the answer: the search found nothing. Without confirmation runs (3.) it must be better by 2.5 times the
-   noise, because there the noise is only about one standard deviation of the difference.
-3. The lowest of several means is partly luck, too: by 0.6 standard deviations of a run, for three equal points with
-   two runs each. So a point chosen among several is run again with new seeds, and so is the start. These confirmation
-   runs decide: over them, too, the point must be better than the start by more than the noise. They give the reported
-   loss and gain. If only one point was run with fresh seeds, it needs no confirmation.
+2. The chosen point must be better than the start by more than the noise, over the seeds that both were run with.
+   Otherwise the start is the answer: the search found nothing better. Without confirmation runs (3.) the point must
+   be better by 2.5 times the noise, because the noise is only about one standard deviation of the difference then.
+3. The lowest of several means is partly luck, too: for three equal points with two runs each, it is too low by 0.6
+   standard deviations of a run. So a point chosen among several is run again with new seeds, and so is the start.
+   These confirmation runs decide: in them, too, the point must be better than the start by more than the noise. The
+   reported loss and gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
 """
 
 import math
@@ -34,8 +34,8 @@ class Confirmation:
 
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
-    fresh: int  # how many of them were not used to choose the point: all or none
-    gain: float | None  # nats below the start over such runs; None without any
+    fresh: int  # how many of these losses were not used to choose the point: all or none
+    gain: float | None  # nats below the start, measured with runs not used to choose the point; None without any
 
     @property
     def loss(self) -> float:
@@ -43,7 +43,8 @@ class Confirmation:
 
 
 def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Confirmation | None:
-    """Return the answer after ``trials``, or None if no trial finished. ``noise`` is in nats per token."""
+    """Return the answer of a search from its ``trials``, or None if no trial finished. ``noise`` is in nats per
+    token."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
     if chosen is None:
@@ -66,7 +67,7 @@ def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) ->
 
 
 def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Point | None:
-    """Return the point that needs confirmation runs, or None if there is none or it is the start."""
+    """Return the chosen point if it needs confirmation runs, or None."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise)
     return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
@@ -74,12 +75,12 @@ def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float)
 
 @dataclass(frozen=True)
 class _Runs:
-    """Losses by seed that decide, by their purpose; infinite for a divergence."""
+    """The losses of a search, grouped by the purpose of the runs, then by seed; infinite for a divergence."""
 
     start: Point
     at_start: Losses  # runs of the start during the search; empty if one diverged and other points did not
     start_again: Losses  # the same, and the runs of the start during confirmation
-    choosing: Mapping[Point, Losses]  # runs of the best few with fresh seeds
+    choosing: Mapping[Point, Losses]  # runs of the best few points with fresh seeds
     confirming: Mapping[Point, Losses]  # confirmation runs
     candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
 
@@ -113,7 +114,7 @@ class _Runs:
         return cls(start, at_start, again, choosing, confirming, found)
 
     def alone(self, chosen: Point) -> bool:
-        """Whether this is the only point that was run with fresh seeds."""
+        """Return whether this is the only point that was run with fresh seeds."""
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
@@ -126,7 +127,7 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Return the point with the lowest mean, without the refuted; the start if that is not better."""
+        """Return the point with the lowest mean that is not refuted, or the start if no such point is better."""
         refuted = self.refuted(noise)
         means = {x: statistics.fmean(losses.values()) for x, losses in self.candidates.items() if x not in refuted}
         if not means:
@@ -135,17 +136,22 @@ class _Runs:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, chosen: Point, least: float) -> bool:
-        """Whether it is below the start by more than ``least``, or the start has no runs to compare with."""
+        """Return whether a point is better than the start by more than ``least``, or the start has no runs to compare
+        with."""
         return chosen != self.start and (not self.at_start or gain(self.at_start, self.candidates[chosen]) > least)
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return nats below the start: over the seeds that both have, or else between the means."""
+    """Return by how many nats a point's loss is below the start's.
+
+    The difference is averaged over the seeds that both have. Without common seeds it is the difference of the
+    means.
+    """
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
     return statistics.fmean(start.values()) - statistics.fmean(there.values())
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Return how many values a point changes, and by how many octaves in all."""
+    """Return how many values a point changes, and the sum of these changes in octaves."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())

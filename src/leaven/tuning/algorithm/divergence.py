@@ -1,13 +1,13 @@
 """The divergence model: a logistic regression that predicts where runs diverge.
 
-The divergence threshold differs by orders of magnitude between modules, and depends on the other modules (Mlodozeniec
-et al. 2025, arXiv 2512.22382), so a box is not enough. The features are the squared distances of each multiplier from
-the start, upwards and downwards separately:
+The threshold above which a run diverges differs by orders of magnitude between modules, and depends on the other
+modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box around the start cannot describe where runs diverge. The
+features are the squared distances of each multiplier from the start, upwards and downwards separately:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0,
 
-An exponential prior keeps a coefficient at 0 unless a divergence needs it. So the model attributes divergence to the
-changes that diverged trials have and finished trials do not.
+An exponential prior keeps a coefficient at 0 unless it is needed to explain a divergence. So the model attributes
+divergence to the changes that diverged trials have and finished trials do not.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _STEPS = 60
 
 @dataclass(frozen=True)
 class DivergenceModel:
-    """A fitted divergence model; made by ``fit``."""
+    """A fitted divergence model, made by ``fit``."""
 
     level: float  # c
     slopes: Array  # (2 D,), up then down, log odds per octave squared
@@ -34,7 +34,7 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _features(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) with risky multipliers moved towards ``safe`` until its risk is below ``most``."""
+        """Return ``x`` (D,) with its risky multipliers moved towards ``safe`` until the risk is at most ``most``."""
         d = len(x)
         parts = (_features(x) - _features(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0
@@ -46,7 +46,7 @@ class DivergenceModel:
 
 
 def fit(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the model for trials at ``points`` (n, D), by the mode of the posterior; ``diverged`` (n,)."""
+    """Return the model fitted to trials at ``points`` (n, D): the mode of the posterior. ``diverged`` is (n,)."""
     features = _features(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

@@ -23,7 +23,7 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """Return the pooled standard deviation within groups and its degrees of freedom; None, 0 without repeats."""
+    """Return the pooled standard deviation within groups and its degrees of freedom; (None, 0) without repeats."""
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:
@@ -34,9 +34,9 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
 
-    The same loss at the same point from the same seed is the same run and counts once; divergences do not count. Runs
-    of one seed share init and data order, and so a part of their noise, which more points do not average out: with
-    several seeds there are at most as many degrees of freedom as seeds less one.
+    Runs with equal point, seed and loss are the same run and count once; divergences do not count. Runs with one seed
+    share init and data order, and so a part of their noise, which more points do not average out. So with several
+    seeds the degrees of freedom are at most the number of seeds minus one.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:
@@ -51,10 +51,10 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
 def between(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Return the noise of trials over ``paths`` and its degrees of freedom; ``given`` if the user has given it.
+    """Return the noise of trials and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    The first run of a finalist is left out: the point was run again because that loss was low. Runs of the start all
-    count. Pruned trials have no final loss and do not count.
+    ``paths`` are the searched values. The first run of a finalist is left out, because the point was chosen as a
+    finalist for its low loss. All runs of the start count. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN
@@ -69,11 +69,11 @@ def between(
 
 
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
-    """Return the points without those whose runs differ much more than at the others.
+    """Return the repeated points, without the points whose runs differ much more than the runs at other points.
 
-    Such points are at the divergence boundary, and their spread is not noise between seeds. If all points had one
-    noise, one in 150 would be left out (three points with two runs and one with three). The point with most runs, the
-    start, always stays: it was repeated to measure the noise.
+    The points that are left out are at the divergence boundary, where the spread is not noise between seeds. If all
+    points had equal noise, one point in 150 would be left out (for three points with two runs and one with three).
+    The point with the most runs always stays: it is the start, which was repeated to measure the noise.
     """
     spreads = [statistics.stdev(loss for _, loss in ran) for ran in repeated]
     most = WILD * statistics.median(spreads) if len(spreads) > 2 else math.inf
@@ -86,6 +86,6 @@ def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, fl
 
 
 def interval(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
-    """Return the 95% interval of the mean of ``values``, given their noise and its degrees of freedom."""
+    """Return the 95% interval of the mean of ``values``. ``degrees``: the degrees of freedom of ``noise``."""
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
     return mean - margin, mean + margin

@@ -5,10 +5,10 @@ a bad trial as from a good one. With x in steps from the start (octaves divided 
 
     y = a + sum_i b_i x_i + sum_i h_i x_i^2 / 2 + noise,      b_i ~ N(0, (h t)^2),   h_i ~ N(h, h^2),
 
-where h is the typical curvature. t = 1 means that an optimum is typically one step from the start, where the slope
-is then -h t. Along directions that no trial has moved, the minimum stays at the start. h and the noise maximise the
-evidence (the likelihood with a, b and h_i integrated out). This is a Gaussian process with a quadratic kernel and a
-mean function; Rasmussen and Williams 2006, sections 2.7 and 5.4.1.
+where h is the typical curvature. t is the typical distance of an optimum from the start: 1 step. The minimum stays at
+the start along directions in which no trial has moved. h and the noise maximise the evidence (the likelihood with a,
+b and h_i integrated out). This is a Gaussian process with a quadratic kernel and a mean function; Rasmussen and
+Williams 2006, sections 2.7 and 5.4.1.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _FLATTEST = 0.5  # share of h: the least curvature that a minimum is computed wi
 
 @dataclass(frozen=True)
 class Quadratic:
-    """sum_i b_i x_i + sum_i h_i x_i^2 / 2."""
+    """The function sum_i b_i x_i + sum_i h_i x_i^2 / 2."""
 
     slope: Array  # b, (D,)
     bend: Array  # h, (D,)
@@ -33,18 +33,18 @@ class Quadratic:
 
     @property
     def minimum(self) -> Array:
-        """The x where it is lowest, (D,)."""
+        """The point (D,) where the function is lowest."""
         return np.asarray(-self.slope / np.maximum(self.bend, self.least))
 
     @property
     def at_one(self) -> Array:
-        """Its value when one x_i at a time is 1, (D,): the effect of a level of a choice."""
+        """The function (D,) at each unit vector, where a single x_i is 1: the effect of a level of a choice."""
         return self.slope + self.bend / 2
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior of the quadratic given the finished trials; made by ``fit``."""
+    """The posterior distribution of the quadratic given the finished trials, made by ``fit``."""
 
     points: Array  # (n, D), octaves
     curvature: float  # h, loss per octave squared
@@ -58,7 +58,7 @@ class Surrogate:
         return np.asarray(x @ slope + x**2 @ bend / 2)
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the posterior standard deviation (m,) of the loss at points (m, D) less that at ``base`` (D,)."""
+        """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to points (m, D)."""
         apart = np.hstack([x - base, (x**2 - base**2) / 2])
         prior = np.repeat([(self.curvature * _FAR) ** 2, self.curvature**2], len(base))
         shared = (apart * prior) @ np.hstack([self.points, self.points**2 / 2]).T  # (m, n)
@@ -66,8 +66,10 @@ class Surrogate:
         return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
-        multiplier at a time is set to each of its ``x`` (D, m)."""
+        """Return the mean and standard deviation of the change in loss when one column of ``base`` is replaced.
+
+        Element (i, j) of both results (D, m) is for ``base`` (D,) with its column i set to ``x[i, j]``.
+        """
         mean, (slopes, both, bends) = self.mean, self._covariance
         u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
         change = mean.slope[:, None] * u + mean.bend[:, None] * w
@@ -76,12 +78,12 @@ class Surrogate:
 
     @cached_property
     def mean(self) -> Quadratic:
-        """The posterior mean."""
+        """The posterior mean of the quadratic."""
         slope, bend = self._update(self._weights)
         return self._quadratic(slope, self.curvature + bend)
 
     def draw(self, rng: np.random.Generator) -> Quadratic:
-        """One drawn from the posterior, for Thompson sampling, by Matheron's rule."""
+        """Return a quadratic drawn from the posterior by Matheron's rule, for Thompson sampling."""
         n, d = self.points.shape
         slope = rng.normal(0.0, self.curvature * _FAR, d)
         bend = rng.normal(0.0, self.curvature, d)
@@ -100,7 +102,7 @@ class Surrogate:
         return slopes, both, second - second**2 * np.sum(halves * by_halves, 0)
 
     def _update(self, weights: Array) -> tuple[Array, Array]:
-        """What the trials add to the prior mean of b and of h."""
+        """Return what the trials add to the prior means of b and of h."""
         slope = (self.curvature * _FAR) ** 2 * (self.points.T @ weights)
         return slope, self.curvature**2 / 2 * ((self.points**2).T @ weights)
 
@@ -109,9 +111,9 @@ class Surrogate:
 
 
 def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
-    """Return the surrogate of trials at ``points`` (n, D) with finite ``losses`` (n,).
+    """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
-    ``noise``: the standard deviation between seeds, the least noise that is assumed.
+    ``noise`` is the standard deviation of the loss between seeds; the fitted noise is at least as large.
     """
     n, d = points.shape
     squares = points**2

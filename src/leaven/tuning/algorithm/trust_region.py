@@ -2,19 +2,22 @@
 
 Loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. Random search over a
 box and Gaussian processes fail there; points near the best one work (Mlodozeniec et al. 2025, arXiv 2512.22382). Two
-simple methods also fail: if each noisy trial must beat the best of many, soon none is accepted; and if the radius
-shrinks with every failure, it ends at its minimum. So:
+simple methods also fail. If a noisy trial is accepted only when it beats the best of many trials, soon no trial is
+accepted. If the radius shrinks with every failure, it soon reaches its minimum. So:
 
 1. A quadratic surrogate is fitted to all finished trials (``surrogate.py``). A model of the divergence boundary is
    fitted to all trials, finished and diverged (``divergence.py``).
-2. The incumbent is the first trial, until the surrogate predicts another one to be better by more than the noise.
+2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
+   by more than the noise.
 3. A proposal starts at the surrogate's minimum, at most ``TRUST`` octaves from the incumbent along each multiplier,
    and adds a step along a random half of the multipliers. The step is the radius times the uncertainty of the
-   minimum: the difference between the minimum of a surrogate drawn from the posterior and that of the mean. So
-   multipliers with a known optimum stay, multipliers with little effect move far, and simultaneous proposals differ.
-   A choice among the random half takes a level that has never run, if there is one, or else the best level of the
-   drawn surrogate; the other choices take the best level of the mean.
-4. If the proposal is likely to diverge, the multipliers that cause this move less, and such choices are undone.
+   minimum: the difference between the minimum of a surrogate drawn from the posterior and the minimum of the
+   posterior mean. So multipliers with a known optimum stay, multipliers with little effect move far, and simultaneous
+   proposals differ.
+   A choice among the random half takes a level that has never been run or, if all levels have been run, the best
+   level of the drawn surrogate. The other choices take the best level of the posterior mean.
+4. If the proposal is likely to diverge, the multipliers that cause this move less, and the choices that cause it are
+   undone.
 5. The radius grows when the surrogate rates a trial the best so far, and shrinks otherwise. It is constant if one
    trial in four is the best so far.
 6. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
@@ -26,9 +29,9 @@ Proposals stay in a box around the start (``near``). The box always reaches at l
 it is extended while the best point lies at its edge, up to the bounds of the space.
 
 All trials of a search share a seed, and with it the init and the data order, so they differ by less than the noise
-between seeds (``noise``). But an improvement that holds for one seed only is useless. So the noise between seeds is
-the least noise that the surrogate assumes, and the least gain that replaces the incumbent; the cost of that is small
-(docs/search.md).
+between seeds (``noise``). But an improvement that holds for one seed only is useless. So the surrogate assumes at
+least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
+is small (docs/search.md).
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,11 +63,11 @@ ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 
 @dataclass(frozen=True)
 class Axes:
-    """The searched hyperparameters: bounds, scales and the start of each, by name.
+    """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    Stores and objectives use ``values``: log2 multipliers, and for a choice the number of its level. The models use
-    ``octaves``: the difference from the start, an array (D,) in the order of the names; for a choice the
-    number of levels from the start's, modulo how many there are.
+    Stores and objectives use ``values``: log2 multipliers, and the index of the level for a choice. The models use
+    ``octaves``: an array (D,) of differences from the start, in the order of the names. For a choice the difference
+    is the index of the level minus the index of the start's level, modulo the number of levels.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
@@ -78,7 +81,7 @@ class Axes:
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> "Axes":
-        """Return the axes of a search space around a recipe; the start is 0 along each."""
+        """Return the axes of a search space around a recipe; the start is at 0 on every axis."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
@@ -90,7 +93,7 @@ class Axes:
 
     @property
     def ends(self) -> tuple[Array, Array]:
-        """The bounds: lowest and highest octaves from the start, (D,) each."""
+        """The bounds of the space: lowest and highest octaves from the start, (D,) each."""
         both = [
             (0.0, len(limits) - 1.0) if isinstance(limits, range) else (limits[0] - at, limits[1] - at)
             for limits, at in zip(self.limits.values(), self.start.values(), strict=True)
@@ -108,7 +111,7 @@ class Axes:
 
     @property
     def levels(self) -> NDArray[np.int_]:
-        """The number of levels of each choice, (D,); 0 for a number."""
+        """The number of levels of each axis, (D,); 0 if the axis is a number rather than a choice."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
 
     @property
@@ -129,9 +132,9 @@ class Axes:
 
 @dataclass(frozen=True)
 class Features:
-    """The columns of the models: one for each number, and one for each level of a choice except the start's.
+    """The input columns of the models: one per number, and one per level of a choice except the start's level.
 
-    A number is in steps of ``scale`` from ``origin``; a level is one-hot.
+    A number is counted in steps of ``scale`` from ``origin``; a level is one-hot.
     """
 
     origin: Array  # (D,), octaves
@@ -145,7 +148,7 @@ class Features:
 
     @property
     def level(self) -> NDArray[np.int_]:
-        """The level that each column stands for, (F,); 0 for a number."""
+        """The level that each column represents, (F,); 0 for a number."""
         return np.concatenate([np.arange(1, levels) if levels else [0] for levels in self.levels]).astype(int)
 
     def of(self, x: Array) -> Array:
@@ -155,7 +158,7 @@ class Features:
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """Return the point (D,) that has these columns (F,)."""
+        """Return the point (D,) with these columns (F,)."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0
@@ -167,7 +170,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Region:
-    """A trust region, in octaves from the start: proposes points and predicts losses."""
+    """A trust region, which proposes points and predicts losses. Points are in octaves from the start."""
 
     incumbent: Array  # (D,)
     radius: float
@@ -197,25 +200,27 @@ class Region:
         return self._within(moves[self.features.owner] * steps, levels)
 
     def stalled(self) -> bool:
-        """Whether ``ROUNDS`` rounds gained less than the noise, and no larger gain is predicted.
+        """Return whether the last ``ROUNDS`` rounds gained less than the noise, and no larger gain is predicted.
 
-        A round has half as many trials as there are multipliers, so that each multiplier moves about once.
+        A round has half as many trials as there are values, but at least 10.
         """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
         return bool(quiet and here - there < self.surrogate.noise)
 
     def belief(self, x: Array) -> Array:
-        """Return the predicted loss at points (m, D), up to a constant, (m,)."""
+        """Return the predicted losses (m,) at points (m, D), up to a constant."""
         return self.surrogate.value(self.features.of(x))
 
     def deviation(self, x: Array, base: Array) -> Array:
-        """Return the standard deviation (m,) of the predicted loss at points (m, D) less that at ``base`` (D,)."""
+        """Return the standard deviation (m,) of the predicted change in loss from ``base`` (D,) to points (m, D)."""
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the mean and standard deviation, (D, m) each, of the change in loss from ``base`` (D,) when one
-        value at a time is set to each of its ``x`` (D, m)."""
+        """Return the mean and standard deviation of the change in loss when one value of ``base`` is replaced.
+
+        Element (i, j) of both results (D, m) is for ``base`` (D,) with its value i set to ``x[i, j]``.
+        """
         owner, number = self.features.owner, self.features.level == 0
         here = self.features.of(base)
         columns = np.where(number[:, None], self.features.of(x.T).T, here[:, None])
@@ -234,7 +239,7 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def _lowest(self, effects: Array) -> Array:
-        """Return the level (D,) of each choice with the lowest effect; that of the start's level is 0."""
+        """Return the level (D,) of each choice with the lowest effect on the loss; the start's level has effect 0."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         for owner, level, effect in zip(self.features.owner, self.features.level, effects, strict=True):
             if level and effect < lowest[owner]:
@@ -242,8 +247,10 @@ class Region:
         return found
 
     def _within(self, step: Array, levels: Array) -> Array:
-        """Return the minimum in the trust region plus ``step`` (F,), with choices at ``levels`` (D,), as far as
-        it is safe."""
+        """Return the minimum in the trust region plus ``step`` (F,), shortened until it is unlikely to diverge.
+
+        Choices take ``levels`` (D,), or keep the incumbent's level if theirs is likely to diverge.
+        """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         trusted = here + np.clip(self.surrogate.mean.minimum - here, -TRUST, TRUST)
         low, high = self.features.of(self.low), self.features.of(self.high)
@@ -259,12 +266,13 @@ class Region:
 def region(
     axes: Axes, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
 ) -> Region:
-    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order of their results.
+    """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order in which they
+    ended.
 
     Args:
         losses: nats; infinite where a trial diverged.
         noise: standard deviation of the loss between seeds; by default estimated from repeated points.
-        seeds: (n,), the seed of each trial; by default all the same.
+        seeds: (n,), the seed of each trial; by default all are equal.
     """
     (low, high), (near_low, near_high), scale = axes.ends, axes.box, axes.scale
     seeds = np.zeros(len(points), np.int64) if seeds is None else seeds
@@ -306,7 +314,8 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with outliers set to infinity: their squares would dominate the fit of the surrogate."""
+    """Return the losses with outliers set to infinity, because outliers would dominate the surrogate's least
+    squares."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -315,7 +324,8 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which names are learning rates to lower, (D,): the global one, or else those of modules and depth."""
+    """Return which names are learning rates to lower, (D,): the global rate or, without one, all rates by module and
+    depth."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -1,1 +1,1 @@
-"""What runs the search: stores, leases, budgets, worker processes and the study folder."""
+"""Run a search: stores, leases, budgets, worker processes and the study folder."""

@@ -16,7 +16,7 @@ MOST = 10**12  # the largest count of trials or workers
 
 
 def _limits(limits: Any) -> Any:
-    """Return (low, high) as floats, or a range."""
+    """Return validated limits: (low, high) as floats, or the range of a choice."""
     if isinstance(limits, range):
         if limits.start or limits.step != 1 or len(limits) < 2:
             raise ValueError("give range(n) with at least 2 levels")
@@ -45,7 +45,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SearchArguments(BaseModel):
-    """The arguments of ``search`` that are checked by type and range; they are described there."""
+    """The arguments of ``search`` whose type and range are checked. See ``search`` for what they mean."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -85,11 +85,11 @@ class SearchArguments(BaseModel):
         for what, named in (("start", self.start), ("scales", self.scales), ("near", self.near)):
             for name in named:
                 if name not in self.space:
-                    raise ValueError(f"{what}.{name}: it is not in the space, which has {', '.join(self.space)}")
+                    raise ValueError(f"{what}.{name}: not in the space, which has {', '.join(self.space)}")
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)
             if isinstance(limits, range) and name in self.near:
-                raise ValueError(f"near.{name}: it is a choice, which has no box; remove it from near")
+                raise ValueError(f"near.{name}: this value is a choice, which has no box; remove it from near")
             if isinstance(limits, range) and at not in limits:
                 raise ValueError(f"start.{name} = {at}: give one of its levels, 0 to {len(limits) - 1}")
             if isinstance(limits, tuple) and not limits[0] <= at <= limits[1]:

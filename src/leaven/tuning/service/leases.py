@@ -1,10 +1,10 @@
 """Leases: which of the commands that work on a study are alive.
 
-A command's id is its host, its process (see :func:`process`) and a number, because a process may run several
-searches. For a process of the same machine and boot the kernel knows. A process of another machine increases a
-counter in the store, its heartbeat. If the counter does not change for ``lease_seconds`` of the observer's own clock,
-the command is taken for dead; clocks of two machines are never compared. A command that was wrongly taken for dead
-(its machine slept, say) finds its trials closed and drops them.
+A command's id consists of its host, its process (see :func:`process`) and a number, because a process may run several
+searches. The kernel knows whether a process of the same machine and boot is alive. Every command also increases a
+counter in the store: its heartbeat. A command of another machine counts as dead if its counter has not changed for
+``lease_seconds`` by the observer's clock. The clocks of two machines are never compared. A live command that was
+counted as dead, for example because its machine slept, finds its trials closed and drops them.
 """
 
 import itertools
@@ -33,7 +33,7 @@ def node(pid: int, number: int = 0) -> str:
 
 
 def gone(owner: str) -> bool:
-    """Whether the owner of a trial is known to have ended: a process of this machine and boot."""
+    """Return whether the owner of a trial has certainly ended. It is certain only on the same machine and boot."""
     identity = ":".join(owner.split(":")[-4:-1])
     if identity == process(os.getpid()):
         return owner not in _here
@@ -41,7 +41,8 @@ def gone(owner: str) -> bool:
 
 
 class Leases:
-    """Sends this command's heartbeat, from a thread, and watches the others'. Use it as a context manager."""
+    """A context manager that sends this command's heartbeat from a thread and watches the heartbeats of other
+    commands."""
 
     def __init__(
         self, store: BaseStorage, study: int, seconds: float, clock: Callable[[], float] = time.monotonic
@@ -66,7 +67,8 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the owners that are dead. Call it regularly: it measures the time between calls."""
+        """Return the owners that are dead. Call it regularly, because it measures silence by the time between
+        calls."""
         # Capped, so that a pause of this process or of the store does not count against the others.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
@@ -94,13 +96,14 @@ class Leases:
 def process(pid: int) -> str:
     """Return a globally unique name of a process, ``boot/namespace:pid:start``.
 
-    Without /proc only the pid is known, and not whether the process is alive.
+    Without /proc the name has only the pid, and nobody can tell whether the process is alive.
     """
     return f"{_boot()}:{pid}:{_started(pid)}"
 
 
 def _ended(identity: str) -> bool:
-    """Whether a process of this machine and boot is known to have ended (a zombie has)."""
+    """Return whether a process has certainly ended, which only its own machine and boot can tell. A zombie has
+    ended."""
     boot, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
     return boot != "" and boot == _boot() and _started(int(pid)) != start
 
@@ -114,7 +117,7 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start of a process in ticks since the boot, because pids are reused; empty if it has ended."""
+    """Return the start time of a process in ticks since the boot, or "" if it has ended. Pids alone are reused."""
     try:
         # Fields 3 and 22 of stat (man 5 proc), after the name, which may contain any character.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The results of a study: its document, and the recipes at its best point and at the fewest changes."""
+"""The results of a study: its document, its best recipe, and the recipe with the fewest changes that is as good."""
 
 import warnings
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def study_document(
 
     Args:
         over: whether a command has run the search to its end, so that there is a best point.
-        stalled: whether it ended because some rounds gained less than the noise.
+        stalled: whether the search ended early because some rounds gained less than the noise.
     """
     axes = Axes.of(space.dimensions)
     records = [run.record(axes) for run in runs(study.get_trials(deepcopy=False), len(space.dimensions))]
@@ -52,7 +52,7 @@ def study_document(
 
 
 def write_results(out: Path, space: Space, state: StudyDocument) -> None:
-    """Write study.json; with a best point also best.toml, and fewest.toml if that is a different point."""
+    """Write study.json. If there is a best point, write best.toml, and fewest.toml if its point differs."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return
@@ -64,14 +64,14 @@ def write_results(out: Path, space: Space, state: StudyDocument) -> None:
 
 
 def _recipe_at(space: Space, state: StudyDocument, *, fewest: bool) -> Recipe:
-    """Return the best recipe, or that with the fewest changes, with a reason for every searched value."""
+    """Return the best recipe, or the recipe with the fewest changes, with a reason for every searched value."""
     point, start = (state.fewest_octaves or {}) if fewest else state.octaves, space.recipe
     reasons = {path: reason(path, state, space, fewest=fewest) for path in space.paths}
     return moved(start, point).replace({"scaling.base": start.base.model_dump(), "why": start.why | reasons})
 
 
 def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:
-    """Return the reason for a value of the best recipe, or of that with the fewest changes, for its ``[why]``."""
+    """Return the text in ``[why]`` for a value of the best recipe, or of the recipe with the ``fewest`` changes."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None
@@ -103,9 +103,9 @@ def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = Fals
 def ped_anova(points: Array, losses: Array) -> Array:
     """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
 
-    They compare the distribution of the best tenth of the trials along each value with that of all trials
-    (Watanabe et al. 2023, arXiv 2304.10255); diverged trials have an infinite loss. Optuna's other two methods need
-    scikit-learn. All 0 if there are too few trials.
+    For each value, PED-ANOVA compares its distribution in the best tenth of the trials with its distribution in all
+    trials (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With too few trials all
+    importances are 0. Optuna's other two methods need scikit-learn.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

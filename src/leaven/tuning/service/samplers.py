@@ -1,4 +1,4 @@
-"""The methods of a search besides the trust region: a grid, and Optuna's samplers."""
+"""All methods of a search except the trust region: a grid, and Optuna's samplers."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ FURTHER = 1 / 2  # of the initial width: how far an end moves
 
 
 def check_method(method: str) -> None:
-    """Raise InputError if there is no such method."""
+    """Raise InputError if ``method`` is not the name of a search method."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
@@ -37,14 +37,14 @@ def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
     """Return the points of the finest grid that has at most ``trials`` points, nearest to the start first.
 
     Raises:
-        InputError: if even two points along each dimension are more than ``trials``.
+        InputError: if even a grid of two points along each dimension has more than ``trials`` points.
     """
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:
         least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
         raise InputError(
-            f"a grid over {len(axes.start)} values has at least {least} points, and the budget is {trials} trials; "
+            f"a grid over {len(axes.start)} values has at least {least} points, but the budget is {trials} trials; "
             "search fewer values, give more trials, or use another method"
         )
     fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
@@ -58,8 +58,9 @@ def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
 
-    It begins as ``axes.box``. An end moves outwards when the best ``BEST`` trials all lie in the outer quarter there,
-    which happens by chance at one end in 256. Points and losses are in the order of their results.
+    The box begins as ``axes.box``. One end of it moves outwards when the best ``BEST`` trials all lie in the outer
+    quarter at that end, which happens by chance at one end in 256. Points and losses are in the order in which the
+    trials ended.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -89,9 +90,9 @@ def distributions(axes: Axes) -> Distributions:
 def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
     """Return the Optuna sampler that proposes points, set up for many dimensions and few trials.
 
-    CMA-ES is separable, because some hundreds of trials do not determine a covariance of 90 dimensions. It starts
-    where the trust region does, and as wide. A trust-region search, and a grid until its points have run, propose
-    their points themselves (``search_plan.py``).
+    CMA-ES is separable, because some hundreds of trials do not determine a covariance of 90 dimensions. Its start and
+    initial width equal the trust region's. The sampler is not used by a trust-region search, nor by a grid until its
+    points have run (``search_plan.py``).
     """
 
     def optunas(seed: int) -> BaseSampler:
@@ -119,13 +120,13 @@ def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
 
 
 class SeededSampler(BaseSampler):
-    """An Optuna sampler that is seeded for each proposal by its index in the search and samples a growing box.
+    """An Optuna sampler that samples a growing box, and gets a seed for each proposal from its index in the search.
 
     With one random stream, two commands with the same seed, or one that resumes, would repeat proposals. The store
-    has the whole space; the sampler is given the box, which is a function of the finished trials. With ``everywhere``
-    the box covers the whole space, symmetric around the start, for a method (CMA-ES) that stays near the start by
-    itself. CMA-ES does not support choices: half of its proposals take the best trial's choices, the others random
-    ones.
+    contains the whole space. The sampler gets only the box, which is a function of the finished trials. With
+    ``everywhere`` the box covers the whole space, symmetric around the start, for a method that stays near the start
+    by itself (CMA-ES). CMA-ES does not support choices: half of its proposals take the choices of the best trial, the
+    others take random choices.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:
@@ -179,6 +180,6 @@ class SeededSampler(BaseSampler):
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the steps from the start to the farthest bound of the space."""
+    """Return the distance from the start to the farthest bound of the space, in steps."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())

@@ -1,9 +1,9 @@
-"""A search over any Python function: `from leaven.tuning import search`. Needs no torch.
+"""A search over any Python function: `from leaven.tuning import search`. Does not need torch.
 
-All runs are trials of one Optuna study: those that measure the noise, those of the search, and those that confirm
-the best points. The next run follows from the trials in the store (``search_plan.py``), each run counts once
-(``trial_log.py``), and other commands retry the trials of a dead one (``leases.py``). So any number of commands on
-any machines can share a study, and to resume is the same as to start.
+All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. The next
+run follows from the trials in the store (``search_plan.py``), each run counts once (``trial_log.py``), and other
+commands retry the trials of a dead command (``leases.py``). So any number of commands on any machines can share a
+study, and the call that resumes a search is the same as the call that starts one.
 """
 
 import math
@@ -38,12 +38,12 @@ POLL = 0.5  # seconds between reads of the store for trials of other commands
 class Proposal(dict[str, float]):
     """The argument of an objective: a dict of log2 multipliers by name, with attributes.
 
-    - ``number``: of the trial.
+    - ``number``: the number of the trial.
     - ``seed``: 0 during the search, so that all trials share init and data order; 1, 2, ... in runs that measure the
       noise or confirm the best points.
-    - ``origin``: the trial that this one retries, or its own number: the name under which to look for a checkpoint.
+    - ``origin``: the number of the trial that this trial retries, or else its own number. Name checkpoints by it.
     - ``baseline``: the best finished trial with a curve, for an objective that prunes; None in runs that must finish.
-    - ``worker``: the calling thread, from 0. No two concurrent calls have the same.
+    - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """Raised by an objective whose process died. The run is retried once."""
+    """An error that an objective raises if its process died. The run is retried once."""
 
 
 class TrialReleased(Exception):
-    """Raised by an objective that is to stop. The run is left for the next command."""
+    """An error that an objective raises to stop early. The next command runs the trial again."""
 
 
 class SearchObserver(Protocol):
-    """Callbacks of a search: a trial starts, or trials have ended."""
+    """Callbacks of a search, called when a trial starts and when trials have ended."""
 
     def started(self, proposal: Proposal, /) -> None: ...
     def ended(self, numbers: Sequence[int], /) -> None: ...
@@ -111,15 +111,16 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
 
-    The first three runs are at the start and measure the noise, unless it is given. The last ones run the best points
-    again with fresh seeds, and only these decide which is best. Optuna's dashboard shows it as an ordinary study.
+    The first three runs are at the start and measure the noise, unless ``noise`` is given. The last runs repeat the
+    best points with fresh seeds, and only these runs decide which point is best. Optuna's dashboard shows the search
+    as an ordinary study.
 
     Args:
-        objective: takes log2 multipliers by name (a :class:`Proposal`) and returns a
+        objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a
             loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
             divergence. It is called from ``workers`` threads.
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
-            levels, which the objective gets as a number. While every run diverges, values named ``lr`` or ``*.lr``
+            levels, which the objective gets as an index. While every run diverges, values named ``lr`` or ``*.lr``
             are lowered.
         start: log2 multipliers to start from; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
@@ -127,21 +128,21 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         method: one of ``leaven.tuning.service.samplers.METHODS``.
         scales: octaves from the start to a typical optimum; default 1.
         near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
-            it while the best points lie at its edge.
+            the box while the best points lie at its edge.
         noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
-            stored study, also while other commands work on it.
-        name: of the study in its storage.
-        stop: polled; once it returns true no run starts, and the answer is based on the finished ones.
-        watch: called when a run of this call starts or ends, from the calling thread.
+            stored study, even while other commands work on it.
+        name: the name of the study in its storage.
+        stop: a function that is polled. Once it returns true, no run starts, and the finished runs give the answer.
+        watch: callbacks for the start and end of each run of this call, called from the calling thread.
         lease_seconds: how long a process of another machine may be silent before its runs are retried here.
 
     Raises:
         InputError: if an argument is invalid, the stored study has another space, method, seed or noise, or the
             objective does not return a loss.
         NothingFound: if every run diverged, or none finished.
-        StoreGone: if the storage became unreachable and did not come back.
+        StoreGone: if the storage became unreachable and stayed so.
     """
     check_method(method)
     check_name(name)
@@ -174,7 +175,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
 
 
 class SearchLoop:
-    """Runs what the plan asks for in threads, and writes the results to the store."""
+    """The loop of a search: it starts the runs of the plan in threads and writes their results to the store."""
 
     def __init__(  # noqa: PLR0917 - one of each
         self,
@@ -195,7 +196,7 @@ class SearchLoop:
         self._turn = 0  # index of the next proposal, at the last read of the store
 
     def run(self) -> list[Evaluation]:
-        """Run until the plan has no more runs and no command is running one, or until ``stop``. Returns all runs."""
+        """Return all runs, once the plan is complete and no command runs a trial, or ``stop`` returns true."""
         try:
             while True:
                 runs = self._look()
@@ -226,7 +227,7 @@ class SearchLoop:
         return runs
 
     def _look(self) -> list[Evaluation]:
-        """Return all runs, after closing the trials of dead processes."""
+        """Close the trials of dead processes, then return all runs."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(trial_log.OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -251,7 +252,8 @@ class SearchLoop:
             self._watch.started(proposal)
 
     def _create(self, request: TrialRequest) -> tuple[int, dict[str, float]] | None:
-        """Create the trial of a request. Returns its number and point, or None if another command runs the job."""
+        """Create the trial of a request. Return its number and point, or None if another command runs the same
+        job."""
         about = {
             trial_log.OWNER: self._leases.node,
             trial_log.PURPOSE: request.purpose,
@@ -336,7 +338,7 @@ class SearchLoop:
         return self._store.get_trial_id_from_study_id_trial_number(study, number)
 
     def _close(self, number: int) -> None:
-        """Set a trial to failed, unless another command has ended it."""
+        """Mark a trial as failed, unless another command has ended it."""
         with suppress(UpdateFinishedTrialError):
             self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
 
@@ -350,7 +352,7 @@ def _outcome(result: object) -> Outcome:
     """Return the result of an objective as an Outcome; a loss beyond ``HUGE`` counts as a divergence.
 
     Raises:
-        InputError: if it is not a number.
+        InputError: if the loss is not a number.
     """
     outcome = result if isinstance(result, Outcome) else Outcome(cast(float, result))
     try:

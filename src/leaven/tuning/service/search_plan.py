@@ -4,9 +4,9 @@
 2. The starting point is run with several seeds, which measures the noise. A grid search then runs its points.
 3. The search proposes points until only the reserved part of the budget is left, or until some rounds gained less
    than the noise.
-4. When no run is left, the best few points (the finalists) are run again with fresh seeds. The first of these trials
-   stores the list of finalists, which all commands follow.
-5. The best finalist and the start get confirmation runs (confirmation.py).
+4. When the search is over, the best few points (the finalists) are run again with fresh seeds. The first of these
+   trials stores the list of finalists, which all commands use.
+5. The best finalist and the start are run again to confirm the gain (confirmation.py).
 """
 
 import itertools
@@ -48,7 +48,7 @@ Point = dict[str, float]
 
 
 class NothingFound(InputError):
-    """Raised if no run finished with a finite loss."""
+    """The error of a search in which no run finished with a finite loss."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SearchTrial:
     number: int
     params: dict[str, float]  # log2 multipliers
     loss: float  # infinite if it diverged; the predicted loss if it was pruned
-    finalist: int | None = None  # index of the finalist that it reruns
+    finalist: int | None = None  # index of the finalist that this trial reruns
     purpose: str = "search"  # search | noise | rerun
     seed: int = 0
 
@@ -68,25 +68,27 @@ class SearchResult:
     """The result of a search."""
 
     params: dict[str, float]  # log2 multipliers
-    loss: float  # mean of the runs that were not used to choose it, if there are any
+    loss: float  # mean of the runs that were not used to choose the point, if there are any
     interval: tuple[float, float]  # 95%, from the noise of all repeated points; infinite without fresh runs
-    fresh: int  # number of runs that were not used to choose it
+    fresh: int  # number of runs that were not used to choose the point
     noise: float | None  # standard deviation between runs of one point
-    stalled: bool  # whether it stopped early, because some rounds gained less than the noise
+    stalled: bool  # whether the search stopped early because some rounds gained less than the noise
     trials: tuple[SearchTrial, ...]  # in the order of their results
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the runs whose points are known before the search: those of the start, and of a grid.
+    """Return the runs whose points are known before the search: runs of the start and of a grid.
 
     Raises:
-        InputError: if the grid has more points than the budget has trials, or no number of trials is given.
+        InputError: if the grid has more points than the budget has trials, or the budget has no number of trials.
     """
     repeats = REPEATS if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
         if budget.trials is None:
-            raise InputError("method grid: the number of trials sets how fine the grid is; give a number of trials")
+            raise InputError(
+                "method grid: the number of trials decides how fine the grid is; give a number of trials"
+            )
         points = grid(axes, budget.trials - budget.reserved() - repeats)
         requests += [TrialRequest("search", f"grid:{list(x.values())}", 0, x) for x in points if x != axes.start]
     return requests
@@ -94,7 +96,7 @@ def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = No
 
 @dataclass
 class SearchPlan:
-    """Decides the next run of a search from the runs so far."""
+    """The plan of a search, which decides the next run from the runs so far."""
 
     study: optuna.Study
     axes: Axes
@@ -106,9 +108,9 @@ class SearchPlan:
     _known: tuple[list[int], Region] | None = field(default=None, init=False)  # the last trust region
 
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
-        """Return the next run, or None if there is none until a running one ends, or at all.
+        """Return the next run, or None if the search is complete or must wait for a running trial.
 
-        ``turn``: the index of the next proposal of the search.
+        ``turn`` is the index of the next proposal of the search.
 
         Raises:
             NothingFound: if every run has diverged or died.
@@ -139,7 +141,7 @@ class SearchPlan:
         return request
 
     def _proposal(self, turn: int) -> Point | None:
-        """Return the trust region's proposal; None for other methods, whose points Optuna's sampler proposes."""
+        """Return the trust region's proposal, or None for other methods, whose points an Optuna sampler proposes."""
         if self.method != "trust-region":
             return None
         return self.axes.values(self._region().proposal(np.random.default_rng([self.seed, turn])))
@@ -147,8 +149,8 @@ class SearchPlan:
     def _region(self) -> Region:
         """Return the trust region after the finished trials.
 
-        It is cached until another trial ends, because every free worker needs it, and it takes seconds after 2,000
-        trials of 90 values.
+        The region is cached until another trial ends. Every free worker needs it, and after 2,000 trials of 90 values
+        it takes seconds to compute.
         """
         trials = finished(self.study)
         numbers = [trial.number for trial in trials]
@@ -157,22 +159,22 @@ class SearchPlan:
         return self._known[1]
 
     def _stalled(self) -> bool:
-        """Whether the search stops before its budget is used."""
+        """Return whether the search stops early, because the trust region has stalled."""
         return self.stop_at_noise and self.method == "trust-region" and self._region().stalled()
 
     def _is_rerun(self, run: Evaluation) -> bool:
-        """Whether a run is a rerun or confirmation of a finalist of this budget."""
+        """Return whether a run is a rerun or confirmation of a finalist of this budget."""
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
     def _chosen(self, runs: Sequence[Evaluation]) -> list[Point] | None:
-        """Return the finalists, or None before they are chosen."""
+        """Return the stored list of finalists, or None before they are chosen."""
         lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self._is_rerun(run))
         return next((points for points in lists if points is not None), None)
 
     def _finalists_by_loss(self, runs: Sequence[Evaluation]) -> list[Point]:
-        """Return the finalists in log2 multipliers, the most promising first.
+        """Choose the finalists: return their log2 multipliers, the most promising first.
 
-        Pruned trials are left out, and so is the start, which has been run with several seeds already.
+        Pruned trials are left out, and the start is too, because it has been run with several seeds already.
         """
         trials, by_surrogate = self._records(runs), self.method == "trust-region"
         excluded = [trial.octaves for trial in trials if trial.state == "stopped"]
@@ -183,7 +185,7 @@ class SearchPlan:
         return [self.axes.values(np.array(list(point.values()))) for point in points if point not in excluded]
 
     def _reruns(self, runs: Sequence[Evaluation], points: Sequence[Point]) -> Iterator[TrialRequest]:
-        """Yields runs of the finalists with fresh seeds."""
+        """Yield runs of the finalists with fresh seeds."""
         for which, point in enumerate(points):
             others = [run for run in runs if not self._is_rerun(run) or run.origin.user_attrs.get(CONFIRMS)]
             for k, seed in enumerate(_fresh(others, point, RERUNS)):
@@ -193,7 +195,7 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"rerun:{self.budget.label}:{which}:{k}", seed, point, attributes)
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
-        """Yields confirmation runs of the chosen point and of the start, with the same seeds."""
+        """Yield confirmation runs of the chosen point and of the start, with the same seeds for both."""
         point = to_confirm(self._records(runs), list(self.axes.start), self._noise_of(runs)[0] or 0.0)
         if point is None or self.budget.left(runs, now) < 1:
             return
@@ -221,9 +223,10 @@ class SearchPlan:
         )
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the best run so far, against which a run at ``point`` is pruned; None until the noise is measured.
+        """Return the best run so far, to prune a run at ``point``. Return None until the noise is measured.
 
-        Only runs with the same choices are compared: with another schedule, say, a loss curve has another shape.
+        Only runs with the same choices are compared, because a choice (such as the schedule) changes the shape of the
+        loss curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self._noise_of(runs)
@@ -236,7 +239,7 @@ class SearchPlan:
         return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), noise)
 
     def result(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> SearchResult:
-        """Return the result of the search; ``stopped``: by the user, before its budget was used.
+        """Return the result of the search. ``stopped`` says whether the user stopped it early.
 
         Raises:
             NothingFound: if no run finished.
@@ -269,7 +272,7 @@ class SearchPlan:
         )
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
-        """Return the reason why there is no answer."""
+        """Return the reason why the search has no answer."""
         trials = self._records(runs)
         if stopped := sum(trial.state == "stopped" for trial in trials):
             diverged = sum(trial.state == "diverged" for trial in trials)
@@ -293,7 +296,7 @@ def region_of(study: optuna.Study, axes: Axes, noise: float | None = None) -> Re
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
-    """Return the first ``count`` seeds, from 1, that a point has not been run with."""
+    """Return the lowest ``count`` seeds, from 1, with which ``point`` has not been run in ``others``."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 

@@ -21,13 +21,13 @@ Settings = Mapping[str, Any]
 
 
 def check_name(name: str) -> None:
-    """Raise InputError if some store cannot hold the name of a study."""
+    """Raise InputError if the name of a study does not fit in every kind of store."""
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
 
 def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
-    """Return the settings of a search that all commands on a study must share."""
+    """Return the settings that all commands on a study must share."""
     space = {
         name: ["choice", len(limits), axes.start[name]] if isinstance(limits, range) else [*limits, axes.start[name]]
         for name, limits in axes.limits.items()
@@ -40,11 +40,11 @@ def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> 
 def load_or_create(
     store: BaseStorage, name: str, sampler: BaseSampler, here: Settings, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
-    """Return the study with that name and its settings; creates it with the settings ``here`` if there is none.
+    """Return the study of that name and its settings. If there is none, create it with the settings ``here``.
 
-    It is looked up first, because in a journal even a failed attempt to create it adds a line. If several commands
-    start at once, one creates the study and writes its settings. If that one dies between the two, another writes
-    them; all use what is stored in the end.
+    The study is looked up first, because a failed attempt to create it adds a line to a journal. If several commands
+    start at once, one of them creates the study and then writes its settings. If that command dies in between,
+    another writes the settings. All commands use the settings that are stored in the end.
 
     Raises:
         InputError: if the study was created by another program.
@@ -65,7 +65,9 @@ def load_or_create(
         time.sleep(POLL)
     if ABOUT not in study.user_attrs:
         if used():
-            raise InputError(f"{what} was created by an older version or another program; use another name or folder")
+            raise InputError(
+                f"{what} was created by an older version of leaven or by another program; use another name or folder"
+            )
         study.set_user_attr(ABOUT, dict(here))
     return study, dict(study.user_attrs[ABOUT])
 
@@ -74,11 +76,11 @@ def check_same(there: Settings, here: Settings, what: str, instead: str) -> None
     """Check that the settings of a stored study equal those of this command.
 
     Raises:
-        InputError: if not; the message says how they differ.
+        InputError: if the settings differ; the message says how.
     """
     for key, value in here.items():
         if key not in there:
-            raise InputError(f"{what} was created by another program: it has no {key}; {instead}")
+            raise InputError(f"{what} was created by another program, because it has no {key}; {instead}")
         if there[key] != value:
             raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
 

@@ -1,7 +1,7 @@
 """Stores of studies: Optuna storages in a file or on a server that retry each call while the store is unreachable.
 
-A call that succeeded just before a connection broke is not repeated in effect: a new trial carries a ticket, by which
-a retry finds it, and setting a trial to a state that it already has is accepted. All other calls can be repeated,
+If a call succeeds just before the connection breaks, its retry has no second effect. A new trial carries a ticket, by
+which a retry finds it, and a retry may set a trial to the state that it already has. All other calls can be repeated,
 except for taking a trial off Optuna's queue, which leaven does not use.
 """
 
@@ -51,11 +51,12 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """The store was unreachable for longer than ``patience_seconds``. Run the same command later to resume."""
+    """The error raised if a store was unreachable for longer than ``patience_seconds``. The same command resumes
+    later."""
 
 
 def _ignore(seconds: float) -> None:
-    """The default of ``waited``."""
+    """Do nothing: the default of ``waited``."""
 
 
 def open_store(
@@ -63,17 +64,17 @@ def open_store(
     waited: Callable[[float], None] = _ignore,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Return the storage at ``where``; each of its calls retries while the store is unreachable.
+    """Return the storage at ``where``, each of whose calls is retried while the store is unreachable.
 
     Args:
         where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
             of ours keeps its own patience), or None for one in memory.
-        waited: called after each failed attempt with the seconds since the first; an exception that it raises
-            ends the waiting.
-        patience_seconds: a call that has failed for longer raises StoreGone.
+        waited: a function called after each failed attempt with the seconds since the first. An exception that it
+            raises ends the waiting.
+        patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
-        InputError: if ``where`` is not such a store.
+        InputError: if ``where`` is not a supported store.
     """
     if where is None:
         return InMemoryStorage()
@@ -89,7 +90,7 @@ def open_store(
 
 
 def is_made(where: str | Path) -> bool:
-    """Whether a store exists at ``where``: a file, or Optuna's tables on a server. Opening a store creates it.
+    """Return whether a store exists at ``where``: a file, or Optuna's tables on a server. Does not create it.
 
     Raises:
         InputError: if the server cannot be reached.
@@ -144,10 +145,10 @@ def _name(url: "URL") -> str:
 
 
 def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
-    """Return the result of ``call`` on a database; retries while another process creates its tables.
+    """Return the result of ``call`` on a database, retrying while another process creates the tables.
 
     Raises:
-        InputError: if it cannot be reached or is not a database.
+        InputError: if the database cannot be reached or is not a database.
     """
     from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
@@ -215,10 +216,10 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _away(error: Exception) -> bool:
-    """Whether an error means that the store cannot be reached, rather than that the call was wrong.
+    """Return whether an error means that the store cannot be reached, not that the call was wrong.
 
-    When a PostgreSQL server stops, Optuna raises StorageInternalError; its cause, or the context of its cause, is
-    SQLAlchemy's OperationalError. For files it is an OSError.
+    When a PostgreSQL server stops, Optuna raises a StorageInternalError, whose cause (or the cause's context) is an
+    OperationalError of SQLAlchemy. For files the error is an OSError.
     """
     from sqlalchemy.exc import InterfaceError, OperationalError, TimeoutError
 
@@ -235,10 +236,10 @@ def _reason(error: Exception) -> str:
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """Return the journal in a file; creates it if there is none.
+    """Return the journal in a file. If there is none, create it.
 
     Raises:
-        InputError: if the file cannot be created or read, or is something else.
+        InputError: if the file cannot be created or read, or is not a journal.
     """
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
@@ -263,13 +264,13 @@ def _check_journal(path: Path) -> None:
         raise InputError(f"{path}: not a journal of Optuna; give another file")
     if damaged := storage.read_json_lines(path).damaged:
         number = damaged[0]
-        raise InputError(f"{path}: line {number} is damaged; keep what is before it: head -n {number - 1}")
+        raise InputError(f"{path}: line {number} is damaged; keep the lines before it: head -n {number - 1}")
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal, in which a line that a kill or a full disk left incomplete is cut off by the next write.
+    """Optuna's journal. A line that is incomplete, after a kill or on a full disk, is cut off by the next write.
 
-    An existing journal is never created a second time: its disk may be unmounted meanwhile.
+    The file is never created again once it existed: if it is missing, its disk may be unmounted for a while.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
@@ -295,7 +296,7 @@ class Journal(JournalFileBackend):
 
 
 class _Waiting:
-    """A mixin for storages: each call is retried while the store is unreachable."""
+    """A mixin for storages that retries each call while the store is unreachable."""
 
     def __init__(
         self, store: BaseStorage, name: str, waited: Callable[[float], None], patience_seconds: float
@@ -307,7 +308,8 @@ class _Waiting:
         return self._until_done(lambda again: call(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call`` once the store is reachable; its argument says whether this is a retry."""
+        """Return the result of ``call``, retrying while the store is unreachable. ``call`` takes whether this is a
+        retry."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:
@@ -319,8 +321,8 @@ class _Waiting:
                 since = now if since is None else since
                 if now - since >= self._patience:
                     raise StoreGone(
-                        f"{self._name} has been away for {now - since:.0f} seconds ({_reason(error)}); "
-                        "run it again to resume when it is back"
+                        f"{self._name} has been unreachable for {now - since:.0f} seconds ({_reason(error)}); "
+                        "run the same command again when it is back, to resume"
                     ) from error
                 self._waited(now - since)
             # Random, so that not all commands return to a server at once.

@@ -1,7 +1,8 @@
 """A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
 
-The store has all trials (``search.py``). The folder has what is computed from them (``results.py``): study.json,
-best.toml, fewest.toml and centre.toml, rewritten when trials end. It also has the checkpoints of running trials.
+The store contains all trials (``search.py``). The folder contains the results (``results.py``), which are rewritten
+when trials end: study.json, best.toml and fewest.toml. It also contains the recipe at the start (centre.toml) and the
+checkpoints of running trials.
 """
 
 import json
@@ -51,7 +52,7 @@ SAVING = 0.1  # the largest share of the time to spend on study.json, which take
 
 
 class Screen(Protocol):
-    """The screen of a running study."""
+    """A screen that shows a running study."""
 
     def started(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
@@ -59,17 +60,17 @@ class Screen(Protocol):
 
 
 class Study:
-    """A study in a folder, or in a database with a folder for its results. Use it as a context manager.
+    """A study in a folder, or in a database with a folder for its results. A context manager.
 
     Args:
         out: the folder.
-        store: the URL of a database; without it the study is in a journal in the folder.
-        durations: in tokens, to be compared in each trial, whose loss is that of the longest.
+        store: the URL of a database; by default the study is in a journal in the folder.
+        durations: run lengths in tokens to compare in each trial; the trial's loss is the loss of the longest.
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, or the folder belongs to something else or
-            cannot be created; on entering, if the store belongs to something else or does not exist. Nothing has
-            been written then.
+        InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or is not a
+            study's. On entering: if the store is missing or contains something else. Nothing has been written in
+            these cases.
     """
 
     def __init__(  # noqa: PLR0917 - the first ones are natural by position
@@ -122,7 +123,7 @@ class Study:
         if centre.exists():
             self._check_recipe(read_recipe(centre), str(self.out))
         elif self.out.exists() and not all(any(fnmatch(e.name, own) for own in OURS) for e in self.out.iterdir()):
-            raise InputError(f"{self.out} is not empty and holds no study; use another folder")
+            raise InputError(f"{self.out} is not empty and contains no study; use another folder")
 
     def _check_recipe(self, there: Recipe, what: str) -> None:
         if changes := differences(there, self.recipe):
@@ -136,7 +137,7 @@ class Study:
         self._store, name = open_store(self._where, self._waited), self.recipe.name
         stored = [other.study_name for other in self._store.get_all_studies()]
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
-            raise InputError(f"{self._name} holds a study {others[0]}, not {name}; use another --study")
+            raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
         self._check_store(
             lambda: name in stored and self._store.get_n_trials(self._store.get_study_id_from_name(name)) > 0
         )
@@ -170,11 +171,11 @@ class Study:
         self._store.remove_session()
 
     def _waited(self, seconds: float) -> None:
-        """Called while the store is unreachable."""
+        """Report that the store is unreachable; raise StoreGone if the user stops the command."""
         if self._stop():
-            raise StoreGone("stopped while the store was away")
+            raise StoreGone("stopped while the store was unreachable")
         if self._screen is not None and seconds > NOTE_AFTER:
-            self._screen.note(f"the store has been away for {seconds:.0f} s; waiting")
+            self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
     def run(
         self,
@@ -189,15 +190,15 @@ class Study:
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
-        """Run until the budget of all commands is used and the best points are confirmed, or until ``stop``.
+        """Run trials until the budget of all commands is used and the best point is confirmed, or until ``stop``.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.trial_log.Budget`.
-            workers: number of processes, of one thread each.
+            workers: number of processes, with one thread each.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
-            StoreGone: if the store became unreachable and did not come back.
+            StoreGone: if the store became unreachable and stayed so.
         """
         self._screen, self._stop = screen, stop
         axes = Axes.of(self.space.dimensions)
@@ -232,14 +233,16 @@ class Study:
         try:
             state = self.save()
         except InputError as error:
-            raise StoreGone(f"{error}; the trials are in the store: run it again to write it") from None
+            raise StoreGone(
+                f"{error}; the trials are in the store: run the same command again to write the results"
+            ) from None
         if screen is not None:
             screen.ended(state)
         return state
 
     @contextmanager
     def _workers(self, count: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
-        """Yield the objective of the search, which trains in ``count`` processes of one thread each."""
+        """Yield the objective of the search, which trains in ``count`` processes with one thread each."""
         with ExitStack() as held:
             # A pool breaks as a whole when a process dies, so each worker has one.
             pools = [held.enter_context(Pool(1)) for _ in range(count)]
@@ -251,7 +254,7 @@ class Study:
         """Train the recipe at a proposal in a worker process.
 
         Raises:
-            TrialReleased: if the search is stopped meanwhile.
+            TrialReleased: if the search is stopped during the training.
             WorkerDied: if the process died.
         """
         try:
@@ -277,9 +280,10 @@ class Study:
             raise WorkerDied from None
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt, with the checkpoint of the last attempt in it.
+        """Return the checkpoint folder of this attempt, into which the last attempt's checkpoint has been moved.
 
-        Each attempt has its own, because a worker of a killed command may live and write half a second longer.
+        Each attempt has a separate folder, because a worker may go on writing for half a second after its command was
+        killed.
         """
         folder = self.out / CHECKPOINTS / f"{proposal.origin:06d}-{proposal.number:06d}"
         for last in sorted(folder.parent.glob(f"{proposal.origin:06d}-*"))[-1:]:
@@ -300,7 +304,8 @@ class Study:
             self._screen.started(proposal.number, f"w{proposal.worker + 1}")
 
     def ended(self, numbers: Sequence[int]) -> None:
-        """Write the results, unless that takes more than its share of the time; the store has the trials already."""
+        """Write the results, unless writing has lately used more than its share of the time. The store has the trials
+        anyway."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -317,8 +322,11 @@ class Study:
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document. It has a ``best`` once a command has used up its budget, also while another
-        command with a larger budget runs."""
+        """Return the study's document.
+
+        Its ``best`` is None until a command has used up its budget. It stays set while a command with a larger budget
+        runs.
+        """
         over = self._result is not None or bool(self._study.user_attrs.get(ANSWERED))
         stalled = self._result is not None and self._result.stalled
         return study_document(self._study, self.space, self.method, self._durations, over=over, stalled=stalled)

@@ -1,11 +1,11 @@
-"""The trial log: the runs of a study, read from the trials in its store, and how much of the budget they used.
+"""The trial log: read the runs of a study from its store, and compute how much of the budget they used.
 
-Each trial is created with its owner and its ``job``, a name for what it does. There is no queue: the next job
-follows from the existing trials, so a crash cannot lose it. Two commands may create a trial for the same job at once.
-Then the trial with the lowest number runs and the other one is void; every Optuna store numbers trials in order.
+Each trial is created with its owner and its ``job``, a name for the work it does. There is no queue: the next job
+follows from the existing trials, so a crash cannot lose it. If two commands create a trial for the same job at once,
+the trial with the lower number runs and the other is void; every Optuna store numbers trials in order.
 
-A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If that dies too, the run has
-failed. A trial that its owner released (Ctrl-C) does not count as a death.
+A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run has
+failed. A trial that its owner released (Ctrl-C) does not count as dead.
 """
 
 import math
@@ -38,9 +38,9 @@ class TrialRequest:
     """A run to start."""
 
     purpose: str  # search | noise | rerun
-    name: str  # of the job
+    name: str  # name of the job
     seed: int = 0
-    point: dict[str, float] | None = None  # log2 multipliers; None to ask the study's Optuna sampler
+    point: dict[str, float] | None = None  # log2 multipliers; None if the study's Optuna sampler proposes them
     attributes: tuple[tuple[str, Any], ...] = ()  # further user attributes of the trial
 
 
@@ -58,27 +58,27 @@ class Evaluation:
 
     @property
     def finished(self) -> bool:
-        """Whether it has a result: a loss, a divergence, or pruned."""
+        """Whether the run has a result: it has a loss, diverged, or was pruned."""
         return self.last.state in {TrialState.COMPLETE, TrialState.PRUNED}
 
     @property
     def complete(self) -> bool:
-        """Whether it has a final loss: neither diverged nor pruned."""
+        """Whether the run has a final loss: it neither diverged nor was pruned."""
         return self.last.state is TrialState.COMPLETE and not self.last.user_attrs.get(DIVERGED)
 
     @property
     def failed(self) -> bool:
-        """Whether both its process and that of its retry died."""
+        """Whether both the run's process and its retry's process died."""
         return self.last.state is TrialState.FAIL and self.deaths >= LIVES
 
     @property
     def lost(self) -> bool:
-        """Whether its process died and it should be retried."""
+        """Whether the run's process died and the run should be retried."""
         return self.last.state is TrialState.FAIL and self.deaths < LIVES
 
     @property
     def retry(self) -> TrialRequest:
-        """The request that runs it again."""
+        """The request that retries the run."""
         kept = [(key, self.origin.user_attrs[key]) for key in (FINALIST, CONFIRMS) if key in self.origin.user_attrs]
         return TrialRequest(
             purpose=purpose_of(self.origin),
@@ -141,10 +141,10 @@ def turn(trial: FrozenTrial) -> int:
 
 
 def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
-    """Return the runs, in the order of the numbers of their first trials.
+    """Return the runs, ordered by the number of each run's first trial.
 
-    ``dimensions``: of the space. Trials whose process died before all values were drawn, and trials without an owner,
-    are left out.
+    ``dimensions`` is the number of searched values. Trials whose process died before all values were drawn, and
+    trials without an owner, are left out.
     """
     jobs = _jobs(trials)
     found = []
@@ -158,7 +158,7 @@ def runs(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
 
 
 def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
-    """Return the run that began with a trial, with its retries."""
+    """Return the run that began with the trial ``origin``, including its retries."""
     last, deaths = origin, 0
     while last.state is TrialState.FAIL:
         deaths += not last.user_attrs.get(RELEASED, False)
@@ -170,7 +170,7 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
 
 
 def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trial of each job: the one with the lowest number."""
+    """Return, by job, the trial with the lowest number."""
     jobs: dict[str, FrozenTrial] = {}
     for trial in trials:
         job = trial.user_attrs.get(JOB)
@@ -180,21 +180,21 @@ def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
-    """Whether another trial with a lower number has the same job."""
+    """Return whether a trial is void: a trial with a lower number has the same job."""
     job = trials[number].user_attrs.get(JOB)
     return job is not None and _jobs(trials)[job].number != number
 
 
 def begun(trials: Sequence[FrozenTrial]) -> int:
-    """Return the number of distinct jobs without retries: the index of the next run."""
+    """Return the number of distinct jobs, not counting retries: the index of the next run."""
     return sum(not job.startswith("retry:") for job in _jobs(trials))
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """Return the trials with a result, in the order of their results; pruned trials have a predicted loss.
+    """Return the trials with a result, in the order in which they ended; pruned trials have a predicted loss.
 
-    If any trial has an owner, trials without one (added by another program) are left out, as in ``runs``. The order
-    is by Unix time, because Optuna's own times are local to each machine.
+    If any trial has an owner, trials without an owner (from another program) are left out, as in ``runs``. The order
+    is by Unix time, because Optuna records the local time of each machine.
     """
     trials = study.get_trials(deepcopy=False)
     if any(OWNER in trial.user_attrs for trial in trials):
@@ -217,7 +217,8 @@ def points_and_losses(trials: Sequence[FrozenTrial], axes: Axes) -> tuple[Array,
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits for all commands of a study together. The first limit reached ends the search; running trials finish."""
+    """The limits shared by all commands of a study. The first limit reached ends the search; running trials
+    finish."""
 
     trials: int | None = None  # runs of any purpose
     flops: float | None = None  # FLOPs of all runs
@@ -238,11 +239,11 @@ class Budget:
 
     @property
     def label(self) -> str:
-        """A text that distinguishes the confirmation runs of this budget from those of a later, larger one."""
+        """A text that distinguishes the confirmation runs of this budget from the runs of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
     def finalists(self, runs: Sequence[Evaluation], now: float) -> int:
-        """Return how many finalists the reserved and the remaining budget can pay for."""
+        """Return how many finalists both the reserved budget and the remaining budget can pay for."""
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(few for few in range(MOST_FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
 
@@ -255,7 +256,8 @@ class Budget:
         return max(cost for cost in costs if cost <= affordable)
 
     def room(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Whether the budget allows one more run of the search. While all runs diverge, nothing is reserved."""
+        """Return whether the budget allows one more run of the search. While all runs diverge, nothing is
+        reserved."""
         nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
         return self.left(runs, now) >= 1 + (0 if nothing else self.reserved(runs, now))
 
@@ -264,16 +266,14 @@ class Budget:
         return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
     def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
-        """Yields each limit, how much of it is used, and how much one run costs."""
+        """Yield each limit, how much of it is used, and how much one run costs."""
         if self.trials is not None:
             yield self.trials, len(runs), 1
         if self.flops is not None:
             spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(run.complete for run in runs):
-                raise InputError(
-                    "the budget is in FLOPs, but the objective does not return any; give trials or hours"
-                )
+                raise InputError("the budget is in FLOPs, but the objective returns no FLOPs; give trials or hours")
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
             # A run that died has no count of FLOPs and may have cost as much as one that finished.
             yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
@@ -283,12 +283,12 @@ class Budget:
 
 
 def runs_to_confirm(few: int) -> int:
-    """Return how many runs it takes to confirm ``few`` points."""
+    """Return how many runs are needed to confirm ``few`` points."""
     return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
 
 
 def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """Return the seconds in which at least one run was active; ``now`` is the end of one that is running."""
+    """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
 
     def end(run: Evaluation) -> float:
         died = run.last.datetime_complete
