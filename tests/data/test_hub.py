@@ -87,10 +87,14 @@ def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
         (
             f"hf://{folder}/saved?split=test",
             "text",
-            "(a folder of save_to_disk has no split to choose; leave split= o",
+            "(a folder written by save_to_disk has no split; leave split= o",
         ),
-        (f"hf://{folder}/saved?config=big", "text", "(a folder of save_to_disk has no config to choose; leave confi"),
-        (f"hf://{folder}/splits?revision=v2&split=test", "text", "(a folder of save_to_disk has no revision to ch"),
+        (f"hf://{folder}/saved?config=big", "text", "(a folder written by save_to_disk has no config; leave confi"),
+        (
+            f"hf://{folder}/splits?revision=v2&split=test",
+            "text",
+            "(a folder written by save_to_disk has no revision; le",
+        ),
         (f"hf://{folder}/saved", "body", f"hf://{folder}/saved:train has no column body, only text, id"),
         (f"hf://{folder}/saved", "id", "column id is int64, not string"),
     ):

@@ -244,7 +244,7 @@ def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypa
         if stage == "reading" and done == total:
             (tmp_path / "030.txt").write_text("other text")
 
-    with pytest.raises(InputError, match=r"030.txt has changed while it was read .*; run the same command again"):
+    with pytest.raises(InputError, match=r"030.txt changed while it was read .*; run the same command again"):
         prepare(source, "bpe", 300, tmp_path / "cache", change)
 
 

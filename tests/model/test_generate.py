@@ -47,7 +47,7 @@ def test_a_huge_temperature_gives_equal_probabilities() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": math.inf}, "temperature inf: give a number from 0 on"),
+        ({"temperature": math.inf}, "temperature inf: give a finite number of at least 0"),
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": -1.0}, "temperature -1"),
         ({"top_k": -1}, "top-k -1: give a count"),
@@ -141,7 +141,7 @@ def test_generation_stops_at_end_of_text_and_uses_the_last_window() -> None:
 def test_more_tokens_than_learned_positions_are_an_error() -> None:
     tokens = torch.ones(1, 13, dtype=torch.int64)
     with pytest.raises(
-        ValueError, match=r"13 tokens a sequence, but learned positions end at seq_len = 12; give the"
+        ValueError, match=r"13 tokens in a sequence, but learned positions end at seq_len = 12; give the"
     ):
         model(positions="learned")(tokens)
     assert model(positions="rope")(tokens).shape == (1, 13, 60)

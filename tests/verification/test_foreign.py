@@ -126,7 +126,7 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
     assert run(monkeypatch, "their_model:factory", "--widths", "32,x") == 2
     with pytest.raises(InputError, match="has no factori"):
         foreign("their_model:factori", RunScale(32, 2))
-    with pytest.raises(InputError, match="should return"):
+    with pytest.raises(InputError, match=r"return \(model, groups or optimiser\)"):
         foreign("their_model:nothing", RunScale(32, 2))
     with pytest.raises(InputError, match="0.weight is not in any group of its optimiser"):
         foreign("their_model:missing_group", RunScale(32, 2))

@@ -1,1 +1,2 @@
-"""Text to tokens to the n-th sample of an infinite, seekable, layout-free stream."""
+"""Turn text into tokens, and tokens into an endless stream whose n-th sample does not depend on the layout of the
+run."""

@@ -32,20 +32,20 @@ REPORT_EVERY_BYTES = 2**20
 
 
 class Meter:
-    """Reports the progress of one stage, at most once every `REPORT_EVERY_BYTES`."""
+    """A progress meter of one stage, which reports at most once every `REPORT_EVERY_BYTES`."""
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
         self._before = self._next = 0
 
     def at(self, done: int) -> None:
-        """Report that ``done`` bytes are done since the last call of :meth:`advance`."""
+        """Report that ``done`` bytes have been processed since the last call of :meth:`advance`."""
         if self._progress and self._before + done >= self._next:
             self._progress(self._stage, min(self._before + done, self._total), self._total)
             self._next = self._before + done + REPORT_EVERY_BYTES
 
     def advance(self, done: int) -> None:
-        """Add ``done`` bytes to the total that is done."""
+        """Add ``done`` bytes to the total that has been processed."""
         self._before += done
         self.at(0)
 
@@ -66,7 +66,7 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source. They are read from disk each time, in the order of their keys."""
+    """The documents of a source. Each pass over them reads from disk, in the order of their keys."""
 
     source: str
     parts: tuple[SourcePart, ...]
@@ -81,10 +81,10 @@ class Corpus:
     def documents(self) -> Iterator[TextDocument]:
         """Yield every document, each marked as training or validation.
 
-        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all hashes.
-        The document with the lowest hash always does and the one with the highest never does, so that neither split
-        is empty. A corpus of one document is cut in two: its last `VALIDATION_SHARE` of characters, from the start
-        of a line if possible, is validation.
+        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all hashes. The
+        document with the lowest hash always belongs to validation, and the document with the highest hash to
+        training, so neither split is empty. A corpus of one document is cut in two: its last `VALIDATION_SHARE` of
+        characters, from the start of a line if possible, are validation.
 
         Raises:
             InputError: if the content of a part has changed since the corpus was opened.
@@ -101,7 +101,7 @@ class Corpus:
                     tally.add(*row)
                     yield from self._split(part.key + row[0], row[1])
             if tally.digest != survey.digest:
-                raise InputError(f"{part.key} has changed while it was read ({why}); run the same command again")
+                raise InputError(f"{part.key} changed while it was read ({why}); run the same command again")
 
     def _split(self, key: str, text: str) -> Iterator[TextDocument]:
         if self.n_documents == 1:
@@ -121,12 +121,12 @@ def open_corpora(
     memory: Path | None = None,
     progress: OnProgress | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source. Reads every part once to find its size and fingerprint.
+    """Open a corpus for each source. Every part of it is read once, to find its size and fingerprint.
 
     A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests); a path
-    or glob to ``.txt`` (a document a file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (a document a line) or
-    ``.parquet`` (a document a row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out.
-    Results are cached in the folder ``memory`` and reused as long as a part has not changed.
+    or glob to ``.txt`` (one document per file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (one per line) or
+    ``.parquet`` (one per row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out.
+    Results are cached in the folder ``memory`` and reused until a part changes.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
@@ -177,10 +177,10 @@ def _survey(
 
 
 def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
-    """Return a line that counts and names the documents and files that could not be read.
+    """Return a line that counts and names the documents and files that could not be read, or "".
 
     Raises:
-        InputError: if they are more than ``corrupt_share``.
+        InputError: if more than ``corrupt_share`` of the documents or of the files could not be read.
     """
     corrupt, broken = sum(survey.corrupt for survey in surveys), sum(survey.broken for survey in surveys)
     if not corrupt and not broken:
@@ -199,7 +199,8 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
 
 
 def _parts(source: DataSource) -> list[SourcePart]:
-    """Return the files or the split that a source names. A file's key is its path below any wildcard-free part."""
+    """Return the files or the split that a source names. A file's key is its path below the folders without
+    wildcards."""
     if source.source.startswith(SCHEME):
         return [open_split(source.source, source.text)]
     return [File(key, path, source.text) for key, path in _files(source.source)]

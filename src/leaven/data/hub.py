@@ -1,6 +1,7 @@
-"""Data sets and tokenizers named by hf://, on the Hugging Face Hub or in a folder on this machine.
+"""Open data sets and tokenizers named by hf://, on the Hugging Face Hub or in a folder on this machine.
 
-``hf://org/name`` is on the Hub, ``hf:///path`` a folder. Options follow a question mark: ``hf://org/name?split=test``.
+``hf://org/name`` is on the Hub, ``hf:///path`` is a folder. Options follow a question mark:
+``hf://org/name?split=test``.
 """
 
 from collections.abc import Iterator
@@ -54,8 +55,8 @@ SourcePart = File | HubSplit
 def open_split(source: str, text: str) -> HubSplit:
     """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
 
-    ``hf:///path`` is a folder of files that ``load_dataset`` reads, or one written by ``save_to_disk``; the latter
-    has no option but ``split``.
+    ``hf:///path`` is a folder of files that ``load_dataset`` reads, or a folder written by ``save_to_disk``. The only
+    option of the latter is ``split``.
 
     Raises:
         InputError: if ``datasets`` is not installed, or the data set cannot be opened.
@@ -72,7 +73,7 @@ def open_split(source: str, text: str) -> HubSplit:
             found = datasets.load_from_disk(place)
             splits = isinstance(found, datasets.DatasetDict)
             for option in options.keys() - ({"split"} if splits else set()):
-                raise ValueError(f"a folder of save_to_disk has no {option} to choose; leave {option}= out")
+                raise ValueError(f"a folder written by save_to_disk has no {option}; leave {option}= out")
             if splits:
                 if name not in found:
                     raise ValueError(f"it has no split {name}, only {', '.join(found)}")
@@ -90,7 +91,7 @@ def fetch_tokenizer(tokenizer: str) -> Path:
     """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or ``hf:///folder``.
 
     Raises:
-        InputError: if it cannot be downloaded or is not there.
+        InputError: if the file cannot be downloaded or does not exist.
     """
     place, options = _parse(tokenizer, "data.tokenizer", {"revision"})
     if Path(place).is_absolute():

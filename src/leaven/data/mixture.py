@@ -1,4 +1,4 @@
-"""Mixing sources: the n-th sample of a mixture as a pure function of n."""
+"""Mix sources: the n-th sample of a mixture is a pure function of n."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +13,7 @@ from leaven.data.stream import Stream, numbered
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Several streams, interleaved. Of the first n samples, the count of each source is within one of its share."""
+    """An interleaving of several streams. Among the first n samples, each source's count is within 1 of its share."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # of each stream; they add up to 1
@@ -29,7 +29,7 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the source of each sample n, and the sample's number within that source."""
+    """Return, for each sample number in ``n``, its source and its number within that source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -39,13 +39,15 @@ def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDAr
 def _period(
     proportions: tuple[Fraction, ...],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the repeating pattern of sources: the source of each sample in one period, the number of that sample
-    within its source, and the number of samples from each source.
+    """Return one period of the repeating pattern of sources.
+
+    The three arrays are the source of each sample in the period, the number of that sample within its source, and the
+    number of samples from each source.
 
     The length of the period is the common denominator of the proportions, so each source has a whole number of
-    samples in it. The order follows Tijdeman 1980, "The chairman assignment problem": with k sources, the count of
-    each source stays within 1 - 1/(2k - 2) of its share of any prefix. Of the sources that are at least 1/(2k - 2)
-    behind their share, the algorithm picks the one whose deadline comes first.
+    samples in it. The order follows Tijdeman 1980, "The chairman assignment problem": with k sources, each source's
+    count among the first n samples differs from its share of n by at most 1 - 1/(2k - 2). Of the sources that are at
+    least 1/(2k - 2) behind their share, the algorithm picks the source whose deadline comes first.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]

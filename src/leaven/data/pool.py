@@ -1,4 +1,4 @@
-"""Tokenise in several processes: send batches of text, and receive their token ids in the same order."""
+"""Tokenise in several processes: send out batches of text, and receive their token ids in the same order."""
 
 import os
 import signal
@@ -25,14 +25,15 @@ _encoder: Encoder
 
 
 def processes_for(n_bytes: int) -> int:
-    """Return one process for each available core, or fewer if there is not enough text."""
+    """Return the number of processes: one per available core, or fewer if there is not enough text."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, n_bytes // BYTES_A_PROCESS))
 
 
 @contextmanager
 def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Work]], Iterator[Done]]]:
-    """Return a function that encodes batches in order: in this process with all cores, or in ``processes`` others.
+    """Return a function that encodes batches in order: in this process with all cores, or in ``processes`` new
+    processes.
 
     Raises:
         InputError: if one of the processes dies.
@@ -73,7 +74,8 @@ def _in_order(executor: ProcessPoolExecutor, work: Iterator[Work], ahead: int) -
 
 @contextmanager
 def ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread, and permanently in processes started inside; their parent handles it."""
+    """Block Ctrl-C in this thread during the context, and forever in processes started in it; their parent handles
+    it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

@@ -14,7 +14,7 @@ from leaven.recipe.errors import InputError
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that cannot be read."""
+    """A document or file that cannot be read, and why."""
 
     where: str  # file, and line or row
     why: str
@@ -51,7 +51,7 @@ class File:
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
     def rows(self) -> Iterator[TextRow]:
-        """Yield documents and faults in order; ends after a fault of the whole file."""
+        """Yield documents and faults in order. A fault of the whole file is the last."""
         try:
             yield from READERS[suffix(self.path)](self.path, self.text)
         except (OSError, EOFError, zlib.error) as error:
@@ -126,7 +126,7 @@ def _read_columns(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def missing_column(where: str, names: list[str], schema: Any, text: str) -> Fault | None:
-    """Return a fault if an Arrow schema has no column ``text`` of strings."""
+    """Return a fault if an Arrow schema has no column ``text`` of strings, or None."""
     from pyarrow import types
 
     if text not in names:
@@ -139,7 +139,7 @@ def missing_column(where: str, names: list[str], schema: Any, text: str) -> Faul
 
 
 def column_rows(where: str, column: Any, number: int) -> Iterator[TextRow]:
-    """Yield the rows of a chunk of a text column; ``number`` rows came before it."""
+    """Yield the rows of a chunk of a text column. ``number`` is the count of rows before the chunk."""
     import pyarrow
 
     binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
@@ -175,5 +175,5 @@ SUFFIXES = tuple(name for name in READERS if name != ".py")
 
 
 def suffix(path: Path) -> str:
-    """Return the known suffix of a file, or ""."""
+    """Return the suffix of a file if leaven can read it, or ""."""
     return next((known for known in READERS if path.name.endswith(known)), "")

@@ -1,7 +1,7 @@
 """Token ids on disk: memory-mapped shards, each complete or absent, and an index with their sizes and checksums.
 
-A shard has the tokens of `SHARD_BATCHES` batches of text in two files (training, validation), which are written
-to temporary files, synced and renamed; then a line is added to ``shards.jsonl``. A killed process loses only the
+A shard has the tokens of `SHARD_BATCHES` batches of text in two files (training, validation). Each is written to a
+temporary file, synced and renamed; then a line is added to ``shards.jsonl``. A killed process loses only the
 shard it was writing. ``index.json`` is written last; a folder without it is unfinished.
 """
 
@@ -29,7 +29,8 @@ SHARD_BATCHES = 32
 
 
 class ShardedTokens:
-    """Concatenated shards, read by slices of step 1. A slice within one shard is a view of the mapped file."""
+    """Concatenated shards, which are read by slices of step 1. A slice within one shard is a view of the mapped
+    file."""
 
     def __init__(self, shards: list[NDArray[Any]]) -> None:
         self.shards = shards
@@ -92,7 +93,7 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """Return the shards of a finished folder, or None; and the faults of its damaged files."""
+    """Return the shards of a finished folder, or None, together with the faults of damaged files."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
@@ -124,7 +125,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
 
 
 def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
-    """Return the fault of a shard's file, or ""."""
+    """Return what is wrong with a shard's file, or ""."""
     size = record.tokens * dtype.itemsize
     if not file.exists():
         return "was missing"
@@ -136,9 +137,9 @@ def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: boo
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
-    """Write the missing shards of a folder and its index. The caller holds the lock.
+    """Write the missing shards of a folder and the index, under the caller's lock.
 
-    Returns the faults of files that were complete and are damaged now.
+    Return the faults of files that were complete once and are damaged now.
     """
     records, damage = _finished(folder, encoder.dtype)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
@@ -203,7 +204,7 @@ def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, S
 
 
 class _ShardWriter:
-    """Writes one file of a shard."""
+    """A writer of one file of a shard."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -223,7 +224,7 @@ class _ShardWriter:
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Yield pieces in batches that are large enough to keep all cores busy."""
+    """Yield the pieces of a corpus in batches large enough to keep all cores busy."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():

@@ -1,7 +1,7 @@
 """The n-th sample of an endless stream: a pure function of a source's tokens, the window length, the seed and n.
 
-There is no state to save or to fast-forward: any rank of any layout reads the samples it needs by number, and a
-resumed run reads the next one.
+There is no state to save or to fast-forward: every rank of any layout reads the samples it needs by number, and a
+resumed run continues with the next number.
 
 Shape legend: N samples, T = seq_len.
 """
@@ -24,7 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Tokens(Protocol):
-    """A sequence of token ids, documents end to end. A numpy array satisfies this protocol."""
+    """A sequence of token ids in which documents follow each other. A numpy array satisfies this protocol."""
 
     def __len__(self) -> int: ...
 
@@ -35,8 +35,8 @@ class Tokens(Protocol):
 class Stream:
     """Windows of ``seq_len`` tokens in random order, with a different order in each epoch.
 
-    Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive: the last token is a target only,
-    and the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus that do
+    Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. Its last token is only a target, and is
+    also the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus that do
     not fill a window are left out.
 
     Raises:
@@ -63,13 +63,14 @@ class Stream:
         return self.samples(numbered(first, count, self.skip))
 
     def samples(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples with these numbers, [N, seq_len + 1], without applying ``skip``."""
+        """Return the samples with these ``numbers``, [N, seq_len + 1], without applying ``skip``."""
         epochs, places = np.divmod(numbers.astype(np.uint64), np.uint64(self.samples_per_epoch))
         return _gather(self.tokens, self.seq_len, permute(places, self.samples_per_epoch, self.seed, epochs))
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the numbers of ``count`` samples, where ``first`` counts only samples that are not skipped."""
+    """Return the numbers of ``count`` samples from the ``first`` on, counting only samples that ``skip`` does not
+    leave out."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -77,7 +78,8 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows evenly spread over the tokens, [N, T + 1]: as many as fit in the limit, and at least one.
+    """Return windows spread evenly over the tokens, [N, T + 1]: at most ``limit_tokens`` in total, but at least one
+    window.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -88,11 +90,11 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the image of each place in [0, size) under the permutation of its epoch, without computing the others.
+    """Return the image of each place in [0, size) under the permutation of its epoch, without computing other images.
 
-    A Feistel network on Z_a x Z_b, with a x b just above ``size``, walked along its cycle until it falls
-    inside: the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002, "Ciphers with
-    arbitrary finite domains". It shuffles but is not secure: the round function is a mixer, not a cipher.
+    The permutation is a Feistel network on Z_a x Z_b, with a x b just above ``size``. It is applied again until the
+    image is below ``size``: the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002, "Ciphers
+    with arbitrary finite domains". It shuffles but is not secure: the round function is a mixer, not a cipher.
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

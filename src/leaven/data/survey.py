@@ -24,7 +24,7 @@ _SETTLED_NS = 2 * 10**9
 
 @dataclass(frozen=True)
 class Survey:
-    """Counts and hashes of the documents of one part that are not blank."""
+    """The counts and hashes of the documents of one part, without blank documents."""
 
     documents: int
     bytes: int  # of UTF-8 text
@@ -39,7 +39,7 @@ class Survey:
 
 
 class Tally:
-    """Counts documents and their bytes, and hashes their places and texts."""
+    """A running tally that counts documents and their bytes, and hashes their places and texts."""
 
     def __init__(self) -> None:
         self.documents = self.bytes = 0
@@ -58,7 +58,7 @@ class Tally:
 
 
 def survey(part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
-    """Read a part from end to end; ``on_bytes`` is called with the bytes of text so far."""
+    """Read a part from beginning to end. ``on_bytes`` is called with the bytes of text so far."""
     tally = Tally()
     corrupt = highest = 0
     lowest = 2**64
@@ -94,10 +94,10 @@ def encode_key(key: str) -> bytes:
 
 
 class SurveyCache:
-    """Caches the surveys of a source's parts in a file.
+    """A cache, in a file, of the surveys of a source's parts.
 
-    A part is surveyed again if its entry cannot be read or says that the part was broken: it may have been repaired
-    without a change of its stamp.
+    A part is surveyed again if its entry cannot be read, or says that the part was broken, because the part may have
+    been repaired without a change of its stamp.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -108,7 +108,8 @@ class SurveyCache:
         self._saved = time.monotonic()
 
     def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
-        """Return the survey of a part, from the cache if its stamp has not changed since it settled."""
+        """Return the survey of a part. It comes from the cache if the part's stamp has not changed and was old enough
+        when it was cached."""
         stamp, now = part.stamp(), time.time_ns()
         if (found := self._cached(part.key, stamp)) is None:
             found, self._changed = survey(part, on_bytes), True
@@ -129,10 +130,10 @@ class SurveyCache:
             return None
 
     def save(self) -> None:
-        """Write the file if a part was surveyed since the last time.
+        """Write the cache file if a part was surveyed since the last call.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
         self._saved = time.monotonic()
         if not self._changed or self._path is None:

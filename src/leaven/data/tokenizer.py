@@ -30,7 +30,7 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextPiece(NamedTuple):
-    """A part of a document."""
+    """A piece of a document, the unit in which text is encoded."""
 
     validation: bool  # which split the document belongs to
     text: str
@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes pieces of text. An end-of-text token follows every document."""
+    """An encoder of pieces of text. It adds an end-of-text token after every document."""
 
     tokenizer: "Tokenizer"
 
@@ -68,7 +68,7 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """Encode pieces and return (training, validation)."""
+        """Encode pieces and return the encoded (training, validation) pieces."""
         # Text that looks like a special token is encoded as ordinary text.
         self.tokenizer.encode_special_tokens = True
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
@@ -87,10 +87,10 @@ class Encoder:
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
-    """Load the tokenizer from a file or from the Hub; None for "bpe", which is trained.
+    """Load the tokenizer from a file or from the Hub. Return None for "bpe", which is trained.
 
     Raises:
-        InputError: if it cannot be loaded, has more tokens than ``vocab_size``, or no end-of-text token.
+        InputError: if the tokenizer cannot be loaded, has more tokens than ``vocab_size``, or no end-of-text token.
     """
     if tokenizer == "bpe":
         if vocab_size < 257:
@@ -144,8 +144,9 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
     """Yield the pieces of training documents that a tokenizer is trained on.
 
-    Each source contributes at most an equal share of `TRAINING_BYTES`: every k-th piece if it has more text. Weights
-    have no influence, so mixtures of the same sources share a tokenizer and their losses can be compared.
+    Each source contributes at most an equal share of `TRAINING_BYTES`: every k-th piece if it has more text. The
+    weights of sources have no influence, so all mixtures of the same sources share a tokenizer, and their losses can
+    be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
@@ -165,7 +166,7 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces, split at line ends if possible.
 
-    A long text in one piece would keep one core busy, and encoding needs a hundred bytes of memory for each token.
+    A long text in one piece would use only one core, and encoding needs a hundred bytes of memory per token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -177,7 +178,8 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let tokenizers use all cores inside, and one thread afterwards: a later fork would hang on its threads."""
+    """Let tokenizers use all cores inside the context and one thread afterwards, because threads make a later fork
+    hang."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
@@ -189,8 +191,9 @@ def parallel_tokenizers() -> Iterator[None]:
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     """Return the number of UTF-8 bytes of each token id; 0 for special tokens such as end-of-text.
 
-    Exact for byte-level tokenizers. For those that write spaces as "▁" (SentencePiece) it is exact but for a space
-    that some add before a text. None for all others, whose tokens do not determine the text.
+    The numbers are exact for byte-level tokenizers. For tokenizers that write spaces as "▁" (SentencePiece) they are
+    exact except for a space that some add before a text. Return None for all others, whose tokens do not determine
+    the text.
     """
     given: Tokenizer = _library("bits per byte need").Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
@@ -214,7 +217,7 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 def bits_per_byte_factor(tokenizer: Path, targets: NDArray[np.int64]) -> float | None:
     """Return the factor from a mean loss over these targets, in nats per token, to bits per byte.
 
-    End-of-text tokens count in the loss and have no bytes. None if :func:`bytes_by_token` is None.
+    End-of-text tokens count in the loss but have no bytes. Return None if :func:`bytes_by_token` does.
     """
     counts = bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())

@@ -1,8 +1,8 @@
 """Turn the `[data]` of a recipe into token ids on disk, in a content-addressed cache.
 
-The cache contains ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and ``tokens`` (a
-folder for each pair of source and tokenizer). One process at a time writes to a folder; the others wait for it and
-map its files.
+The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
+``tokens`` (one folder for each pair of source and tokenizer). One process at a time writes to a folder; the others
+wait for it and map its files.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class TokenSet:
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
-        """Return the number of epochs over each source in a run of so many tokens."""
+        """Return the number of epochs over each source in a run of ``tokens`` tokens."""
         shares = zip(self.names, self.proportions, self.sources, strict=True)
         return {name: float(share * tokens) / len(source.train) for name, share, source in shares}
 
@@ -103,12 +103,12 @@ def prepare(
     progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
-    """Tokenise a recipe's `[data]`, or take it from the cache if the same content was prepared before.
+    """Tokenise a recipe's `[data]`, or take the tokens from the cache if the same content was prepared before.
 
-    The cache is ``cache``, else ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-    ``progress`` is called with a stage (``reading``, ``tokenizer``, ``encoding``), bytes done and bytes in all.
-    ``processes`` encode the text, by default one for each core if there is enough text. They are spawned, so a script
-    has to call this under ``if __name__ == "__main__"``.
+    The cache folder is ``cache``, else ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    ``progress`` is called with a stage (``reading``, ``tokenizer``, ``encoding``), the bytes done and the total
+    bytes. ``processes`` is how many processes encode the text, by default one per core if there is enough text. They
+    are spawned, so a script has to call this under ``if __name__ == "__main__"``.
 
     Raises:
         InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
@@ -151,7 +151,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the given tokenizer, or the one trained on this text, as a file in the cache."""
+    """Return the given tokenizer, or else a tokenizer trained on this text, as a file in the cache."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -178,7 +178,7 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the tokenizer whose hash is in the file ``name``, or None if either is missing or damaged."""
+    """Return the tokenizer whose hash is in the file ``name``, or None if tokenizer or file is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:

@@ -1,1 +1,1 @@
-"""The decoder-only transformer. Knows nothing of parallelism, optimisers or recipe files."""
+"""The decoder-only transformer. It does not depend on parallelism, optimisers or recipe files."""

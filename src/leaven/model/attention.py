@@ -1,7 +1,7 @@
 """Causal attention on a CPU: each block of queries is multiplied only with the keys that it can see.
 
-torch's own kernel for the processor takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H
-query heads, K kv heads, G = H / K, N = B x K, T positions, E d_head; t queries of a block, s its keys.
+torch's CPU kernel takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H
+query heads, K kv heads, G = H / K, N = B x K, T positions, E d_head; t queries of a block, s keys of a block.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ BLOCK = 128
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
     """Return causal attention, softmax(scale x query . key) . value, (B, H, T, E).
 
-    Scores are computed again in the backward pass, so that no memory quadratic in T is kept. Products are in the
-    dtype of the arguments, the softmax and the sums over blocks in fp32 or wider. Torch function modes intercept the
-    call, like one of torch's own functions.
+    Scores are computed again in the backward pass, so that no memory quadratic in T is kept. Products are computed in
+    the dtype of the arguments, the softmax and the sums over blocks in fp32 or wider. Torch function modes intercept
+    this call, as they intercept calls of torch's functions.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
@@ -66,7 +66,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the first and last query of each block, and the probabilities of its queries over their keys by group."""
+    """Yield, for each block, its first and last query and the probabilities of its queries over keys, by group."""
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)
     later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary positions with hand-written gradients: autograd makes twice the passes over memory.
+"""RMSNorm and rotary positions with hand-written gradients, because autograd would make twice the passes over memory.
 
 Shapes: B sequences, T positions, H heads, E entries of a head, D any width.
 """
@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) x gain over the last dimension, computed in the gain's dtype, as ``dtype``."""
+    """Return gain * x / sqrt(mean(x^2) + eps) over the last dimension, computed in the gain's dtype, cast to
+    ``dtype``."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 
@@ -19,7 +20,8 @@ def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Return x with each pair (i, i + E/2) rotated by the angle of its position, (B, H, T, E).
 
-    Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence."""
+    Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence.
+    """
     y_BHTE: Tensor = _Rotate.apply(x_BTHE, cos_TE, sin_TE)  # type: ignore[no-untyped-call]
     return y_BHTE
 
@@ -60,6 +62,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the tensor as one block of memory in the order of its dimensions."""
+    """Return x rotated by the angles with these cosines and sines, contiguous in memory."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)), dim=-1)

@@ -27,7 +27,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:  # also refuses NaN
-            raise InputError(f"temperature {self.temperature:g}: give a number from 0 on")
+            raise InputError(f"temperature {self.temperature:g}: give a finite number of at least 0")
         if self.top_k < 0:
             raise InputError(f"top-k {self.top_k}: give a count, or 0 for all tokens")
         if not 0 <= self.top_p <= 1:
@@ -63,8 +63,8 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that follow ``tokens``, until ``end`` (not included) or ``max_tokens``.
 
-    Token ids of ``vocabulary`` or more have no text and are never drawn. The model sees the last ``seq_len`` tokens.
-    There is no cache, so each token costs a forward pass over its context.
+    Token ids from ``vocabulary`` on have no text and are never drawn. The model sees the last ``seq_len`` tokens.
+    There is no key-value cache, so each token costs a forward pass over its whole context.
     """
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):

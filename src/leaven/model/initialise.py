@@ -1,8 +1,8 @@
-"""Initialisation from the parameter table, by name.
+"""Initialise parameters by name, from the parameter table.
 
 Each parameter's values are a function of (seed, name, shape) alone: neither the order of creation nor the layout of
-the run has a say. A parameter is drawn in blocks of rows, each from its own seed, so that a slice can be drawn
-without the rest.
+the run has an influence. A parameter is drawn in blocks of rows, each block from a separate seed, so that a slice can
+be drawn without the rest.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def build_model(
 
 @torch.no_grad()
 def initialise(model: Transformer, table: ParameterTable, seed: int) -> None:
-    """Initialise every parameter as in its row of the table."""
+    """Initialise every parameter as its row of the table says."""
     parameters = dict(model.named_parameters())
     for row in table.rows:
         fill(parameters.pop(row.name), row.name, row.init_mean, row.init_std, seed)
@@ -51,7 +51,8 @@ def fill(
 ) -> None:
     """Initialise a parameter, or the block at ``offset`` of a parameter of ``shape``, from a normal distribution.
 
-    Values are drawn in fp32 for every dtype, so that models of different dtypes agree."""
+    Values are drawn in fp32 for every dtype, so that models of different dtypes agree.
+    """
     if std == 0:
         piece.fill_(mean)
         return
@@ -69,6 +70,6 @@ def fill(
 
 
 def name_seed(seed: int, *path: str | int) -> int:
-    """Return a 63-bit seed derived from a seed and the names of its use."""
+    """Return a 63-bit seed derived from ``seed`` and names that say what the seed is for."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

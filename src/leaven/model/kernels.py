@@ -1,6 +1,6 @@
-"""Private functions of torch, which may change with its version; tests/model/test_kernels.py tests each.
+"""Wrappers of private functions of torch, which may change with its version; tests/model/test_kernels.py tests each.
 
-They process many tensors in a few kernels, where a loop over parameters needs hundreds.
+These functions process many tensors in a few kernels, while a loop over parameters needs hundreds of kernels.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply all tensors in place by one factor (), or each by its own (tensors,)."""
+    """Multiply tensors in place: all by one factor (), or each by a separate factor (tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -27,7 +27,7 @@ def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make the next step of a fused Adam a no-op (also for its step count) if ``skip`` is true on the device."""
+    """Make the next step of a fused Adam do nothing (and not count) if the device tensor ``skip`` is true."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,9 @@
-"""Unembedding and cross-entropy in one, a chunk of tokens at a time: all logits never exist at once.
+"""Compute unembedding and cross-entropy together, a chunk of tokens at a time, so that all logits never exist at
+once.
 
-Logits of a micro-batch are its largest tensors by far: at 16 x 1,024 tokens and a vocabulary of 50,304 they are
-3.3 GB in fp32, and their gradient as much again. Here a chunk's gradient is computed right after its loss, and then
-the logits are gone. Shapes: N tokens, D d_model, V vocabulary.
+The logits are by far the largest tensor of a micro-batch: for 16 x 1,024 tokens and a vocabulary of 50,304 they take
+3.3 GB in fp32, and their gradient takes the same again. Here a chunk's gradient is computed right after its loss, and
+then the chunk's logits are freed. Shapes: N tokens, D d_model, V vocabulary.
 """
 
 from typing import Any
@@ -31,10 +32,11 @@ def cross_entropy(
 ) -> Tensor:
     """Return ``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
 
-    Products are computed in ``compute`` (default: the dtype of ``hidden``), so logits are rounded to it once
-    (docs/choices.md has the effect); everything else is in fp32 or wider. ``factor`` is applied before gradients are
-    rounded to ``compute``, as a loss scale must be. With ``repeatable`` the backward pass may run twice, e.g. to
-    compute the gradients of inputs and weights separately; it needs memory for another gradient of the weight.
+    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so logits are rounded to it
+    once (docs/choices.md measures the effect). Everything else is in fp32 or wider. ``factor`` is applied before
+    gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable`` the backward pass may run
+    twice, e.g. to compute the gradients of inputs and weights separately. This needs memory for a second gradient of
+    the weight.
     """
     if not torch.is_grad_enabled():
         # A parameter wants its gradient here too, and would get one that nobody reads: most of the work.

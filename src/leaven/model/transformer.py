@@ -1,4 +1,4 @@
-"""The transformer, from its shape. Names and shapes of the parameters are those of ``ModelShape.parameters()``.
+"""The transformer, built from its shape. Parameter names and shapes are as in ``ModelShape.parameters()``.
 
 Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K kv heads, E d_head (of cosines and sines
 half of it), V vocabulary.
@@ -17,9 +17,9 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm computed in the dtype of its gain (fp32) for any input dtype; torch's own is slow for mixed dtypes.
+    """RMSNorm computed in the dtype of its gain (fp32) for any input dtype. torch's RMSNorm is slow for mixed dtypes.
 
-    Under autocast the result has the autocast dtype, so that it is cast once and not by every product that reads it.
+    Under autocast the result has the autocast dtype, so that it is cast once and not by every product that uses it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +106,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A block: x + attention(norm(x)), then x + mlp(norm(x)), with each branch times its multiplier."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch is multiplied by its
+    multiplier."""
 
     def __init__(
         self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
@@ -164,21 +165,22 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) in fp32 or wider for tokens (B, T); ``documents`` as in :meth:`hidden`."""
+        """Return logits (B, T, V) in fp32 or wider for tokens (B, T); ``documents_BT`` as in :meth:`hidden`."""
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier
 
     @property
     def readout(self) -> Tensor:
-        """The unembedding matrix (V, D). Logits are ``logit_multiplier`` times its product with :meth:`hidden`."""
+        """Return the unembedding matrix (V, D). Logits are ``logit_multiplier`` times its product with
+        :meth:`hidden`."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the input of the unembedding, (B, T, D).
 
-        ``documents`` has the number of each token's document, not decreasing along T. Documents then do not attend to
-        each other and each begins at position 0, so the result is the same as for each document alone.
+        ``documents_BT`` has the number of each token's document, not decreasing along T. If it is given, documents do
+        not attend to each other and each begins at position 0, so the result is the same as for each document alone.
 
         Raises:
             ValueError: if T exceeds the number of learned positions.
@@ -195,7 +197,7 @@ class Transformer(nn.Module):
         if self.shape.positions == "learned":
             if tokens_BT.shape[1] > self.shape.seq_len:
                 raise ValueError(
-                    f"{tokens_BT.shape[1]} tokens a sequence, but learned positions end at seq_len = "
+                    f"{tokens_BT.shape[1]} tokens in a sequence, but learned positions end at seq_len = "
                     f"{self.shape.seq_len}; give the last {self.shape.seq_len}"
                 )
             x_BTD = x_BTD + self.positions(places(documents_BT, tokens_BT))
@@ -210,7 +212,7 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """Position information for attention, recomputed in every forward pass and not stored.
+    """Position information for attention. It is recomputed in every forward pass and not stored.
 
     With several documents, cosines and sines are (B, T, E), and the bias is (B, H or 1, T, T).
     """
@@ -250,7 +252,7 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the positions of tokens in their sequence (T,), or in their document (B, T), from 0."""
+    """Return the positions of tokens, from 0: in their sequence (T,), or in their document (B, T)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -261,8 +263,9 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 def alibi_slopes(n_heads: int) -> list[float]:
     """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two.
 
-    Other counts take every other slope of the next power of two for the rest (Press et al. 2021, arXiv 2108.12409,
-    and their released code)."""
+    For other n, the heads beyond the last power of two get every other slope of the next power of two (Press et al.
+    2021, arXiv 2108.12409, and their released code).
+    """
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
     return slopes + [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * (n_heads - power), 2)]

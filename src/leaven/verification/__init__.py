@@ -1,1 +1,1 @@
-"""Checks on small models that a scaling rule keeps its promises."""
+"""Checks that test a scaling rule by training small models."""

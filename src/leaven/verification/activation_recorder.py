@@ -1,8 +1,8 @@
 """Record the output of every module in a forward pass, and the attention logits.
 
-Hooks only see the outputs of modules. Attention logits are not such an output, but a wrong power of the head
-dimension shows in them first, so calls of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted as
-well.
+Hooks only see the outputs of modules. Attention logits are not the output of a module, but they are the first to show
+a wrong power of the head dimension. So calls of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted
+as well.
 """
 
 import math
@@ -24,7 +24,7 @@ LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the tensor in a module's output: the output itself, its first element, its logits or its last state."""
+    """Return the tensor in a module's output: the output itself, its first element, logits or last hidden state."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -37,15 +37,15 @@ def tensor_of(output: Any) -> Tensor | None:
 
 
 class ActivationRecorder(TorchFunctionMode):
-    """A context manager that records a sample of every module's output; :meth:`take` returns those of one forward.
+    """A context manager that records samples of every module's output; :meth:`take` returns them.
 
     ``label`` maps the name of a module to the label under which it is recorded, or to None. Modules with the same
-    label (the layers) and repeated calls are stacked in the order they ran. A container that returns the output of
-    its last child unchanged is not recorded again.
+    label (the layers) and repeated calls are stacked in the order in which they ran. A container that returns the
+    output of its last child unchanged is not recorded again.
 
-    Afterwards ``containers`` has the labels of containers that computed something new from their children's outputs,
-    ``matrices`` those of modules with a matrix of their own, ``trained`` those of outputs that require a gradient,
-    and ``head_sizes`` the head dimension of each attention's logits.
+    Afterwards these attributes have labels: ``containers`` of containers that computed something new from their
+    children's outputs, ``matrices`` of modules that own a matrix, and ``trained`` of outputs that require a gradient.
+    ``head_sizes`` has the head dimension behind each attention's logits.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -80,7 +80,7 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the samples of the last forward by label, (calls, rows, features)."""
+        """Return the samples of the last forward by label, each (calls, rows, features)."""
         found, self._found, self._seen = self._found, {}, []
         return {name: torch.stack(samples) for name, samples in found.items()}
 
@@ -125,7 +125,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _attention_logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    """Return the causal attention logits of the first sequence, heads stacked, (heads x T, T)."""
+    """Return the causal attention logits of the first sequence, with the heads stacked: (heads x T, T)."""
     query, key = query.detach()[0].float(), key.detach()[0].float()
     key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
     logits = query @ key.transpose(-1, -2) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)

@@ -36,11 +36,12 @@ BytesByPart = Counter[str]
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the memory of tensors of type ``of`` that are created inside this context, without changing anything.
+    """A context manager that records the memory of tensors of type ``of`` created inside it, and changes nothing.
 
-    The part of a storage is set when it is created (:meth:`within`) or later (:meth:`mark`); the last one counts.
-    Gradients, for example, are created like any other tensor and marked afterwards. Gathered or cast weights and the
-    buffers of collectives and updates are recognised by the operation. Reading a number from a fake tensor gives 1.
+    The part of a storage is set when it is created (:meth:`within`) or later (:meth:`mark`); the later setting
+    counts. Gradients, for example, are created like any other tensor and marked afterwards. Gathered or cast weights
+    and the buffers of collectives and updates are recognised by the operation. Reading a number from a fake tensor
+    gives 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -86,7 +87,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _sum((entry, entry.size) for entry in self._allocations.values())
 
     def peak(self) -> BytesByPart:
-        """Return the bytes by part at the moment since :meth:`begin` when most were allocated."""
+        """Return the bytes by part at the moment since :meth:`begin` when the total was largest."""
         level = highest = sum(size for _, size in self._start)
         at = 0
         for number, (_, change) in enumerate(self._moves, start=1):

@@ -1,6 +1,6 @@
 """Batches for checks, by seed and step. The batches of one seed form one stream of sequences.
 
-The seed `HELD_OUT` is for the validation loss; no model is trained on its batches.
+The batches of the seed `HELD_OUT` measure the validation loss; no model is trained on them.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
-    """Return batches of ``count`` sequences from a text; the seed `HELD_OUT` reads its validation split."""
+    """Return a function that makes batches of ``count`` sequences from a text. `HELD_OUT` reads the validation
+    split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -34,7 +35,11 @@ def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return synthetic text: with probability 0.7 a token is followed by its fixed successor, else by a Zipf draw."""
+    """Return a function that makes batches of synthetic text.
+
+    With probability 0.7 a token is followed by its fixed successor, otherwise by a token drawn from a Zipf
+    distribution.
+    """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
     zipf = 1 / torch.arange(1, vocab_size + 1, dtype=torch.float64)
@@ -53,7 +58,8 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return sequences ``first`` to ``first + count - 1`` of a seed's stream; a batch has ``size`` of them."""
+    """Return sequences ``first`` to ``first + count - 1`` of a seed's stream, which has batches of ``size``
+    sequences."""
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

@@ -1,32 +1,35 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package record the size of every
-module's output for a few steps at several widths, on one batch, with a larger lr than for training: a flat line is
-right. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges the *change* of
-the output since the first step: a wrong lr shows there at once, while the output itself is still mostly its initial
-value.
+module's output for a few steps at several widths, on one batch, with a larger lr than for training. The size should
+not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
+the *change* of the output since the first step. A wrong lr shows in the change at once, while the output is still
+mostly its initial value.
 
-Two quantities may fall as the square root of the size without being wrong, since they are sums of independent signs.
+Two quantities may fall as the square root of the size without an error in the rule, because they are sums of terms
+with independent signs.
 
-- Over width, outputs of finite size that read a wide input: the logits, and query . key divided by a growing head
-  dimension. The initial part falls as N^-1/2 under muP; with training a part of order 1 takes over.
-- Over depth, the residual stream. The sum of L branches at L^-alpha falls as L^(1/2 - alpha) until the embedding is
-  all that is left of it. Modules read the stream through a norm, so their outputs have to be flat.
+- Over width: outputs of fixed size computed from a wide input. They are the logits, and query . key divided by a
+  growing head dimension. Under muP their initial part falls as N^-1/2; training adds a part of order 1, which takes
+  over.
+- Over depth: the residual stream. The sum of L branches at L^-alpha falls as L^(1/2 - alpha), until almost only the
+  embedding is left. Modules read the stream through a norm, so their outputs have to be flat.
 
 Attention logits with a growing head dimension *have* to fall at the start: query . key / sqrt(d) is flat only as long
-as queries and keys are independent, and grows as sqrt(d) once training has aligned them. That takes more steps than a
-check has (measured after 40: +0.1), so the check demands the fall at the start.
+as queries and keys are independent, and grows as sqrt(d) once training has aligned them. The growth takes more steps
+than a check has (measured after 40 steps: +0.1), so the check requires the fall at the start.
 
-Below alpha = 1 the rule itself lowers the lr inside blocks, as L^(alpha-1), and with it what a block's own matrices
-learn. Only their outputs may fall for that reason: a norm passes on what the stream has learnt, and has to be flat.
+Below alpha = 1 the rule lowers the lr inside blocks as L^(alpha-1), and so the matrices of a block learn less. For
+that reason only the outputs of these matrices may fall. The output of a norm has to be flat, because it passes on
+what the stream has learnt.
 
 Over depth, outputs are compared at the same relative depth: modules inside blocks in the middle block, the stream
 after the last block. A mean over blocks would give the first block, whose input is still the embedding, a weight of
 one half at depth 2 and of one sixteenth at depth 16, and bias every slope by +0.15; a mean of the two middle blocks
 would bias it by +0.2.
 
-It cannot see: weight decay, eps far below the gradient, clipping, a readout that learns too slowly, anything
-that needs many steps.
+The check cannot see faults in weight decay, in eps far below the gradient or in clipping, a readout that learns too
+slowly, or anything that needs many steps.
 """
 
 import math
@@ -58,26 +61,28 @@ recipes on text, widths 64 to 512, depths 2 to 16, three seeds) at most 0.09 in 
 seeds nor larger sizes reduce the rest: a part of what a block adds is independent of the other blocks, and falls as
 L^-1/2.
 
-After more steps (sooner for a higher lr) shallow models fit the batch through their attention. Its output then falls
-with depth by up to 0.46 for some steps (step 5 at lr 0.008), and is flat again afterwards."""
+After more steps (sooner for a higher lr) shallow models fit the batch through their attention. The slope of the
+attention's output over depth then falls to as low as -0.46 for some steps (step 5 at lr 0.008), and returns to 0.
+"""
 
 INDEPENDENT = -0.5
-"""The slope of a mean of n independent terms, over n."""
+"""The slope over n of a mean of n independent terms."""
 
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """The outputs of the modules with one label in one run."""
+    """The outputs, in one run, of all modules that share a label."""
 
     squares: dict[str, tuple[float, ...]]  # mean square of each call, by quantity
     features: int  # size of the last dimension, or the head dimension behind attention logits
     container: bool
-    matrix: bool  # whether the module has a matrix of its own
+    matrix: bool  # whether the module itself owns a matrix
     trained: bool  # whether the output requires a gradient
     stuck: bool  # whether a weight of the module is trained and did not change at all
 
     def rms(self, quantity: str, axis: str) -> float:
-        """RMS over all calls for the width axis, and of the call at the reference depth for the depth axis."""
+        """Return the RMS over all calls for the width axis, or the RMS of the call at the reference depth for the
+        depth axis."""
         values = self.squares[quantity]
         if axis == "depth":
             values = (values[-1 if self.container else len(values) // 2],)
@@ -86,7 +91,7 @@ class ActivationRecord:
 
 @dataclass(frozen=True)
 class CoordinateCheck(SizeCheck[ActivationRecord]):
-    """The coordinate check."""
+    """The coordinate check. See the top of the file."""
 
     steps: int = STEPS
 
@@ -94,14 +99,14 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     quantity = "slope of log2 output RMS over log2 size"
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
-    """Hidden weights start at 1/sqrt(fan in): with smaller ones, the output of a module changes mostly by its own
-    weights, whose alignment with the input still falls at these widths (-0.13 for 64 to 256). Branches start at half:
-    whole ones are as large as the embedding at depth 2, and modules between them change by 2^0.25 less than at depth
-    4; with smaller ones the change is again mostly by a module's own weights (-0.11 in width at a quarter)."""
+    """Hidden weights start at 1/sqrt(fan in). With smaller weights, a module's output changes mostly because the
+    module's own weights change, and their alignment with the input still falls at these widths (slope -0.13 from 64
+    to 256). Residual branches start at half. Whole branches are as large as the embedding at depth 2, and modules
+    between them change by 2^0.25 less than at depth 4. With smaller branches, outputs again change mostly because of
+    the module's own weights (slope -0.11 over width, for branches at a quarter)."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes, and the narrowest and widest model at the largest depth: a rule right on each axis may
-        fail there."""
+        """Return the axes, and width at the largest depth, because a rule may fail only where both grow."""
         axes = super().axes()
         if len(axes) < 2:
             return axes
@@ -165,7 +170,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
 
 
 class _FirstOutputs(Callback[StepResult]):
-    """Keeps the outputs of the first forward."""
+    """A callback that keeps the outputs of the first forward."""
 
     def __init__(self, recorder: ActivationRecorder) -> None:
         self._recorder = recorder
@@ -182,7 +187,8 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why no slope can be judged: the output never changes, or is 0 at some sizes. "" if it can."""
+    """Return why no slope can be judged: the output never changes, or is 0 at some sizes. Return "" if one can be
+    judged."""
     if any(line.stuck for line in lines):
         return "its weights never change  <- an lr of 0, or no gradient within these steps?"
     if any(line.trained for line in lines) and not any(means["change"]):
@@ -207,7 +213,7 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause. Only a factory (``foreign``) is checked from its own initial values."""
+    """Return the usual cause of a slope ``value``. ``foreign``: the model is a factory's, with its initial values."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

@@ -1,7 +1,7 @@
-"""Run two training steps of one rank of any layout on one processor, with tensors that have no data.
+"""Run two training steps of one rank of any layout on a single processor, with tensors that have no data.
 
-The model, its layout, the optimiser and the step are those of real training. Tensors have shapes and no values
-(torch's fake tensors), and collectives return without other ranks (torch's fake process group).
+The model, its layout, the optimiser and the step are those of real training. Tensors have shapes but
+no values (torch's fake tensors), and collectives return without other ranks (torch's fake process group).
 """
 
 import time
@@ -41,10 +41,11 @@ class StepMemory:
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
-    """Return the memory of one rank of a recipe's layout in its second step, when the optimiser state exists.
+    """Return the memory of one rank of a recipe's layout in the second step, when the optimiser state exists.
 
     The model is not compiled. ``device`` selects the kernels: on a CPU, attention is computed block by block and the
-    loss over fewer tokens at a time. Call it once in a process, which must not have a process group.
+    loss over fewer tokens at a time. Call it only once in a process, and only if the
+    process has no process group.
     """
     began, layout, processor = time.perf_counter(), recipe.layout, torch.device("cpu")
     group = SINGLE_PROCESS
@@ -101,7 +102,7 @@ def _within(tracker: AllocationTracker, part: str, loss: LossFunction) -> LossFu
 
 @dataclass(frozen=True)
 class NoText:
-    """A stand-in for a corpus and its stream: all tokens are 0, since their values have no effect on memory."""
+    """A substitute for a corpus and its stream. All tokens are 0, because their values have no effect on memory."""
 
     vocab_size: int
     seq_len: int = 0  # of the stream
@@ -123,7 +124,7 @@ class NoText:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Use the kernels of another device type on tensors of the CPU."""
+    """Replace the kernels for CPU tensors by the kernels of another device type, as a context manager."""
     if device == "cpu":
         yield
         return
@@ -140,8 +141,11 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> T
 
 
 class _Flash(torch.autograd.Function):
-    """Allocates what a flash attention kernel does, without values: it keeps the arguments, the output and, for each
-    query, the sum of exponentials in fp32 (Dao et al. 2022, arXiv 2205.14135, algorithm 1)."""
+    """A substitute for flash attention that allocates the same memory without computing values.
+
+    It keeps the arguments, the output and, for each query, the sum of exponentials in fp32 (Dao et al. 2022, arXiv
+    2205.14135, algorithm 1).
+    """
 
     @staticmethod
     def forward(ctx: Any, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor) -> Tensor:

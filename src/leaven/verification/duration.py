@@ -1,15 +1,17 @@
-"""The duration check: does the best lr change with the tokens of a run as the rule says, and is the base limited by
-gradient noise or by its number of steps?
+"""The duration check: does the best lr change with the tokens of a run as the rule says?
+
+It also measures whether training at the base is limited by gradient noise or by the number of steps.
 
 A sweep over lr at several durations gives the exponent of the best lr. Everything else that the rule changes (decay,
-eps, the betas) follows the rule in every run. Two control arms without a sweep measure what the rule gains: one where
-only the lr is unchanged, and one where nothing changes.
+eps, the betas) follows the rule in every run. Two groups of control runs without a sweep measure what the rule gains:
+one leaves only the lr unchanged, the other leaves everything unchanged.
 
 The rule is derived in the limit where gradients are mostly noise. Whether the base is in that limit is measured with
 twice the batch at the same tokens, under the batch rule, at the base's best lr. In McCandlish et al. 2018 (arXiv
-1812.06162, equation 2.11) a loss costs tokens in proportion to 1 + x, where x is the batch over the critical batch;
-so twice the batch costs as much as a run that is shorter by log2((1 + 2x) / (1 + x)) octaves: 0 if all is noise, 1 if
-only the number of steps counts, 0.585 at the critical batch. The sweep measures the gain of an octave of tokens.
+1812.06162, equation 2.11) the tokens needed for a loss are proportional to 1 + x, where x is the batch divided by the
+critical batch. So doubling the batch has the same effect as shortening the run by log2((1 + 2x) / (1 + x)) octaves: 0
+if all is noise, 1 if only the number of steps counts, 0.585 at the critical batch. The sweep measures the gain of an
+octave of tokens.
 """
 
 import math
@@ -57,9 +59,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the changes of a recipe that use the exponent which a check in the folder ``run`` measured.
+    """Return the changes that put a measured exponent into a recipe.
 
-    None without an interval, or with an optimum at the edge of a grid.
+    ``document`` is the result of a check in the folder ``run``. Return None if the exponent has no interval, or if an
+    optimum is at the edge of a grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -78,7 +81,7 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Measure what twice the batch costs at the base's best lr, relative to the gain of an octave of tokens."""
+    """Measure what twice the batch costs at the base's best lr, in units of the gain of an octave of tokens."""
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
     best = int(losses[base].means.argmin())
@@ -113,7 +116,7 @@ def _regime_note(found: Estimate) -> str:
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Compare the family's own lr in longer runs: under the rule, with the lr unchanged, with nothing changed."""
+    """Compare longer runs under the rule with control runs, where the lr or everything is unchanged."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     arms = {
         (scale, arm): [

@@ -2,8 +2,9 @@
 
 The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with decay Mlodozeniec et al. 2025) says that
 batches kappa times larger with an lr sqrt(kappa) times higher, betas to the power kappa and so on follow the same
-stochastic differential equation: the final loss is the same as long as gradients are mostly noise. It need not be the
-lowest. The control arm changes only the batch; if its loss stays the same as well, the check is not conclusive.
+stochastic differential equation: the final loss is the same as long as gradients are mostly noise, though it need not
+be the lowest loss possible. Control runs change only the batch. If their loss stays the same as well, the check is
+not conclusive.
 """
 
 import math
@@ -41,7 +42,8 @@ def equivalence(
 
     Raises:
         InputError: if a batch is not a whole number of sequences, the factory takes no ratios, or the folder is in
-        use. ChecksStopped: if the store was asked to stop; finished runs are in its folder.
+            use.
+        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:
@@ -85,8 +87,8 @@ def equivalence(
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the allowed difference: two standard errors of a difference of means, or the rule's tolerance if larger.
 
-    Both come from the losses at the family's own batch, where the rule has no effect, so that a fault cannot widen
-    its own limit.
+    Both are computed from the losses at the family's own batch, where the rule has no effect. So a fault in the rule
+    cannot widen the limit by which it is judged.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

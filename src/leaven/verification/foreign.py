@@ -7,7 +7,7 @@
 
 ``seed``, ``ratios`` and a third returned value, ``batch(seed, step) -> (inputs, targets)``, are optional.
 docs/checks.md describes them, and how a model is trained. The result of a training run is the mean loss on held-out
-text; it has diverged if that is worse than a uniform guess.
+text. A run has diverged if this loss is worse than the loss of a uniform guess.
 """
 
 import importlib
@@ -59,13 +59,13 @@ Prepare = Callable[[Data, int], TokenSet]
 
 
 def text_of(source: str) -> Data:
-    """Return the data of a source. The number of tokens is not used."""
+    """Return the data settings for a source. Their number of tokens is not used."""
     return Data(source=source, tokens=1)
 
 
 @dataclass(frozen=True)
 class ForeignFamily:
-    """The models of a factory."""
+    """The models that a factory makes at any width and depth."""
 
     name: str  # module:factory
     vocab_size: int
@@ -87,7 +87,7 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1, the multiple of the factory's own lr."""
+        """Return 1: the factory's lr is the unit of all lrs."""
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}; give a recipe file, a factory does not state it"
@@ -95,14 +95,15 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0: values are multiples of the factory's, which has applied its ratios already."""
+        """Return 0: values are multiples of the factory's value, to which the factory has already applied its
+        ratios."""
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
         return self.instance(scale, seed)[0]
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return a training run. Its key has a hash of the initial model, so a changed factory has new runs."""
+        """Return a training run. Its key has a hash of the initial model, so that a changed factory is run again."""
         scale = setting.scale
         if scale.batch * self.sequences % 1:
             raise InputError(
@@ -129,7 +130,7 @@ class ForeignFamily:
         return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
 
     def instance(self, scale: RunScale, seed: int) -> tuple[ModelInstance, Batches]:
-        """Return an instance, and the batches of all seeds."""
+        """Return an instance, and the function that makes the batches of all seeds."""
         model, optimizer, own = _made(self.name, scale, seed)
         batches = own or self._text
         return ModelInstance(model, optimizer, partial(batches, seed), plain_label), batches
@@ -142,7 +143,7 @@ class ForeignFamily:
         return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
-        """Return a hash of an instance: its optimiser, initial values, first loss and gradient."""
+        """Return a hash of an instance's optimiser, initial values, first loss and first gradient."""
         instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -215,11 +216,12 @@ def foreign(
 ) -> ForeignFamily:
     """Return the family of ``module:factory``, imported from the working directory as ``python -m`` does.
 
-    Builds one model of a scale to find its vocabulary. It is trained on the text of ``source``
-    (``data.source`` of a recipe, or :data:`MADE_UP`) unless the factory returns batches; ``prepare`` tokenises it.
+    One model is built at ``scale`` to find the vocabulary. Models are trained on the text of ``source``
+    (``data.source`` of a recipe, or :data:`MADE_UP`), which ``prepare`` tokenises, unless the factory returns
+    batches.
 
     Raises:
-        InputError: if there is no such module or function, its result has another form, or the text does not fit it.
+        InputError: if the module or function does not exist, its result has another form, or the text does not fit.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens = tokens or TOKENS
@@ -247,7 +249,7 @@ def foreign(
 
 
 def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
-    """Call the factory, with the same random state each time."""
+    """Call the factory, with the same random state at each call."""
     factory = _factory(entry)
     ratios = Ratios(batch=scale.batch, tokens=scale.tokens)
     known = inspect.signature(factory).parameters
@@ -259,7 +261,7 @@ def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.opti
     torch.manual_seed(seed)
     made = factory(scale.width, scale.depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
     if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
-        raise InputError(f"{entry}: it should return (model, groups or optimiser), or those and batches")
+        raise InputError(f"{entry}: return (model, groups or optimiser), or (model, groups or optimiser, batch)")
     model, optimizer, batches = (*made, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = torch.optim.AdamW(optimizer)

@@ -1,27 +1,27 @@
 """The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
-AdamW divides by ``sqrt(v) + eps``, so the effect of eps is the same at every scale if eps scales as the gradient. For
-each group of parameters, the measured exponent of the gradient's RMS has to equal the exponent of eps in the
-optimiser. The coordinate check cannot see this while eps is small; in large models the gradients fall, and eps
-matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
+AdamW divides by ``sqrt(v) + eps``, so the effect of eps is the same at every scale if eps scales like the gradient.
+For each group of parameters, the measured exponent of the gradient's RMS has to equal the exponent of eps in the
+optimiser. The coordinate check cannot see this while eps is small. In large models the gradients are smaller, and
+eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
 
 PyTorch's AdamW shrinks a weight by lr x weight_decay in each step. If a rule lowers the lr with width and leaves the
 weight decay alone, the decay vanishes, and no check of activations sees that within a few steps. So the exponent of
 the product has to be 0. :mod:`leaven.verification.invariants` checks what follows from the optimiser's settings
 alone, also over batch and duration.
 
-Every parameter has to change, and gains and biases by the same amount at every scale, since Adam changes each entry
-by its lr in a step.
+Every parameter has to change. Gains and biases have to change by the same amount at every scale, because Adam changes
+each entry by about the lr in a step.
 
-Gains of query and key norms that all heads share are sums over heads: independent signs at the start, coherent after
-about 150 steps, where the exponent of 0 that their eps has is measured. They are judged over width only from there
-on.
+If all heads share the gain of a query or key norm, the gain's gradient is a sum over heads. The terms have
+independent signs at the start. After about 150 steps they are coherent, and the measured exponent is 0, the exponent
+of the gain's eps. These gains are judged over width only from 150 steps on.
 
-Below alpha = 1 two things may fall with depth by up to L^(alpha-1). lr x decay, since the lr inside blocks does and
-the published rules leave the decay unchanged (``scale_decay_with_depth`` raises it instead). And gradients inside
-blocks after some steps: the gradient of a gain is in part a product with what its block has learnt, which falls as
-the lr does (at alpha = 1/2, where eps has -0.50, the pre-MLP gain's measured -0.59 on text, and -0.90 on a chain that
-is soon learnt).
+Below alpha = 1 two quantities may fall with depth by up to L^(alpha-1). The first is lr x decay, because the lr
+inside blocks falls and the published rules leave the decay unchanged (``scale_decay_with_depth`` raises it instead).
+The second is the gradients inside blocks after some steps: the gradient of a gain is in part proportional to what the
+block has learnt, which falls with the lr. At alpha = 1/2, where the exponent of eps is -0.50, the measured exponent
+of the pre-MLP gain was -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
 """
 
 import math
@@ -49,7 +49,7 @@ WARMUP_STEPS = 20
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """The parameters with one label in one run."""
+    """The parameters, in one run, that share a label."""
 
     start: float  # RMS of the gradient at the first step
     end: float  # RMS of the gradient over the last quarter of the steps
@@ -83,7 +83,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
         """Train an instance on new batches with a warm-up, and return its gradients at the start and the end.
 
-        The end is the last quarter of the steps, since a gain has few entries and its gradient on one batch is noisy.
+        The end is the last quarter of the steps, because a gain has few entries and its gradient on one batch is
+        noisy.
         """
         instance.scale_lr(self.lr_factor)
         before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
@@ -162,7 +163,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 class _GradientRecorder(Callback[StepResult]):
-    """Keeps the RMS of the gradients of the first step and of the last quarter of the ``steps``."""
+    """A recorder that keeps the RMS of the gradients of the first step and of the last quarter of the ``steps``."""
 
     def __init__(self, instance: ModelInstance, steps: int) -> None:
         self._instance, self._steps = instance, steps
@@ -193,7 +194,8 @@ def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) ->
 
 
 def _standstill(records: Sequence[GradientRecord]) -> str:
-    """Return why no slope can be judged: a value never changes, or is 0 at some sizes. "" if it can."""
+    """Return why no slope can be judged: a value never changes, or is 0 at some sizes. Return "" if one can be
+    judged."""
     if not all(record.moved for record in records):
         return "never changes  <- an lr of 0, or no gradient within these steps?"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

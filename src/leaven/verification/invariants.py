@@ -2,11 +2,11 @@
 
 They are computed exactly, without a training step, from a module's lr, eps, betas and decay at two scales: the
 exponent of a combination over the ratio of the scales. The combinations have the same value for all parametrizations
-that train alike (multiplier x c, init / c, lr / c, eps x c, decay x c):
+that are equivalent in training (multiplier x c, init / c, lr / c, eps x c, decay x c):
 
 - ``lr x eps x entries`` (all entries of the module, in all layers) is constant. A step changes the loss by lr x the
-  sum of absolute gradients, which is the same at every scale, and eps scales as the gradient. The gradient check
-  tests the latter; together they determine the lr of every module, also of gains.
+  sum of absolute gradients, which is the same at every scale, and eps scales like the gradient, which the gradient
+  check tests. Together these two conditions determine the lr of every module, including the gains.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant; at alpha below 1 it may fall with
   depth as L^(alpha - 1).
 - ``beta1``, ``beta2``: the half-life of the moments, relative to the run, is constant.
@@ -14,8 +14,8 @@ that train alike (multiplier x c, init / c, lr / c, eps x c, decay x c):
   2205.10287; the literature finds 0.3 to 0.5). Over width and depth it depends on the
   parametrization.
 
-``both`` is width and depth at once: an exponent can be right on each axis and wrong where both grow. Only settings
-are checked here; the other checks show whether training behaves alike.
+The axis ``both`` changes width and depth at once: an exponent can be right on each axis and wrong if both grow. Only
+settings are checked here. The other checks show whether training behaves in the same way at all scales.
 """
 
 import math
@@ -83,7 +83,7 @@ class ScaleChange:
 
 
 def settings_of(instance: ModelInstance) -> SettingsByLabel:
-    """Return the settings of each parameter by label, without parameters whose optimiser has no eps."""
+    """Return the settings of each parameter by label, leaving out parameters whose optimiser has no eps."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():

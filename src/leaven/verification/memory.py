@@ -46,8 +46,8 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 def rehearsal(recipe: Recipe) -> Recipe:
     """Return a recipe with the same memory and shorter steps.
 
-    It has no more micro-batches than fill the pipeline twice, unless all are in flight at once, and no start weights
-    and no ramp.
+    It has at most the micro-batches that fill the pipeline twice, unless all micro-batches are in flight at once. It
+    has no start weights and no batch ramp.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -78,7 +78,9 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the given ranks, or the first rank of each stage (all stages, or the first, second and last).
+    """Return the given ``ranks`` or, without them, the first rank of each stage.
+
+    The stages are all stages, or by default the first, second and last.
 
     Raises:
         InputError: if the layout has no such rank.
@@ -121,15 +123,16 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the constants of leaven's trainer without memory outside of tensors."""
+    """Return the memory constants of leaven's trainer, with memory outside of tensors set to 0."""
     code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
-    """Return the judged rows (between steps, peak), then the parts of the peak.
+    """Return the judged rows (between steps, peak), followed by a row for each part of the peak.
 
-    Parts are not judged: the planner adds up maxima of different moments, the dry run measures one moment.
+    Parts are not judged, because the planner adds up the parts' maxima at different moments, and the dry run measures
+    all parts at one moment.
     """
     rows = [
         _row(rank, stage, "between steps", planned.states, taken.stays.total()),

@@ -32,14 +32,14 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    value: float  # of ``quantity``, in the family's unit
+    value: float  # value of ``quantity``, in the family's unit
     seed: int
     quantity: Quantity = "lr"
     ruled: bool = True  # whether the rule adapts hyperparameters to the batch and tokens
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale that the rule is applied at."""
+        """The scale at which the rule is applied."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -49,7 +49,7 @@ class ModelInstance:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batch: Callable[[int], TokenBatch]  # the batch of a step
+    batch: Callable[[int], TokenBatch]  # step -> its batch
     label: Callable[[str], str | None]  # name of a module or parameter -> its label in tables; None leaves it out
 
     def loss(self, step: int) -> Tensor:
@@ -75,7 +75,7 @@ class ModelInstance:
 
 
 def plain_label(name: str) -> str:
-    """Return a dotted name without layer numbers and ``.weight``, so that all layers share a label."""
+    """Return a dotted name without layer numbers and ``.weight``, so that all layers share one label."""
     first, *rest = name.split(".")
     parts = [first, *(part for part in rest if not part.isdigit())]
     return ".".join(parts[:-1] if parts[-1] == "weight" else parts) or "output"

@@ -1,6 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats, values are log2. Arrays may have leading dimensions: bootstrap samples are computed all at once.
+Losses are in nats, values are log2. Arrays may have leading dimensions "...", so that all bootstrap samples are
+computed at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +27,13 @@ class LossGrid:
 
     @classmethod
     def of(cls, losses: Mapping[float, Sequence[float]]) -> "LossGrid":
-        """Make a grid from the losses of all seeds by value."""
+        """Make a grid from a mapping of each value to the losses of all seeds."""
         values = sorted(losses)
         return cls(np.log2(np.asarray(values)), np.asarray([losses[value] for value in values], dtype=float))
 
     @property
     def means(self) -> Array:
-        """Mean losses over seeds, (..., values)."""
+        """The mean losses over seeds, (..., values)."""
         return np.asarray(self.losses.mean(-1))
 
     @property
@@ -41,7 +42,8 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """Standard deviation of the loss between seeds, pooled over the values near the best; None for one seed."""
+        """The standard deviation of the loss between seeds, pooled over the values near the best; None for one
+        seed."""
         if self.losses.shape[1] < 2:
             return None
         near = self._points(self.means.argmin(-1))
@@ -49,7 +51,8 @@ class LossGrid:
 
     @property
     def edge(self) -> int:
-        """-1 or 1 if the lowest loss is at the first or last value, so that the optimum may lie outside; else 0."""
+        """-1 or 1 if the lowest loss is at the first or last value, so that the optimum may lie outside the grid;
+        else 0."""
         if not self.finite:
             return 0
         place = int(self.means.argmin())
@@ -70,7 +73,7 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at a value, (...), on the parabola through the three nearest mean losses."""
+        """Return the loss (...) at a log2 value, on the parabola through the three nearest mean losses."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -100,12 +103,12 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval; of width 0 for one seed."""
+        """The ends of the interval. Both are the value itself for one seed."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
 def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], draws: int = 1000) -> Estimate:
-    """Return a function of some loss grids with its bootstrap interval over their seeds.
+    """Return the value of a function of loss grids, with its bootstrap interval over seeds.
 
     Seeds are drawn with replacement, independently for each value. Deviations from the mean of n drawn values are too
     small by sqrt((n - 1) / n), about 30% at two seeds, and are scaled up accordingly.
@@ -125,7 +128,8 @@ def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the shift of the optimum in octaves, and the regret: what the base's best value costs at the target."""
+    """Return the shift of the optimum in octaves, and the regret: the extra loss of the base's best value at the
+    target."""
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()
@@ -136,7 +140,8 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
 
 def exponent(grids: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
-    """Return the exponent of the optimum: the least-squares slope of its log2 over log2 of the ratio of scales."""
+    """Return the exponent of the optimum: the least-squares slope of the log2 optimum over the log2 ratio of
+    scales."""
     ratios = np.log2(list(grids))
     ratios -= ratios.mean()
 

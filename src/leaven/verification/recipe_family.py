@@ -1,4 +1,4 @@
-"""A recipe at any width and depth, as the models and training runs of a check."""
+"""The models and training runs of a check, made from a recipe at any width and depth."""
 
 import json
 import math
@@ -56,7 +56,7 @@ class RecipeFamily:
 
     @property
     def alpha(self) -> float:
-        """The depth exponent of the rule; 1 if it has none."""
+        """The depth exponent of the rule, or 1 if the rule has none."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
@@ -77,7 +77,7 @@ class RecipeFamily:
         """Return the recipe's value of a quantity.
 
         Raises:
-            InputError: if the recipe has no value, or one that cannot be swept.
+            InputError: if the recipe has no value, or a value that cannot be swept.
         """
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
@@ -95,7 +95,7 @@ class RecipeFamily:
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """Return the exponent by which the rule scales a base value with the batch or duration.
 
-        0 for width and depth, where each tensor has its own exponent.
+        It is 0 for width and depth, where each tensor has a different exponent.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -105,7 +105,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model of a scale with its optimiser and batches. Batch and tokens only affect the optimiser.
+        """Return a new model of a scale, with optimiser and batches. Batch and tokens only affect the optimiser.
 
         Raises:
             InputError: if the recipe cannot have this width and depth.
@@ -120,7 +120,7 @@ class RecipeFamily:
         """Return a training run that can be executed in any process.
 
         Raises:
-            InputError: if the setting is not possible.
+            InputError: if the recipe is invalid with this setting.
         """
         assert self.table is resolve, "training runs use the recipe's own table"
         recipe, scale = self.recipe, setting.scale
@@ -153,13 +153,13 @@ class RecipeFamily:
 
 @dataclass(frozen=True)
 class RecipeTrial:
-    """A recipe as a training run."""
+    """A training run of a recipe."""
 
     recipe: Recipe
 
     @property
     def key(self) -> str:
-        """A hash of everything that affects the loss; names and reasons do not."""
+        """A hash of everything that affects the loss. Names and reasons do not affect it."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 

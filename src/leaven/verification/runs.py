@@ -30,28 +30,28 @@ class CheckTrial(Protocol):
 
     @property
     def key(self) -> str:
-        """The same for two trials that compute the same loss."""
+        """An identifier that is equal for two trials that compute the same loss."""
         ...
 
     @property
     def cost(self) -> float:
-        """Its duration relative to other runs, without a unit."""
+        """The expected duration of the run relative to other runs, without a unit."""
         ...
 
     def run(self) -> Outcome:
-        """Train. A run that diverged has a finite loss, worse than a uniform guess, so that it can be drawn."""
+        """Train and return the outcome. A diverged run gets a finite loss, worse than a uniform guess, so it can be
+        drawn."""
         ...
 
 
 class ChecksStopped(Exception):
-    """Raised when the runs were stopped before all had finished. Finished runs are saved."""
+    """The error raised if the runs were stopped before all had finished. Finished runs are saved."""
 
 
 class RunStore:
-    """Runs the trials of checks in worker processes of one thread, and saves their results in a folder.
+    """A context manager that runs trials in one-thread worker processes and saves their results in a folder.
 
-    A context manager: the first :meth:`run` locks the folder and starts the workers, and the end of the context
-    stops them.
+    The first :meth:`run` locks the folder and starts the workers. The end of the context stops them.
     """
 
     def __init__(
@@ -61,7 +61,11 @@ class RunStore:
         on_run: Callable[[int, int], None] = lambda done, total: None,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``on_run`` is called with the numbers of finished and of all runs; ``stop`` returns whether to stop now."""
+        """Set up without starting workers.
+
+        ``on_run`` is called with the number of finished runs and the number of all runs; ``stop`` returns whether to
+        stop.
+        """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._resources = ExitStack()
         self._pool: Pool | None = None
@@ -77,7 +81,7 @@ class RunStore:
         """Run each trial that has no result yet, the longest first, and return a function from trials to outcomes.
 
         Raises:
-            InputError: if the folder is in use or cannot be created, or the process of a run dies twice.
+            InputError: if the folder is in use or cannot be created, or a run's process dies twice.
             ChecksStopped: if ``stop`` returned True.
         """
         wanted = {trial.key: trial for trial in trials}
@@ -97,7 +101,7 @@ class RunStore:
                 except BrokenProcessPool:
                     if name in died:
                         raise InputError(
-                            "the process of a run died twice (out of memory?); give fewer --workers"
+                            "the process of a run died twice, perhaps out of memory; give fewer --workers"
                         ) from None
                     died.add(name)
                     queue.append(name)
@@ -116,13 +120,13 @@ class RunStore:
         return self._pool
 
     def keep(self, document: CheckDocument) -> CheckDocument:
-        """Write the document beside the runs, for ``leaven report``."""
+        """Write the check's document into the folder of the runs, for ``leaven report``."""
         write_text(self.folder / VERDICT, json.dumps(document.dump(), indent=2) + "\n")
         return document
 
 
 def _read(path: Path) -> dict[str, Outcome]:
-    """Return the outcomes in a file by the keys of their trials; lines without one are ignored."""
+    """Return the outcomes in a file by the key of their trial; lines without an outcome are ignored."""
     found: dict[str, Outcome] = {}
     for entry in storage.read_json_lines(path).documents:
         with suppress(KeyError, TypeError):

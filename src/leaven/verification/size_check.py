@@ -1,4 +1,4 @@
-"""Short checks: train small models of several widths and depths for some steps and compare what was measured."""
+"""Short checks: train small models of several widths and depths for some steps, and compare measurements."""
 
 import math
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True)
 class SizeAxis:
-    """Models of which only the width or only the depth grows."""
+    """A series of scales in which only the width or only the depth grows."""
 
     name: str  # width | depth
     scales: tuple[RunScale, ...]
@@ -35,7 +35,7 @@ class SizeAxis:
 
 @dataclass(frozen=True)
 class SizeCheck(ABC, Generic[Measured]):
-    """A check of a few steps. Subclasses measure a model, and judge a module over an axis."""
+    """A check of a few training steps. Subclasses define how a model is measured and how a module is judged."""
 
     family: ModelFamily
     widths: Sequence[int]
@@ -53,11 +53,11 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model and return what was measured of each module."""
+        """Train a model and return the measurements of each module."""
 
     @abstractmethod
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return one of the ``parts``."""
+        """Return the value of one of the ``parts`` of a measurement."""
 
     @abstractmethod
     def judge(
@@ -68,10 +68,11 @@ class SizeCheck(ABC, Generic[Measured]):
         means: Mapping[str, Sequence[float]],
         slopes: Mapping[str, float | None],
     ) -> VerdictRow:
-        """Return the row of a module from its measurements by size and seed, and the mean and slope of each part."""
+        """Return the verdict on a module, given its measurements by size and seed, and the mean and slope of each
+        part."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the widths at the smallest depth and the depths at the smallest width, if there are several."""
+        """Return the widths at the smallest depth, and the depths at the smallest width, if there are several."""
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
@@ -82,7 +83,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return ()
 
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
-        """Run the check. ``on_model`` is called with the number of sizes that are done, and of all.
+        """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
         Raises:
             InputError: if the family has no model of one of these sizes.
@@ -123,14 +124,14 @@ class SizeCheck(ABC, Generic[Measured]):
         )
 
     def _conclusive(self, row: VerdictRow, axis: SizeAxis) -> VerdictRow:
-        """Return the row, marked undecided if it failed with only two sizes and one seed, which may be noise."""
+        """Return the row, marked as undecided if it failed with only two sizes and one seed, which may be noise."""
         if row.passed is not False or self.seeds > 1 or len(axis.sizes) > 2 or row.beyond == math.inf:
             return row
         note = f"inconclusive: two sizes and one seed are too few to judge ({row.note})"
         return row.model_copy(update={"undecided": True, "note": note})
 
     def _more_sizes(self) -> str:
-        """Return the options to give where two sizes and one seed were too few."""
+        """Return advice: the options to give if two sizes and one seed were too few."""
         options = ["--seeds 3"]
         for option, sizes in (("--widths", sorted(set(self.widths))), ("--depths", sorted(set(self.depths)))):
             if len(sizes) == 2:

@@ -1,8 +1,9 @@
 """Derive small models from a recipe of any size, with initial values for checks of a few steps.
 
-The exponents of a rule do not depend on the sizes where they are measured, as long as proportions are kept. So a
-check without --widths measures at 64 to 512. If the recipe does not fit such widths, its head dimension is reduced
-and its d_ff rounded. The vocabulary and sequence length are reduced, since large ones only take more time.
+The exponents of a rule do not depend on the sizes at which they are measured, as long as the proportions of the model
+are kept. So a check without --widths measures at 64 to 512. If the recipe does not fit such widths, its head
+dimension is reduced and its d_ff rounded. The vocabulary and sequence length are reduced, because large ones only
+take more time.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ LARGEST_GROUP = 8
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe at width 64, or near it, and what was changed apart from the width, e.g. "d_head 128 -> 64"."""
+    """Return a recipe at width 64 or near it, and what else was changed, as in "d_head 128 -> 64"."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
@@ -92,8 +93,9 @@ class CheckStart:
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """Return the recipe with its base at a width and depth, and with initial values close to the large-model limit.
 
-    The exponents depend on neither, but with them small models already show the exponents of large ones. The
-    embedding starts at RMS 1 and the readout at 1/width (a tied one by its multiplier: :func:`calibrated_table`).
+    The exponents depend neither on the base nor on the initial values, but with these values small models already
+    show the exponents of large models. The embedding starts at RMS 1 and the readout at 1/width (a tied readout by
+    its multiplier, see :func:`calibrated_table`).
     With a small embedding, the stream at depth 2 consists mostly of branches, whose sum falls with depth as L^(1/2 -
     alpha), and the gradients inside blocks have the same error. With a large readout, the gradient of the final
     norm's gain is of order N^-2 at first, and the logits keep their initial values for longer.
@@ -119,7 +121,7 @@ def calibrated_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a :func:`calibrated` recipe.
 
     A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
-    multiplier is divided by the base's width at every scale, which changes no exponent.
+    multiplier is divided by the base's width at every scale, which does not change any exponent.
     """
     table = resolve(recipe)
     rows = tuple(

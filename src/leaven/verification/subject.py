@@ -1,4 +1,4 @@
-"""The models that a check trains: those of a recipe, or of a factory given as ``module:factory``."""
+"""The models that a check trains, made from a recipe or from a factory given as ``module:factory``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ def small_models(
     alpha: float | None = None,
     grow_heads: bool = False,
 ) -> SmallModels:
-    """Return the models of a recipe or factory for a check of a few steps; by default of widths that suit a recipe.
+    """Return the models of a recipe or factory for a check of a few steps. By default the widths suit the recipe.
 
     ``source`` and ``alpha`` are for factories only, ``grow_heads`` for recipes.
 

@@ -1,15 +1,16 @@
-"""Sweeps: is the best value of a hyperparameter at one scale also the best at others?
+"""Sweeps: is the best value of a hyperparameter at one scale also the best at other scales?
 
-The checks transfer (over width and depth), duration, batch, decay and init all work like this. They train models over
+The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. They train models over
 a grid of values of one hyperparameter, with some seeds each, at two or more scales. Values are in base coordinates,
-so under a right rule the optima of all scales are equal. Three numbers (compare Kalra and Barkeshli 2026, arXiv
-2605.21486): how far the optimum moves in octaves with a bootstrap interval, what the base's best value costs the
-target in nats, and the noise between seeds. A flat optimum shifts easily at no cost, and in a steep one a small shift
-is expensive. So both are judged by the ends of their intervals, since noise must not pass:
+so under a right rule the optima of all scales are equal. A sweep measures three numbers (compare Kalra and Barkeshli
+2026, arXiv 2605.21486): the shift of the optimum in octaves, with a bootstrap interval; the regret, which is how much
+worse in nats the base's best value is at the other scale; and the noise between seeds. A flat optimum shifts easily
+at no cost, and at a steep optimum a small shift is expensive. So both shift and regret are judged. They are judged by
+the ends of their intervals, so that a check does not pass by noise:
 
-- passed: the regret is at most its limit even at the upper end; or the shift lies within its limit at both ends, and
-  the regret is not above its limit at the lower one;
-- failed: the regret is above its limit at the lower end too, or both ends of the shift lie beyond its limit;
+- passed: the upper end of the regret is within its limit; or both ends of the shift and the lower end of the regret
+  are within their limits;
+- failed: even the lower end of the regret is above its limit, or both ends of the shift are beyond its limit;
 - undecided (does not pass): anything else.
 
 A grid whose optimum is at its edge is extended by one step at that scale, up to :data:`EXTENSIONS` times.
@@ -46,7 +47,7 @@ class SweptValue:
 
     key: Quantity
     label: str  # in tables and messages
-    option: str  # of the command line, for the grid
+    option: str  # command-line option for the grid
     octaves: tuple[int, ...]  # the default grid around the family's own value
     shift_limit: float  # allowed shift in octaves: half a step of the default grid
 
@@ -73,17 +74,17 @@ def sweep(
     store: RunStore,
     seeds: int = 3,
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
-    """Run a sweep, or resume it. Returns the result and the losses at each scale.
+    """Run or resume a sweep. Return its document and the losses at each scale.
 
     The first scale is the base of the comparison; ``grid`` has values in the family's unit.
 
     Raises:
         InputError: if there are fewer than two scales or three values, a scale does not fit, or the folder is in use.
-        ChecksStopped: if the store was asked to stop; finished runs are in its folder.
+        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     swept, scales, values = SWEPT[quantity], list(dict.fromkeys(scales)), sorted(set(grid))
     if len(scales) < 2 or len(values) < 3:
-        raise InputError(f"this check needs two scales and three values of {swept.label} ({swept.option}) at least")
+        raise InputError(f"this check needs at least two scales and three values of {swept.label} ({swept.option})")
     losses = _extended(family, swept, dict.fromkeys(scales, values), store, seeds)
     names = labels(scales)
     base = scales[0]
@@ -123,7 +124,7 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _extended(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, list[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
-    """Return the losses at each scale, over grids that were extended until they contain the optimum."""
+    """Return the losses at each scale, on grids that were extended until they contain the optimum."""
     losses = losses_of(family, swept, grids, store, seeds)
     for _ in range(EXTENSIONS):
         wider = {scale: _wider(family, swept, scale, grids[scale], losses[scale]) for scale in grids}
@@ -137,7 +138,7 @@ def _extended(
 def _wider(
     family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid with one more step at the edge where the optimum is, if that value is valid."""
+    """Return the grid with one more value at the edge where the optimum is, if that value is valid."""
     if not losses.edge:
         return grid
     value = grid[0] ** 2 / grid[1] if losses.edge < 0 else grid[-1] ** 2 / grid[-2]
@@ -151,7 +152,7 @@ def _wider(
 def losses_of(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
-    """Train all runs and return the losses over each scale's grid."""
+    """Train all runs and return the losses on the grid of each scale."""
     runs = {
         (scale, value, seed): family.trial(RunSetting(scale, value, seed, swept.key))
         for scale, grid in grids.items()
@@ -168,7 +169,7 @@ def losses_of(
 
 
 def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
-    """Return the base (the first) and the scales that differ from it in this axis only."""
+    """Return the losses at the base (the first scale) and at the scales that differ from it only along ``axis``."""
     base = next(iter(losses))
     others = [name for name in AXES if name != axis]
     return {s: grid for s, grid in losses.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
@@ -227,7 +228,7 @@ def _curves(
 
 
 def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> VerdictRow:
-    """Judge two scales, given by name; the first is the base."""
+    """Return the verdict on two scales, given by name; the first is the base."""
     limit = swept.shift_limit
     row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
     base, target = pair.values()

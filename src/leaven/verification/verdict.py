@@ -20,7 +20,7 @@ def verdict(
     measured: Sequence[MeasuredRow] = (),
     advice: str = "",
 ) -> CheckDocument:
-    """Return the document of a check. A clear failure counts as its fault before an undecided one."""
+    """Return the document of a check. Its ``fault`` is the worst clear failure, or else the worst undecided one."""
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(
         passed=not failed and any(row.passed for row in rows),
