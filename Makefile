@@ -1,6 +1,6 @@
 # `make demo`: the whole way on real text, about ten minutes. `make test`: the tests. CI runs them and
 # `make kills`. None takes input.
-.PHONY: demo test kills test-slow test-targets docs-starters docs-plan docs-accuracy clean
+.PHONY: demo test kills test-slow test-torch test-targets docs-starters docs-plan docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,6 +22,13 @@ kills: .venv/installed
 
 test-slow: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
+
+# Another torch than the one in constraints.txt, once a release with the oldest and the newest: make test-torch TORCH=2.11.0
+TORCH ?= 2.11.0
+test-torch:
+	@$(PYTHON) -m venv .venv-torch-$(TORCH)
+	@.venv-torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[train,dev]'
+	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/pytest -m "not slow and not kills" tests/model tests/distributed
 
 # The targets of `leaven export config` with their own parsers. litgpt asks for an older huggingface-hub than transformers
 # does, which comes second and wins; litgpt's parser does not mind.
