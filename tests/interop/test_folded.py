@@ -155,7 +155,7 @@ def test_models_that_cannot_be_folded_are_refused() -> None:
     model = Odd(64, 2)
     leaven.parametrize(model, base=Odd(32, 2), hyperparameters={"lr": 0.01}, rule="completep")
     before = copy.deepcopy(dict(model.named_parameters()))
-    with pytest.raises(InputError, match="OnePlus has the multiplier of the logits, and its output is not prop"):
+    with pytest.raises(InputError, match="folded into a OnePlus, whose output is not prop"):
         leaven.fold(model)
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters())
     untied = Headless(64, 2)

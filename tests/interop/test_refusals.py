@@ -178,14 +178,14 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
         (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),
-        (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks repeats a block"),
+        (stacked(lambda n, d: [SmallBlock(n)] * d), "^blocks contains a block twice"),
         (stacked(shared), r"^blocks.0.mlp.down.weight and blocks.1.mlp.down.weight are the same parameter"),
         (stacked(lambda n, d: [NormBlock(n, PreNormMLP) for _ in range(d)]), r"^blocks.0.mlp.w1 \(256 x 64"),
         (
             stacked(
                 lambda n, d: [NormBlock(n, lambda n: nn.ModuleDict({"norm1": nn.LayerNorm(n)})) for _ in range(d)]
             ),
-            "^blocks.0.mlp.norm1.weight: its block has no matrix that ends a branch",
+            "^blocks.0.mlp.norm1.weight: its block has no matrix at the end of a branch",
         ),
     ],
 )
@@ -227,12 +227,12 @@ def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
         ({"hyperparameters": TUNED | {"modules": {"mlp.in": {"residual": 2.0}}}}, "does not end a branch"),
         ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the models have 2"),
         ({"ratios": leaven.Ratios(tokens=0)}, "ratios.tokens is 0; .*above 0"),
-        ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, and the groups are for AdamW"),
+        ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, but the groups are for AdamW"),
         ({"hyperparameters": TUNED | {"grad_clip": 0.5}}, "grad_clip.*torch.nn.utils.clip_grad_norm_"),
         ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter matches '\*.no_proj.weight'"),
         ({"roles": {"lm_head.weight": "readout"}}, "unknown role 'readout'; the roles are embedding"),
         ({"modules": {"model.norm.weight": "mlp.out"}}, "model.norm.weight is a final_norm"),
-        ({"base": gpt2(32, 2)}, "transformer.wte.weight is only in the base"),
+        ({"base": gpt2(32, 2)}, "transformer.wte.weight exists only in the base"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
@@ -242,7 +242,7 @@ def test_wrong_arguments(options: dict[str, Any], says: str) -> None:
 def test_unknown_head_dimensions_need_head_ratio() -> None:
     build = stacked(lambda n, d: [NanoBlock(n) for _ in range(d)])
     assert re.search(r"^blocks.0.attn.c_attn.weight: its attention module has no .* pass head_ratio", refused(build))
-    assert "0 of 3 blocks have a logit scale" in refused(build, head_ratio=2.0)
+    assert "0 of 3 blocks have the scale of the attention logits" in refused(build, head_ratio=2.0)
     leaven.parametrize(build(64, 3), base=build(32, 2), hyperparameters=TUNED, head_ratio=1.0)
 
 

@@ -4,7 +4,7 @@ Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08
 2205.05198): projections into heads and into d_ff are split by columns, projections out of heads and out of d_ff by
 rows, and both vocabulary matrices by rows. Outside attention and MLP, every rank has a part of the sequence. The
 forward pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters (out of them).
-In the backward pass, all-gathers and reduce-scatters are exchanged.
+The backward pass has reduce-scatters in place of the all-gathers, and all-gathers in place of the reduce-scatters.
 """
 
 from collections.abc import Callable

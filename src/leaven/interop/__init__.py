@@ -1,1 +1,2 @@
-"""To and from others: any torch model gets its groups and multipliers from the same rules."""
+"""Connects leaven with other software: applies the scaling rules to any torch model, and converts weights and
+configurations."""

@@ -1,6 +1,6 @@
-"""Architectures of Hugging Face: the shapes that they support, their config.json, and their tensors.
+"""Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-They are data in ``architectures.toml``, together with the names of their modules.
+The descriptions, and the names of modules, are data in ``architectures.toml``.
 """
 
 import json
@@ -32,12 +32,13 @@ _PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (r
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint: one or more of leaven's tensors, stacked along the first dimension."""
+    """A tensor in a Hugging Face checkpoint, which consists of one or more of leaven's tensors, stacked along the
+    first dimension."""
 
     name: str
     parts: tuple[str, ...]  # names of leaven's tensors
     shapes: tuple[tuple[int, ...], ...]  # of the parts
-    heads: int = 1  # the parts are stacked within each of so many heads
+    heads: int = 1  # number of heads; the parts are stacked within each head
     transposed: bool = False
 
     @property
@@ -52,30 +53,33 @@ class Stored:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model class of transformers."""
+    """A model class of the transformers library."""
 
     name: str
     model_type: str
     blocks: str  # the path of the list of blocks
-    holds: Mapping[str, list[Any]]  # the values that a key of a shape may have; the first is the one that is read
+    holds: Mapping[str, list[Any]]  # the values that a key of a shape may have; the first one is used when reading
     keys: Mapping[str, list[str]]  # keys of config.json for each key of a shape; empty if other keys imply it
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # the paths of leaven's modules outside the blocks
     block: Mapping[str, str]  # the paths of leaven's modules inside a block
     words: Mapping[str, list[str]] = field(default_factory=dict)  # names of activations; the first is written
     required: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
-    heads_together: bool = False  # the fused matrix has query, key and value of each head side by side
-    conv1d: bool = False  # matrices of a block have the shape (fan in, fan out)
-    scaled_branch_ends: bool = False  # matrices that end a branch start at initializer_range / sqrt(2 L)
-    buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # ends of names that older versions saved besides weights
+    heads_together: bool = (
+        False  # whether the fused matrix stores query, key and value of each head next to each other
+    )
+    conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
+    scaled_branch_ends: bool = False  # whether branch ends are drawn with initializer_range / sqrt(2 L)
+    buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
 
     def whole_name(self, name: str) -> str:
-        """Return a tensor's name in the full model; older checkpoints use names of the model without its head."""
+        """Return a tensor's name in the full model. Older checkpoints use the names of the model without its head."""
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a shape that this architecture cannot represent, each with a value that it can."""
+        """Return the keys of a model shape whose values this architecture cannot represent, each with a value that it
+        can represent."""
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -87,7 +91,8 @@ class Architecture:
         return found
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json of a shape. Rotary keys are written for versions 4 and 5 of transformers."""
+        """Return the config.json for a model shape. It contains the rotary keys of both versions 4 and 5 of
+        transformers."""
         values = shape.model_dump()
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         written |= {theirs: self.words[shape.activation][0] for theirs in self.keys.get("activation", ())}
@@ -99,10 +104,11 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def given(self, config: Config) -> Config:
-        """Return the known keys of a config.json, with defaults for missing ones, after a check of their types.
+        """Return the known keys of a config.json with their values, or defaults for missing keys. The types of the
+        values are checked.
 
         Raises:
-            InputError: naming the first key with a wrong type.
+            InputError: if a value has the wrong type; the message names the first key.
         """
         given = self.defaults | {key: value for key, value in config.items() if value is not None}
         for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
@@ -132,7 +138,9 @@ class Architecture:
             stated = {theirs: given[theirs] for theirs in several if theirs in given}
             if len(set(stated.values())) > 1:
                 listed = ", ".join(f"{key} = {value!r}" for key, value in stated.items())
-                raise InputError(f"config.json: {listed}: leaven has one value for them ({ours}); make them equal")
+                raise InputError(
+                    f"config.json: {listed}: leaven has a single value for these keys ({ours}); make them equal"
+                )
             if stated:
                 values[ours] = next(iter(stated.values()))
         if "activation" in self.keys:
@@ -153,13 +161,14 @@ class Architecture:
             raise InputError(f"config.json: not a shape that leaven supports: {explain(error)}") from None
 
     def _theta(self, given: Config) -> float:
-        """Return the base of the rotary positions, in either spelling."""
+        """Return the base of the rotary positions, whether config.json spells it as version 4 or as version 5 of
+        transformers does."""
         both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
         for stated in both:
             kind = stated.get("rope_type", stated.get("type", "default"))
             if kind != "default":
                 raise InputError(
-                    f"config.json: rope_type {kind!r}: leaven's rotary positions are the default ones only"
+                    f"config.json: rope_type {kind!r}: leaven supports only the default rotary positions"
                 )
             if stated.get("partial_rotary_factor", 1) != 1:
                 raise InputError(_PARTIAL)
@@ -173,7 +182,7 @@ class Architecture:
         return float(theta)
 
     def tensors(self, shape: ModelShape) -> Iterator[Stored]:
-        """Return the tensors of a checkpoint, including biases that this architecture always has."""
+        """Yield the tensors of a checkpoint, including biases that this architecture always has."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
         places: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
@@ -197,10 +206,11 @@ def _implied(heads: int, width: int) -> dict[str, int]:
 
 
 def _require(key: str, value: Any, kind: Any) -> None:
-    """Raise InputError for a value of the wrong type, which would otherwise fail later without its name."""
+    """Raise InputError if a value has the wrong type. Otherwise it would cause a later error that does not name the
+    key."""
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # a choice is a word
     if not fits(value):
-        raise InputError(f"config.json: {key} = {value!r}: has to be {wanted}")
+        raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
 
 
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -208,7 +218,8 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return, for each of leaven's modules, the names that architectures use for it (last part of the path)."""
+    """Return, for each of leaven's modules, the names that the architectures use for that module (the last part of
+    its path)."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -218,10 +229,10 @@ def module_names() -> Mapping[str, set[str]]:
 
 
 def holding(shape: ModelShape) -> Architecture:
-    """Return the architecture that can represent a shape.
+    """Return an architecture that can represent a model shape.
 
     Raises:
-        InputError: if none can; the message names the keys to change for the nearest one.
+        InputError: if no architecture can; the message names the keys to change for the nearest architecture.
     """
     misfits = {architecture.name: architecture.misfits(shape) for architecture in ARCHITECTURES}
     name, wanted = min(misfits.items(), key=lambda item: len(item[1]))
@@ -238,24 +249,24 @@ def named(config: Config) -> Architecture:
     """Return the architecture that a config.json names.
 
     Raises:
-        InputError: if leaven cannot read it.
+        InputError: if leaven cannot read that architecture.
     """
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"config.json: architectures = {names!r}: has to be a list of names")
+        raise InputError(f"config.json: architectures = {names!r} must be a list of names")
     for architecture in ARCHITECTURES:
         if architecture.name in names or (not names and config.get("model_type") == architecture.model_type):
             return architecture
     stated = ", ".join(names) or config.get("model_type", "none")
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
-    raise InputError(f"config.json: architecture {stated}: leaven reads {known}")
+    raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
 
 
 def read_config(path: Path) -> tuple[Architecture, Config, ModelShape]:
-    """Return the architecture in a config.json, the whole document, and the shape.
+    """Read a config.json. Return its architecture, the whole document, and the model shape.
 
     Raises:
-        InputError: if it cannot be read, or leaven's transformer does not support the model.
+        InputError: if the file cannot be read, or leaven's transformer does not support the model.
     """
     config = read_json(path)
     try:
@@ -266,10 +277,10 @@ def read_config(path: Path) -> tuple[Architecture, Config, ModelShape]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a model's folder.
+    """Read a JSON file in a model's folder, and return its object.
 
     Raises:
-        InputError: if the file is missing, damaged, or something else.
+        InputError: if the file is missing or damaged, or is not a JSON object.
     """
     try:
         document = json.loads(path.read_bytes())

@@ -1,10 +1,11 @@
-"""Forward multipliers of a user's model: install them as hooks, or fold them into the weights.
+"""Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-Forward hooks do not change the names in the state dict. torch.compile traces hooks that exist at the first forward,
-and FSDP2 runs them unchanged. The state dict does not contain them, so a model has to be folded before it is saved
-for others. The multiplier of a branch is folded into the matrix (and bias) at its end; the multiplier of the logits
-into the final norm, or into the readout if there is no final norm; a changed scale of the attention logits into the
-query norm's gain, or into the query matrix if there is no such norm.
+Forward hooks do not change the names in the state dict. torch.compile traces hooks that exist at the first forward
+pass, and FSDP2 runs them unchanged. The state dict does not contain the multipliers, so fold a model before you save
+it for use without leaven. The multiplier of a branch is folded into the matrix (and bias) at the end of the branch.
+The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm. A changed
+scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there is no query
+norm.
 """
 
 import copy
@@ -39,7 +40,8 @@ LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute,
 
 @dataclass(frozen=True)
 class ScaleOutput:
-    """A forward hook that scales a module's output. A class, not a closure, so that the model can be pickled."""
+    """A forward hook that scales a module's output. It is a class and not a closure, so that the model can be
+    pickled."""
 
     factor: float
 
@@ -49,7 +51,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of a readout, and so its logits but not its bias."""
+    """A forward pre-hook that scales the input of a readout. This scales the logits except for the bias."""
 
     factor: float
 
@@ -64,7 +66,7 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
     """Return the hooks for all multipliers other than 1, without installing them.
 
     Raises:
-        InputError: if the forward of a parameter's module is never called, so that a hook has no effect.
+        InputError: if a parameter's module is never called, so that a hook on it would have no effect.
     """
     sites = {site.name: site for site in structure.sites}
     attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
@@ -79,7 +81,7 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
             if not is_linear(site.owner) or any(site.owner is module.out_proj for module in attention):
                 raise InputError(
                     f"{row.name} ends a branch, but its {type(site.owner).__name__} is never called as a module, so "
-                    f"no hook can multiply the branch by {row.multiplier:g}; use an attention made of linears"
+                    f"no hook can multiply the branch by {row.multiplier:g}; use an attention of nn.Linear modules"
                 )
             found.append((site.owner, ScaleOutput(row.multiplier)))
     return found
@@ -88,10 +90,11 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
 def _logits(
     site: ParameterSite, row: ParameterRow, sites: dict[str, ParameterSite], rows: Sequence[ParameterRow]
 ) -> Hook:
-    """Return the hook for the logits' multiplier: on the output of the final norm, or else on the readout's input.
+    """Return the hook for the multiplier of the logits. It scales the output of the final norm or, if there is no
+    single final norm, the input of the readout.
 
-    The norm is preferred because fused losses (and leaven's own model) use the readout's weight without calling its
-    module.
+    The final norm is preferred because fused losses (and leaven's own model) use the weight of the readout without
+    calling the readout module.
     """
     final = [other for other in rows if other.role is Role.FINAL_NORM]
     if len(final) == 1:
@@ -106,18 +109,18 @@ def _logits(
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
-    """Return the new scale of query . key for each attention module: (module, attribute, value).
+    """Return the new scale of query . key for each attention module, as (module, attribute, value).
 
     Raises:
-        InputError: if the rule changes the scale and the modules have no attribute for it.
+        InputError: if the rule changes the scale but the attention modules have no attribute for the scale.
     """
     if factor == 1.0:
         return []
     found, blocks = logit_scales(model), sum(structure.stacks.values())
     if len(found) != blocks:
         raise InputError(
-            f"the head dimension grows, and {len(found)} of {blocks} blocks have a logit scale `scaling` or "
-            f"`scale`; multiply it by {factor:g} yourself and pass head_ratio=1.0"
+            f"the head dimension grows, but {len(found)} of {blocks} blocks have the scale of the attention logits "
+            f"in an attribute `scaling` or `scale`; multiply it by {factor:g} yourself and pass head_ratio=1.0"
         )
     return [(module, name, getattr(module, name) * factor) for module, name in found]
 
@@ -141,7 +144,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install hooks and attention scales, and a warning for the first state dict."""
+    """Install hooks and attention scales, and a hook that warns when the first state dict is created."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -164,8 +167,8 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and remove them.
 
-    The outputs stay the same up to rounding. The rule's lr, eps and decay do not fit the folded weights, so the
-    optimiser groups are discarded: fold a copy, or fold after training.
+    The outputs stay the same up to rounding. The lr, eps and decay of the rule are wrong for the folded weights, so
+    the parameter groups are discarded: fold a copy, or fold after training.
 
     Returns:
         The model.
@@ -206,7 +209,8 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
     ``save_pretrained``.
 
     Raises:
-        InputError: as :func:`fold`, and if the model has no ``save_pretrained`` or is sharded over processes.
+        InputError: in the cases of :func:`fold`, or if the model has no ``save_pretrained`` or is sharded over
+            processes.
     """
     target: Any = unwrapped(model, "save_folded")
     if not hasattr(target, "save_pretrained"):
@@ -246,8 +250,8 @@ def _factors(target: nn.Module) -> Factors:
         for parameter in parameters:
             if any(owner is not module for owner in owners[parameter]):
                 raise InputError(
-                    f"{names[parameter]} is shared with another module, and its multiplier cannot be folded into it "
-                    "without changing that one; untie the two"
+                    f"{names[parameter]} is shared with another module, which would change if a multiplier were "
+                    "folded into the parameter; untie the two modules"
                 )
             factors[parameter] = factors.get(parameter, 1.0) * factor
 
@@ -268,7 +272,8 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module) -> None:
-    """Raise InputError unless a module's output is proportional to its parameters (a norm with 1 + gain is not)."""
+    """Raise InputError unless a module's output is proportional to its parameters. (The output of a norm that
+    multiplies by 1 + gain is not.)"""
     parameters = list(module.parameters(recurse=False))
     if is_linear(module) or any(isinstance(each, DTensor) or each.is_meta for each in parameters):
         return
@@ -280,15 +285,16 @@ def _require_scalable(module: nn.Module) -> None:
         parameter.mul_(2)
     if not torch.allclose(probe(x), 2 * once):
         raise InputError(
-            f"a {type(module).__name__} has the multiplier of the logits, and its output is not proportional to "
-            "its parameters (a gain of 1 + weight?); fold it into the readout by hand"
+            f"the multiplier of the logits cannot be folded into a {type(module).__name__}, whose output is not "
+            "proportional to its parameters (a gain of 1 + weight?); fold it into the readout yourself"
         )
 
 
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield the parameters that take a factor on the attention logits: (module, parameter, its factor)."""
+    """Yield the parameters into which a factor on the attention logits is folded, as (module, parameter, factor of
+    the parameter)."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):
@@ -305,8 +311,8 @@ def _queries(
         heads = cast(int, fused.out_features) // (3 * cast(int, attention.head_size))
     else:
         raise InputError(
-            f"{path}: the scale of its logits was changed for larger heads, and the place of the queries in the "
-            f"fused matrix of a {type(attention).__name__} is unknown; parametrize with head_ratio=1.0"
+            f"{path}: the scale of the attention logits was changed for larger heads, but it is unknown which part "
+            f"of the fused matrix of a {type(attention).__name__} has the queries; parametrize with head_ratio=1.0"
         )
     for parameter in fused.parameters(recurse=False):
         column = parameter.ndim == 2 and not is_a(fused, "Conv1D")

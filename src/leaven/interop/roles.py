@@ -1,8 +1,8 @@
-"""Classify each parameter of a user's model: its role and its module.
+"""Classifies each parameter of a user's model: finds its role and its module.
 
-The classification follows from the shapes in a smaller model of the same family (which dimensions grow), the type of
-the module and its place. If it is ambiguous, or the name does not show which branch a matrix belongs to, an error
-names the parameter, and the user classifies it with ``roles`` or ``modules``.
+The classification follows from a comparison with a smaller model of the same family (which dimensions grow), and from
+the type and position of the module. If the classification is ambiguous, or the name of a matrix does not show to
+which branch it belongs, an error names the parameter. The user can then classify it with ``roles`` or ``modules``.
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ class Classification:
 
 
 class Classifier:
-    """Classifies each parameter of ``model`` by its place, its counterpart in ``base`` and the user's options.
+    """Classifies each parameter of ``model`` by its position, its counterpart in ``base`` and the user's options.
 
     Raises:
         InputError: if a parameter cannot be classified; the message names the option to give.
@@ -133,7 +133,8 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether this is a linear after the blocks whose fan out is a vocabulary size in both models."""
+        """Return whether a parameter belongs to a linear module after the blocks, whose fan out is a vocabulary size
+        in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -184,7 +185,8 @@ class Classifier:
     # Branches: a missing multiplier would not be noticed elsewhere.
 
     def _check_branches(self, classified: Mapping[str, Classification]) -> None:
-        """Check that each block has a branch, and each branch one matrix that writes to the residual stream."""
+        """Check that each block has a branch, and that each branch has one matrix that writes to the residual
+        stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -197,8 +199,8 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block has no matrix that ends a branch, and so no place for the multiplier; "
-                    "leaven.parametrize is for blocks of attention and MLP"
+                    f"{site.name}: its block has no matrix at the end of a branch, which the multiplier needs; "
+                    "leaven.parametrize supports only blocks of attention and MLP"
                 )
 
     def _check_branch(self, out: str, matrices: Mapping[str, list[ParameterSite]]) -> None:
@@ -220,7 +222,8 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with what the user can give: one of ``modules``, or a role that fits the parameter."""
+        """Raise InputError with advice for the user: to pass one of ``modules``, or a role that fits the
+        parameter."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
@@ -229,12 +232,12 @@ class Classifier:
 
 
 def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
-    """Return what the user gave for a parameter, by the first pattern that matches its name."""
+    """Return the user's role or module for a parameter, from the first pattern that matches its name, or None."""
     return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
 
 
 def _may_be(site: ParameterSite) -> tuple[str, ...]:
-    """Return the roles that a parameter of this shape can have in its place."""
+    """Return the roles that a parameter with this shape and position can have."""
     kind = "bias" if site.is_bias else "norm"
     match site.parameter.ndim, site.layer is not None, site.after_blocks:
         case 2, True, _:
@@ -254,7 +257,8 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether this is a gain or bias of a norm, by type or path; also gains per head of queries or keys."""
+    """Return whether a parameter is a gain or bias of a norm, judged by the type or path of its module. Gains by head
+    of queries or keys count too."""
     if is_linear(site.owner):
         return False
     in_path = any("norm" in part.lower() or part.lower().startswith("ln") for part in site.path[-2:])

@@ -1,4 +1,5 @@
-"""Inspect a torch model: its parameters, their modules and blocks, and the matching parameters of a smaller model."""
+"""Inspects a torch model: finds its parameters, their modules and blocks, and the matching parameters of a smaller
+model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -17,38 +18,38 @@ _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 
 @dataclass(frozen=True, eq=False)
 class ParameterSite:
-    """A parameter and where it is in its model."""
+    """A parameter and its position in the model."""
 
     name: str
     label: str  # the name with "*" for the block's number
     layer: int | None  # the block's number; None outside the blocks
     parameter: nn.Parameter
-    owners: tuple[nn.Module, ...]  # the modules that have it; several if it is tied
+    owners: tuple[nn.Module, ...]  # the modules that contain it; several if it is tied
     after_blocks: bool  # whether it is registered after all blocks
 
     @property
     def owner(self) -> nn.Module:
-        """The first module that has it."""
+        """The first module that contains the parameter."""
         return self.owners[0]
 
     @property
     def stack(self) -> str:
-        """The path of the list that contains its block."""
+        """The path of the list that contains the parameter's block."""
         return self.label.partition(".*.")[0]
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The module's name without its block, in parts."""
+        """The label of the parameter's module, split at the dots."""
         return tuple(self.label.split(".")[:-1])
 
     @property
     def is_bias(self) -> bool:
-        """Whether it is a bias, by its name."""
+        """Whether the parameter is a bias, judged by its name."""
         return self.name.endswith(".bias")
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape; (fan out, fan in) for a matrix, even if the module stores its transpose."""
+        """The shape of the parameter: (fan out, fan in) for a matrix, even if the module stores the transpose."""
         shape = tuple(self.parameter.shape)
         return shape[::-1] if is_a(self.owner, "Conv1D") else shape
 
@@ -67,13 +68,15 @@ class ModelStructure:
 def is_a(module: nn.Module, name: str) -> bool:
     """Return whether a module's class or a base class has this name.
 
-    By name, since the library may not be installed. Base classes count because FSDP2 inserts a class of its own.
+    The test uses the name, because the library that defines the class may not be installed. Base classes count
+    because FSDP2 inserts another class.
     """
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model inside a result of torch.compile. ``argument`` is its name in the error message."""
+    """Return the model that torch.compile has wrapped, or the model itself. ``argument`` is the name of the model in
+    the error message."""
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -84,7 +87,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     """Return the structure of a model.
 
     Raises:
-        InputError: if blocks share weights, or there is no ``nn.Embedding`` outside the blocks, which has the width.
+        InputError: if blocks share weights, or there is no ``nn.Embedding`` outside the blocks, from which the width
+            is read.
     """
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
@@ -117,7 +121,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, ParameterSite]:
-    """Return the matching parameter in the base: same label, in the block at the nearest relative depth.
+    """Return, for each parameter of the model, the matching parameter of the base: it has the same label, and is in
+    the block at the nearest relative depth.
 
     Raises:
         InputError: if a parameter is in only one of the models.
@@ -129,13 +134,13 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
     for site in base.sites:
         if site.label not in known:
             raise InputError(
-                f"{site.name} is only in the base; give a base of the same family with the same tied weights"
+                f"{site.name} exists only in the base; give a base of the same family with the same tied weights"
             )
     counterpart_of = {}
     for site in model.sites:
         if site.label not in by_label:
             raise InputError(
-                f"{site.name} is only in the model; give a base of the same family with the same tied weights"
+                f"{site.name} exists only in the model; give a base of the same family with the same tied weights"
             )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
@@ -145,7 +150,7 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return the ratio of the numbers of blocks, model over base; 1 without blocks."""
+    """Return the number of blocks of the model divided by that of the base, or 1 if there are no blocks."""
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} x{ratio:g}" for path, ratio in found.items())
@@ -156,7 +161,8 @@ def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
 
 
 def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the attention modules that have the scale of query . key as an attribute, with its name."""
+    """Return the attention modules that store the scale of query . key in an attribute, with the name of the
+    attribute."""
     attention = (module for module in model.modules() if _first(module, _HEAD_DIM, int))
     return [scale for module in attention if (scale := _first(module, _LOGIT_SCALE, float))]
 
@@ -170,7 +176,8 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[int, list[str]]]:
-    """Return the outermost lists of composite modules, which are the blocks: size and keys by path."""
+    """Return the size and the keys, by path, of the outermost lists of composite modules. The modules in these lists
+    are the blocks."""
     stacks: dict[str, tuple[int, list[str]]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)
@@ -182,7 +189,8 @@ def _stacks(model: nn.Module) -> dict[str, tuple[int, list[str]]]:
         if plain and members and listed and not nested and all(any(member.children()) for member in members):
             if len(members) < len(cast(nn.ModuleList | nn.Sequential, module)):
                 raise InputError(
-                    f"{plain} repeats a block, but the rules count it once; give every position its own block"
+                    f"{plain} contains a block twice, but the rules count it once; use a separate block "
+                    "at every position"
                 )
             stacks[plain] = (len(members), [key for key, _ in module.named_children()])
     return stacks

@@ -1,4 +1,4 @@
-"""Apply a scaling rule to any torch model: AdamW groups, forward multipliers, and initial values if given."""
+"""Applies a scaling rule to any torch model: AdamW groups, forward multipliers and, if requested, initial values."""
 
 import math
 from collections.abc import Mapping
@@ -99,47 +99,55 @@ def parametrize(
     parameters. If parameters are replaced later, :func:`groups` returns the groups with the new ones. A model that
     was compiled before is compiled again.
 
-    With ``init_std`` (or a named ``init``) it also draws the initial values: every parameter that is trained is
-    overwritten. Without one the values do not change, as for a model with trained weights.
+    If ``hyperparameters`` has ``init_std`` (or a named ``init``), this function also draws initial values, which
+    overwrite every trainable parameter. Otherwise the values do not change; use this for a model with trained
+    weights.
 
-    **The state dict does not contain the multipliers.** A model that loads it computes something else until it is
-    parametrized with the same arguments, so the first state dict comes with a warning. :func:`leaven.save_folded`
-    saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` removes the multipliers of this one.
+    **The state dict does not contain the multipliers.** A model that loads the state dict computes something else
+    until it is parametrized with the same arguments, so the first call of ``state_dict`` gives a warning.
+    :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` folds the
+    multipliers into the weights of the model itself.
 
     The rules are for pre-norm decoders.
 
     - Factors that the model's own code derives from its width are not detected; remove them (Gemma, which multiplies
       its embedding by sqrt(width), is refused).
     - Gains are assumed to be neutral at 1, so do not draw initial values for norms that multiply by 1 + gain.
-    - A branch's multiplier acts when the matrix that ends it is called as a module; a fused kernel that reads only
-      its weight skips the multiplier. The multiplier of the logits acts on the output of the final norm.
-    - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, that
-      of the unembedding to 1 / fan in squared, without smaller matrices at the ends of branches in deep models.
+    - The multiplier of a branch is applied when the matrix at the end of the branch is called as a module; a fused
+      kernel that reads only the weight of that matrix skips the multiplier. The multiplier of the logits is applied
+      to the output of the final norm.
+    - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
+      the variance of the unembedding to 1 / fan in squared, without smaller matrices at the ends of branches in deep
+      models.
 
     Args:
-        model: The target. The ratios of width and depth are those between it and ``base``.
+        model: The model to train. The ratios of width and depth are computed from it and ``base``.
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device; its values are not used.
-        hyperparameters: In base coordinates. With ``init_std`` or ``init``, initial values are drawn; a
-            ``leaven.Hyperparameters`` always has one. ``optimizer`` must be adamw; clip gradients in your own loop.
-        ratios: Ratios of batch and tokens, target over base.
-        rule: A name in ``leaven.scaling.rules.RULES``.
+        hyperparameters: The hyperparameters of the base. With ``init_std`` or ``init``, initial values are drawn; a
+            ``leaven.Hyperparameters`` always has one of them. ``optimizer`` must be adamw; clip gradients in your own
+            loop.
+        ratios: Ratios of batch and tokens, model over base.
+        rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
         head_ratio: Ratio of the head dimensions, by default read from the attention modules. If it is above 1, the
             logit scale of the attention modules is multiplied in place; 1.0 leaves it unchanged.
-        roles: Role by name or glob, for parameters that are refused or classified wrongly.
-        modules: Module name under which a parameter is tuned, by name or glob; ``attention.out`` and ``mlp.out``
-            end a branch.
+        roles: The role by parameter name or glob pattern, for parameters that are refused or classified wrongly.
+        modules: The module name under which a parameter is tuned, by parameter name or glob pattern;
+            ``attention.out`` and ``mlp.out`` end a branch.
         initialise: Whether to draw initial values for all parameters that are trained (``requires_grad``), each from
-            ``seed`` and its name alone. By default, if ``hyperparameters`` has an init. False keeps the values of the
-            model although a ``leaven.Hyperparameters`` has an init; from a dict, leave out ``init_std`` instead.
+            ``seed`` and its name alone. By default they are drawn if ``hyperparameters`` has an init. False keeps the
+            values of the model even though a ``leaven.Hyperparameters`` always has an init; if you pass a dict, leave
+            out ``init_std`` instead.
         seed: Seed of the initial values.
 
     Returns:
-        Groups with module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each parameter is in one.
+        Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
+        parameter is in exactly one group.
 
     Raises:
-        InputError: in one line that names the parameter or value at fault. The model is then unchanged.
+        InputError: if the model or an argument is not supported; the message names the parameter or value at fault.
+            The model is unchanged.
     """
     target, base_model = unwrapped(model, "parametrize: model"), unwrapped(base, "parametrize: base")
     _require_no_multipliers(target)
@@ -226,7 +234,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError for a model that has multipliers already, from leaven or in its own code."""
+    """Raise InputError if a model already has multipliers, from leaven or in its code."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
@@ -271,8 +279,8 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
         )
     if tuned.optimizer != "adamw":
         raise InputError(
-            f"parametrize: optimizer is {tuned.optimizer}, and the groups are for AdamW with its decoupled decay; "
-            "leave it out"
+            f"parametrize: optimizer is {tuned.optimizer}, but the groups are for AdamW, which has decoupled decay; "
+            "leave optimizer out"
         )
     return tuned, initialise
 
@@ -280,7 +288,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 def _positive(name: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
-        raise InputError(f"parametrize: {name} is {value!r}; it must be a number above 0, target over base")
+        raise InputError(f"parametrize: {name} is {value!r}; it must be a number above 0, the ratio of model to base")
     return number
 
 
@@ -305,15 +313,16 @@ def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping
     attention = next((name for name, kind in classified.items() if kind.module.startswith("attention.")), None)
     if attention is not None:
         raise InputError(
-            f"{attention}: its attention module has no attribute head_dim, and the rule changes the logit scale if "
-            "the head dimension grows; pass head_ratio, target over base: 1.0 if only the number of heads grows"
+            f"{attention}: its attention module has no attribute head_dim, but the rule changes the logit scale if "
+            "the head dimension grows; pass head_ratio, the ratio of head dimensions (1.0 if only the number of "
+            "heads grows)"
         )
     return 1.0
 
 
 @torch.no_grad()
 def _initialise(structure: ModelStructure, rows: list[ParameterRow], seed: int) -> None:
-    """Draw the initial values of the parameters that are trained."""
+    """Draw the initial values of all trainable parameters."""
     parameters = {site.name: site.parameter for site in structure.sites}
     trained = [row for row in rows if parameters[row.name].requires_grad]
     for row in trained:

@@ -1,7 +1,7 @@
-"""Write and read weights in Hugging Face's format, without ``transformers``.
+"""Writes and reads weights in Hugging Face's format, without the ``transformers`` library.
 
-Multipliers are folded into the written weights and divided out of the ones read
-(:func:`leaven.scaling.table.folding`), so both models compute the same function.
+When weights are written, multipliers are folded into them; when weights are read, they are divided by the multipliers
+(:func:`leaven.scaling.table.folding`). So both models compute the same function.
 """
 
 import json
@@ -60,11 +60,11 @@ def write_huggingface(
 ) -> Architecture:
     """Write a model into a new folder, atomically.
 
-    ``weights`` are leaven's by name, ``tokenizer`` is the text of a tokenizer.json, ``end_of_text`` the token that
-    ends a document and its id. Weights above ``shard_bytes`` are split into several files.
+    ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
+    the token that ends a document, with its id. Weights larger than ``shard_bytes`` are split into several files.
 
     Raises:
-        InputError: if no architecture can represent the shape, the folder is not empty, or it cannot be written.
+        InputError: if no architecture can represent the shape, or the folder is not empty or cannot be written.
     """
     architecture = holding(shape)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -110,7 +110,8 @@ def write_huggingface(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Return the tensors of each file, with at most ``limit`` numbers in a file unless one tensor is larger."""
+    """Assign tensors to files, and return the tensors of each file. A file has at most ``limit`` elements, unless a
+    single tensor is larger."""
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -125,7 +126,8 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
-    """Return a Hugging Face tensor from leaven's weights. Biases that leaven does not have are zero."""
+    """Build a Hugging Face tensor from leaven's weights, with multipliers folded in. Biases that leaven does not have
+    are zero."""
     parts = [
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
         for name, shape in zip(stored.parts, stored.shapes, strict=True)
@@ -136,7 +138,8 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Return the parts of a Hugging Face tensor, the reverse of :func:`_folded` without factors."""
+    """Split a Hugging Face tensor into leaven's tensors. This is the inverse of :func:`_folded` without
+    multipliers."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.shapes]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -148,7 +151,7 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return the model in a folder. Checks the names and shapes of its weights without reading them.
+    """Return the model in a folder. Check the names and shapes of its weights, but do not read the weights.
 
     Raises:
         InputError: if files are missing or damaged, or leaven's transformer does not support the model.
@@ -163,7 +166,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
         found = shapes.pop(stored.name, None)
         if found != stored.shape:
             what = "is missing" if found is None else f"is {found}, not the {stored.shape} of config.json"
-            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged or mixed from two models")
+            raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged or contains files of two models")
     if plain.shape.tied_embeddings:  # some save the same matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
@@ -175,10 +178,10 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return the model in a folder, if a run of this shape can start from it.
+    """Return the model in a folder, after a check that a run with this model shape can start from it.
 
     Raises:
-        InputError: as :func:`read_huggingface`, or if the shape differs.
+        InputError: in the cases of :func:`read_huggingface`, or if the shapes differ.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -195,7 +198,7 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
     """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
 
-    The recipe is its own base, so all multipliers are 1 until it is transferred.
+    The recipe has itself as its base, so all multipliers are 1 until the recipe is transferred to another size.
 
     Raises:
         InputError: if the model has no tokenizer.json that fits it.
@@ -229,10 +232,10 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Load the weights of a folder into this process's parameters, with multipliers divided out.
+    """Load the weights of a folder into this process's parameters, divided by the multipliers.
 
     Raises:
-        InputError: as :func:`require_start`, or if the weights cannot be read.
+        InputError: in the cases of :func:`require_start`, or if the weights cannot be read.
     """
     plain = require_start(shape, folder)
     pieces, factors = {piece.name: piece for piece in held}, folding(shape, table)
@@ -253,7 +256,8 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the files of a folder. Yields the file of each tensor, and its name there, by its name in the model."""
+    """Open the weight files of a folder. Yield a mapping from each tensor's name in the model to its file and its
+    name in that file."""
     files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

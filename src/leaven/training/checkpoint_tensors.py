@@ -52,7 +52,7 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
     Raises:
         ValueError: if an element of a tensor is missing or stored twice, or the blocks of a tensor disagree about its
-        dtype or shape.
+            dtype or shape.
     """
     found: dict[str, list[SavedTensor]] = {}
     for part in parts:

@@ -19,7 +19,8 @@ _STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
 class RunningNorm:
     """The running root mean square of the gradient norms: an exponential average, corrected for its start at 0.
 
-    Steps are counted as Adam's are (:class:`leaven.training.optimiser.Optimiser`).
+    When the batch size changes, the step count is converted as for Adam
+    (:class:`leaven.training.optimiser.Optimiser`).
     """
 
     beta: float  # of the full batch

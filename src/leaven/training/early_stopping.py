@@ -2,8 +2,8 @@
 torch.
 
 Trials are compared at equal token counts, and only if they have the same schedule. A trial with a high learning rate
-starts behind and may still win. So a trial continues as long as it is behind the baseline by less than the baseline's
-loss still falls after this point. That margin is wide while the learning rate is high, and narrows as the learning
+starts behind and may still win. So a trial may be behind the baseline by a margin: the amount by which the baseline's
+own loss still falls after this point. The margin is wide while the learning rate is high, and narrows as the learning
 rate decays. The constants were chosen on the curves of one set of trials and tested on another set
 (benchmarks/early_stopping.py, docs/log.md).
 """
@@ -36,10 +36,10 @@ def divergence_limit(vocab_size: int) -> float:
 class DivergenceMonitor(Callback[StepResult]):
     """Ends a run when it has diverged.
 
-    The criterion is the mean loss over roughly the last interval of the curve, because the loss of a single batch of
-    unusual text may be worse than a uniform guess, and with a large init so may the loss of the first batches. A run
-    whose loss exploded and then settled at the loss of a uniform guess has diverged too: its softmax is saturated,
-    and all runs of this kind end with the same loss.
+    The criterion is the mean loss over roughly the last interval of the curve. A single batch does not show
+    divergence: unusual text may have a higher loss than a uniform guess, and so may the first batches of a run with a
+    large init. A run whose loss exploded and then settled at the loss of a uniform guess has diverged too: its
+    softmax is saturated, and all runs of this kind end with the same loss.
     """
 
     vocab_size: int
@@ -138,14 +138,15 @@ def expected(curve: Curve, baseline: Baseline) -> float:
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return the mean loss of a trial's last points minus the baseline's loss at the same token counts, in nats per
-    token."""
+    """Return how far a trial is behind the baseline, in nats per token: the mean loss of its last points minus the
+    baseline's mean loss at the same token counts."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return by how much the baseline's loss still fell after the token count at which the curve ends."""
+    """Return the decrease of the baseline's loss from the token count at which the curve ends to the baseline's
+    end."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

@@ -231,13 +231,13 @@ class Training:
         return float(loss) / batch.targets
 
     def validation_targets(self) -> NDArray[np.int64]:
-        """Return the tokens that the validation loss has as targets, (targets,)."""
+        """Return the target tokens over which the validation loss is computed, (targets,)."""
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
     def _counted(self, windows: Tensor, sequences: int) -> int:
-        """Return how many targets of a batch count in the loss: all of them, but if documents are isolated the first
-        token of each document is left out. ``windows`` are the sequences of the batch that this process reads."""
+        """Return how many targets of a batch count in the loss. If documents are isolated, the first token of each
+        document does not count. ``windows`` are the sequences of the batch that this process reads."""
         if self._end_of_text is None:
             return sequences * self.recipe.model.seq_len
         mine = int((windows[:, :-1] != self._end_of_text).sum())

@@ -41,8 +41,8 @@ class ManualRewind:
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
         if refused:
             raise InputError(
-                f"--rewind-to: {describe_changes(refused)}; a run can change [{'], ['.join(SECTIONS)}] and "
-                f"{', '.join(HYPERPARAMETERS)} with --rewind-to, and nothing else; use another --run"
+                f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
+                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; use another --run"
             )
         self._target(run)
 

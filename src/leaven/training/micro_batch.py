@@ -89,8 +89,7 @@ def sizes(sequences: int) -> list[int]:
 
 
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
-    """Return the recipe's micro-batch. If it is "auto", return the micro-batch of a rule of thumb, without a
-    measurement."""
+    """Return the recipe's micro-batch. If it is "auto", choose one by a rule of thumb, which needs no measurement."""
     if recipe.batch.micro_batch != "auto":
         return recipe.batch.micro_batch
     tokens = RULE_TOKENS.get(device_type, RULE_TOKENS["cuda"])
@@ -109,8 +108,7 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe, in which a micro-batch of "auto" is replaced by that of the run in this folder, if there is
-    a run.
+    """Return the recipe. If its micro-batch is "auto" and this folder contains a run, use the micro-batch of the run.
 
     A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
     bits of a sum.

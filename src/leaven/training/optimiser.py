@@ -39,10 +39,10 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 class Optimiser:
     """Adam or AdamW over the table's groups; the schedule multiplies each group's peak learning rate.
 
-    In a scaled ramp the betas change with the batch. Adam corrects its moments, which start at 0, by
-    1 - prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so the product is beta_now ** n
-    with n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n.
-    When the batch changes, :meth:`recount` converts the count into steps of the new batch.
+    If a batch ramp scales the betas, they change with the batch. Adam divides its moments, which start at 0, by 1 -
+    prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so the product is beta_now ** n with
+    n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n. When the batch
+    changes, :meth:`recount` converts the count into steps of the new batch.
     """
 
     adam: torch.optim.Adam
@@ -70,8 +70,8 @@ class Optimiser:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by ``factor``, the factor by which the half-life of the moments has changed, in
-        steps."""
+        """Multiply the step counts by ``factor``. That is the ratio of the new half-life of the moments, in steps, to
+        the old one."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -80,8 +80,8 @@ class Optimiser:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return moments and step counts, with keys made of kind and parameter name. They do not depend on the order
-        of the groups."""
+        """Return moments and step counts. Their keys consist of kind and parameter name, and do not depend on the
+        order of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()

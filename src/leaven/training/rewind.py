@@ -15,7 +15,7 @@ from leaven.training.spikes import WINDOW, Anomaly
 
 @dataclass(frozen=True)
 class Rewind:
-    """One return of a run to an earlier state."""
+    """A return of a run to an earlier state."""
 
     to_tokens: int  # trained in that state
     skip_from: int  # tokens of the stream: from here ...
@@ -66,8 +66,8 @@ def oldest_checkpoint(
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the checkpoints that exist when the result of ``step`` is read, for a run that continued from the
-        last of ``there``."""
+        """Return the checkpoints that exist when the result of ``step`` is read. The run continued from the last
+        checkpoint of ``there``."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -94,8 +94,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """Return the first token count in each interval of ``every_tokens``, for intervals after the interval with number
-    ``last``."""
+    """Divide tokens into intervals of ``every_tokens``, and return the first token count of ``there`` in each
+    interval after interval number ``last``."""
     found = []
     for tokens in there:
         if tokens // every_tokens > last:

@@ -94,7 +94,7 @@ class RunFolder:
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """Check that the text has this fingerprint, if the run has already been trained on it.
+        """Check that the fingerprint of the text is the one with which the run began, if it has begun.
 
         Raises:
             InputError: if the text has changed since the run began.
@@ -133,8 +133,8 @@ class RunFolder:
             write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int) -> None:
-        """Remove the lines of metrics.jsonl after ``step``, because those steps will be repeated, and an incomplete
-        last line. The file is truncated, which works even on a full disk."""
+        """Remove an incomplete last line of metrics.jsonl, and the lines after ``step``, because those steps will be
+        repeated. The file is truncated, which works even on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return

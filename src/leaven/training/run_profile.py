@@ -125,7 +125,8 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a measurement: rows of two starts that agree in them measure the same thing."""
+    """Return the values that identify a measurement. If rows of two starts agree in these values, they measure the
+    same thing."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 

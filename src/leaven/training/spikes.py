@@ -42,7 +42,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for the loss and the gradient norm of a step, which is applied only if both are below."""
+    """Limits for a step: it is applied only if its loss and its gradient norm are below them."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -53,7 +53,7 @@ class Anomaly:
     """An anomaly in a run, with the steps at which it began and was detected."""
 
     onset: int  # the first suspicious step
-    step: int  # at which it was detected
+    step: int  # the step at which it was detected
     why: str  # the message of the event
     numbers: dict[str, dict[str, float]]  # by quantity: value, median, deviations, sum
 
@@ -184,6 +184,6 @@ class SpikeDetector:
 
 
 def was_skipped(step: "Step") -> bool:
-    """Return whether a step was skipped because its loss or gradient was not finite or above the limits. A skip that
-    was due only to an fp16 loss scale that was too large does not count."""
+    """Return whether a step was skipped because its loss or gradient was not finite or above the limits. A step that
+    was skipped only because the fp16 loss scale was too large does not count."""
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))

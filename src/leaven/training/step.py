@@ -42,8 +42,8 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because its loss or gradient is not finite. An overflow that was due to a too
-        large loss scale does not count."""
+        """Whether the step was skipped because its loss or gradient is not finite. An overflow does not count if its
+        cause was a loss scale that was too large."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 

@@ -233,7 +233,7 @@ class RunTrainer:
 
         Raises:
             InputError: if all checkpoints are damaged. Nothing has been changed, so the user may still be able to
-            repair them.
+                repair them.
         """
         found, damaged = read_checkpoint(self.run.checkpoints, rewinds, group=self.group)
         if found is None and damaged:

@@ -119,15 +119,15 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     tables = map(resolve, found)
     if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
-            f"durations: rule {recipe.scaling.rule} gives each duration its own values, so they share no trunk; "
-            "remove scaling.base, or train each duration separately"
+            f"durations: rule {recipe.scaling.rule} gives each duration different values, so the durations cannot "
+            "share a trunk; remove scaling.base, or train each duration separately"
         )
     return found
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the number of tokens at which a wsd run starts its cooldown. The first step that ends later is the first
-    step with a decayed lr."""
+    """Return the number of tokens at which a wsd run starts its cooldown. The lr is lowered from the first step that
+    ends after that count."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 

@@ -102,19 +102,22 @@ def test_steps_and_fractions_become_tokens() -> None:
     ("more", "says"),
     [
         ("--num-experts 8", "--num-experts: leaven does not have mixtures of experts"),
-        ("--optimizer sgd", "--optimizer sgd: leaven has adam"),
-        ("--rotary-percent 0.5", "--rotary-percent: leaven rotates whole heads"),
-        ("--lr nan", "--lr nan: has to be a finite number"),
+        ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
+        ("--rotary-percent 0.5", "--rotary-percent: leaven supports only 1.0"),
+        ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
-        ("--num-layers 2.5", "--num-layers 2.5: has to be a whole number"),
+        ("--num-layers 2.5", "--num-layers 2.5 must be a whole number"),
         ("--num-attention-heads 5", "does not divide"),
         ("--lr 0.1 --weight-decay 20", "not a valid recipe"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
-        ("--swiglu --squared-relu", "--swiglu and --squared-relu: two activations; take one away"),
-        ("--ffn-hidden-size $FFN", "--ffn-hidden-size is $FFN, unknown until the script runs; write the number"),
-        ("--kv-channels $(nproc)", "--kv-channels is the output of a command, unknown until"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu: these are two activations; remove one"),
+        (
+            "--ffn-hidden-size $FFN",
+            "--ffn-hidden-size is $FFN, which is unknown until the script runs; write the number",
+        ),
+        ("--kv-channels $(nproc)", "--kv-channels is the output of a command, which is unknown until"),
         ("--save 'x", "cannot be split into words"),
     ],
 )
@@ -147,7 +150,7 @@ def test_num_query_groups_needs_group_query_attention() -> None:
 
 
 def test_text_without_the_needed_flags_is_refused() -> None:
-    with pytest.raises(InputError, match="no --flag in it"):
+    with pytest.raises(InputError, match="contains no --flag"):
         from_megatron.read("just words", "x.txt", "x")
     with pytest.raises(InputError, match="--num-attention-heads is missing, and a recipe needs it"):
         from_megatron.read("--lr 1", "x.txt", "x")
@@ -330,11 +333,11 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
     ("config", "arguments", "says"),
     [
         ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
-        (CONFIG | {"hidden_size": "wide"}, None, "hidden_size = 'wide': has to be a count"),
-        (CONFIG, {"learning_rate": "fast"}, "learning_rate fast: has to be a number"),
-        (CONFIG, {"gradient_accumulation_steps": 1.5}, "has to be a whole number"),
-        (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven has no such schedule"),
-        (None, {"learning_rate": 1.0}, "no config.json beside it"),
+        (CONFIG | {"hidden_size": "wide"}, None, "hidden_size = 'wide' must be a count"),
+        (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
+        (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
+        (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
+        (None, {"learning_rate": 1.0}, "its folder has no config.json"),
     ],
 )
 def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:

@@ -1,1 +1,1 @@
-"""Recipes as configurations of other trainers, and back. No torch: a file is written on any machine."""
+"""Converts recipes to configurations of other trainers, and back. This package does not import torch."""

@@ -1,10 +1,10 @@
-"""Compare a recipe's parameter table with what another trainer would use.
+"""Compares a recipe's parameter table with the settings that another trainer would use.
 
-Each target computes the settings that it would give every parameter (:class:`ParameterSettings`). Differences from
-the recipe's table are losses, so the list of losses is never written by hand. Equivalent parametrizations do not
-count as different: a matrix whose output is multiplied by c trains like a matrix that is c times as large with c
-times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where it is part of the gradient). Both sides are
-compared with multipliers folded in.
+A target is a trainer to which recipes are exported. Each target computes the settings that it would give every
+parameter (:class:`ParameterSettings`). A difference from the recipe's table is a loss, so the list of losses is never
+written by hand. Equivalent parametrizations do not count as different: a matrix whose output is multiplied by c
+trains like a matrix that is c times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``,
+where the decay is part of the gradient). Multipliers are folded in on both sides before the comparison.
 """
 
 import json
@@ -43,7 +43,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class ParameterSettings:
-    """The initial distribution and optimiser settings of a parameter."""
+    """The initial distribution and the optimizer settings of a parameter."""
 
     init_mean: float
     init_std: float
@@ -70,7 +70,8 @@ QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
 
 
 class ResolvedRecipe:
-    """A recipe with its parameter table, and its sizes in sequences, optimiser steps and micro-batches."""
+    """A recipe with its parameter table, and with its sizes converted to sequences, optimizer steps and
+    micro-batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -95,24 +96,26 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most common settings of matrices inside the blocks, for a target with a single value of each."""
+        """The most common settings of the matrices inside the blocks, for a target that has a single value of each
+        setting."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
     def in_steps(self, tokens: float) -> int:
-        """Return a number of tokens in steps of the full batch."""
+        """Convert a number of tokens to a number of steps of the full batch."""
         return round(tokens / self.recipe.batch.tokens)
 
     @property
     def cooldown_tokens(self) -> int:
-        """Tokens of the decay phase of ``wsd``."""
+        """The number of tokens in the decay phase of ``wsd``."""
         recipe = self.recipe
         left = recipe.data.tokens - recipe.schedule.warmup_tokens
         return min(round(recipe.schedule.decay_ratio * recipe.data.tokens), left)
 
     @cached_property
     def micro_batch(self) -> int:
-        """Sequences of one forward pass of a rank: at most the recipe's, such that it divides every batch.
+        """The number of sequences in one forward pass of a rank: at most the recipe's micro-batch, and a divisor of
+        every batch size.
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.
@@ -132,7 +135,7 @@ class ResolvedRecipe:
 
     @property
     def accumulate(self) -> int:
-        """Micro-batches of one step of a rank."""
+        """The number of micro-batches in one step of a rank."""
         return self.sequences // self.recipe.layout.dp // self.micro_batch
 
 
@@ -144,12 +147,13 @@ def compare(
     *,
     plain: bool,
 ) -> list[Loss]:
-    """Return what a target changes in the parameter table: one loss for each quantity and value.
+    """Return the differences between the recipe's parameter table and the settings ``given`` by a target: one loss
+    for each quantity and value.
 
-    ``reasons`` has the target's reason for each quantity. With ``plain``, the target is compared with the table of
-    an equivalent model without multipliers. Parameters missing in ``given`` are not in the target's model, which is
-    a loss of its shape. ``attention_scale`` is the target's factor on query . key, None if it is folded into the
-    weights.
+    ``reasons`` contains the target's reason for each quantity. With ``plain``, the target is compared with the table
+    of an equivalent model without multipliers. Parameters that are missing in ``given`` do not exist in the target's
+    model; that counts as a loss of the model shape. ``attention_scale`` is the target's factor on query . key, or
+    None if that factor is folded into the weights.
     """
     ours = run.plain if plain else run.rows
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -184,7 +188,7 @@ def compare(
 
 
 def distinct_texts(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
-    """Format two ranges with as many digits (at least four) as needed to see the difference."""
+    """Format two ranges of numbers with enough digits (at least four) to show the difference."""
     ours, theirs = list(ours), list(theirs)
     for digits in (4, 6, 8, 12, 17):
         texts = _range(ours, digits), _range(theirs, digits)
@@ -199,10 +203,10 @@ def _range(values: Sequence[float], digits: int) -> str:
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:
-    """Return the nearest shape that a target supports, and the losses.
+    """Return the nearest model shape that a target supports, and the losses.
 
-    ``holds`` lists the values that each key may have; the first replaces any other value. For ``d_attention``,
-    "d_model" means the default.
+    ``holds`` lists the supported values of each key. The first value in the list replaces any value that is not
+    supported. For ``d_attention``, "d_model" means the default.
     """
     losses, changes = [], {}
     for key, held in holds.items():
@@ -216,8 +220,8 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
     if "d_attention" in changes:
         if shape.d_model % shape.n_heads:
             raise InputError(
-                f"{target} has heads of d_model / n_heads = {shape.d_model} / {shape.n_heads} only, no whole number; "
-                "choose another target"
+                f"{target} supports only heads of size d_model / n_heads, and {shape.d_model} / {shape.n_heads} is "
+                "not a whole number; choose another target"
             )
         changes["d_head"] = shape.d_model // shape.n_heads
     return (ModelShape.model_validate(shape.model_dump() | changes) if changes else shape), losses

@@ -1,8 +1,8 @@
-"""Build a recipe from the configuration of another training code.
+"""Builds a recipe from the configuration of another trainer.
 
-:class:`Settings` are the keys or flags of that configuration, with their defaults there. :class:`Draft` collects the
-values of the recipe, each with the key that it came from, and estimates the values that a recipe needs and the
-configuration does not have.
+:class:`Settings` contains the keys or flags of that configuration, with the trainer's defaults. :class:`Draft`
+collects the values of the recipe, each with the key from which it was taken, and estimates values that a recipe needs
+but the configuration does not contain.
 """
 
 import math
@@ -35,7 +35,7 @@ class Imported:
 
 @dataclass
 class Draft:
-    """A recipe under construction: values by dotted path."""
+    """A recipe under construction: its values by dotted path, each with a reason."""
 
     origin: str  # the file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Draft:
         self.why[path] = why
 
     def set_architecture(self, architecture: Architecture, config: Config, shape: ModelShape, file: str) -> None:
-        """Set the shape and the initial std from a config.json; ``file`` is its name in the reasons."""
+        """Set the model shape and the initial std from a config.json. The reasons call it ``file``."""
 
         def origin(*keys: str) -> str:
             there = [key for key in keys if config.get(key) is not None]
@@ -64,10 +64,10 @@ class Draft:
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
     def shape(self) -> ModelShape:
-        """Return the shape from the values under ``model``.
+        """Return the model shape, built from the values whose paths begin with ``model``.
 
         Raises:
-            InputError: if they are not a valid shape.
+            InputError: if the values are not a valid shape.
         """
         values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
         try:
@@ -76,7 +76,7 @@ class Draft:
             raise InputError(f"{self.origin}: not a shape that leaven supports: {explain(error)}") from None
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe, with estimates for a missing duration, batch or lr.
+        """Return the recipe. If the duration, batch or lr is missing, it is estimated.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -103,7 +103,7 @@ class Draft:
         """Return the recipe with the values set so far.
 
         Raises:
-            InputError: if they are not a valid recipe.
+            InputError: if the values set so far are not a valid recipe.
         """
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
@@ -116,24 +116,24 @@ class Draft:
 
 @dataclass
 class Settings:
-    """The settings of another training code: the given values, and its defaults for the others.
+    """The settings of another trainer: the given values, and the trainer's defaults for the other settings.
 
-    A row of ``table`` has
+    A row of ``table`` has these keys:
 
     - ``kind``: "count", "number", "word", "switch" or "table";
-    - ``default``: a number without one is required;
-    - ``path``: the key of a recipe that means the same;
-    - ``values``: the recipe's value for each word, or for a switch that is off and on;
-    - ``optional``: the path is set only if the setting is given.
+    - ``default``: the default value; a number without a default is required;
+    - ``path``: the key of a recipe that has the same meaning;
+    - ``values``: the recipe's value for each word, or for a switch the values for off and on;
+    - ``optional``: whether to set ``path`` only if the setting is given.
     """
 
     origin: str  # the file, for messages
     table: Mapping[str, Mapping[str, Any]]  # a row for each setting
-    default: str  # the reason of a value that is a default, with {} for the name of the setting
-    prefix: str = ""  # what is written before the name of a setting
-    suffix: str = ""  # what is written after the names of settings in a reason
+    default: str  # the reason for a default value, with {} for the name of the setting
+    prefix: str = ""  # text before the name of a setting
+    suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
-    unset: dict[str, str] = field(default_factory=dict)  # variables without a value, by the setting that has them
+    unset: dict[str, str] = field(default_factory=dict)  # names of variables without a value, by setting
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
@@ -142,7 +142,7 @@ class Settings:
         """Return the value of a setting, or its default.
 
         Raises:
-            InputError: if there is neither, or the value is of another kind.
+            InputError: if there is no value and no default, or the value has the wrong type.
         """
         row, label = self.table[name], f"{self.origin}: {self.prefix}{name}"
         value = self.given.get(name, row.get("default"))
@@ -153,19 +153,21 @@ class Settings:
                 return str(value or "")
             case "table":
                 if not isinstance(value or {}, dict):
-                    raise InputError(f"{label} {value!r}: has to be a table")
+                    raise InputError(f"{label} {value!r} must be a table")
                 return value or {}
         if value is None and name in self.unset:
-            raise InputError(f"{label} is {self.unset[name]}, unknown until the script runs; write the number")
+            raise InputError(
+                f"{label} is {self.unset[name]}, which is unknown until the script runs; write the number"
+            )
         if value is None:
             raise InputError(f"{label} is missing, and a recipe needs it; add it")
         number = as_number(value, label)
         if row["kind"] == "count" and number != int(number):
-            raise InputError(f"{label} {value:g}: has to be a whole number")
+            raise InputError(f"{label} {value:g} must be a whole number")
         return int(number) if row["kind"] == "count" else number
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return leaven's value for the value of a setting."""
+        """Return leaven's equivalent for the value of a setting."""
         if not isinstance(known, Mapping):  # those of a switch that is off, and on
             return known[self[name]]
         if self[name] not in known:
@@ -173,7 +175,7 @@ class Settings:
         return known[self[name]]
 
     def why(self, *names: str) -> str:
-        """Return the reason for a value that follows from these settings."""
+        """Return the reason for a recipe value that follows from the settings ``names``."""
         there = [f"{self.prefix}{name}" for name in names if name in self.given]
         for name in names:
             if name in self.unset:
@@ -181,7 +183,8 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Set the values of all settings that mean the same as a key of a recipe, except those set already."""
+        """Copy all settings that have the same meaning as a key of a recipe into ``draft``, except keys that are
+        already set."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):
@@ -190,22 +193,23 @@ class Settings:
 
 
 def as_number(value: Any, label: str) -> float:
-    """Return a value as a number.
+    """Convert a value to a number.
 
     Raises:
-        InputError: beginning with ``label``, if it is not a finite number.
+        InputError: if the value is not a finite number; the message begins with ``label``.
     """
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{label} {value}: has to be a number") from None
+        raise InputError(f"{label} {value} must be a number") from None
     if not math.isfinite(number):
-        raise InputError(f"{label} {value}: has to be a finite number")
+        raise InputError(f"{label} {value} must be a finite number")
     return number
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the batch in tokens by the step law, rounded to whole sequences, and the reason."""
+    """Return the batch size in tokens that the Step Law recommends, rounded to whole sequences, and the reason for
+    it."""
     laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
@@ -216,7 +220,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the peak lr of the published run nearest in size, and the reason."""
+    """Return the peak lr of the published run that is nearest in size, and the reason for it."""
     neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
     assert neighbour.peak_lr is not None
     return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"

@@ -1,9 +1,10 @@
-"""Export recipes as configurations of other trainers.
+"""Exports recipes as configurations of other trainers.
 
-A target is a table and its templates. ``targets/NAME.toml`` has the shapes that it supports, its names for schedules,
-its losses besides parameter settings, and notes; losses and notes common to all targets are in
-``targets/common.toml``. :mod:`.per_parameter` computes the settings that a target would give each parameter, which
-are compared with the recipe's table. Templates are Jinja and format numbers and strings as the file type requires.
+A target is a trainer to which recipes are exported; it is defined by a table and its templates. The table
+``targets/NAME.toml`` contains the model shapes that the target supports, its names for schedules, its losses other
+than parameter settings, and notes. Losses and notes that are common to all targets are in ``targets/common.toml``.
+:mod:`.per_parameter` computes the settings that a target would give each parameter, and they are compared with the
+recipe's table. The templates are Jinja templates, and format numbers and strings as the file type requires.
 """
 
 import json
@@ -32,26 +33,30 @@ TARGETS = tuple(CANDIDATES)
 
 @dataclass(frozen=True)
 class Target:
-    """A table of ``targets/``."""
+    """An export target, read from its table in ``targets/``."""
 
     title: str  # its name in sentences
     sources: str  # the sources of its flags, keys, defaults and behaviour
     path: str  # the default path, with {name} or {identifier} of the recipe
     files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
-    decays: Mapping[str, str]  # its name of each decay; that of cosine replaces missing ones
-    reasons: Mapping[str, str] = field(default_factory=dict)  # why it loses a quantity; "*" for all others
+    decays: Mapping[str, str]  # its name of each decay; the name of cosine replaces missing names
+    reasons: Mapping[str, str] = field(
+        default_factory=dict
+    )  # why it loses a quantity; "*" stands for all other quantities
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values of keys of [model]
     plain: bool = False  # whether multipliers are folded into the weights
     ramp: bool = False  # whether it has a batch that grows
     samples: bool = False  # whether it counts samples instead of steps
-    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # its words for leaven's, for templates
+    names: Mapping[str, Mapping[str, str]] = field(
+        default_factory=dict
+    )  # its words for leaven's words, for templates
     lost: Sequence[Mapping[str, str]] = ()  # losses, in rows as in common.toml
     notes: Sequence[Mapping[str, str]] = ()  # notes, in rows as in common.toml
 
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export."""
+    """The result of an export: files, losses and notes."""
 
     files: Mapping[str, str]  # text by file name, "" if the target has a single file
     losses: tuple[Loss, ...]
@@ -71,12 +76,12 @@ def target(name: str) -> Target:
 
 
 def default_path(name: str, recipe_name: str) -> str:
-    """Return the default file or folder for a recipe of this name."""
+    """Return the default path of the exported file or folder, for a recipe of this name."""
     return target(name).path.format(name=recipe_name, identifier=identifier(recipe_name))
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Export a recipe for a target, with the values that the target cannot represent."""
+    """Export a recipe for a target. The result also lists the values that the target cannot represent."""
     to, run = target(name), ResolvedRecipe(recipe)
     if name == "transformers":
         architecture, shape, losses = nearest_architecture(recipe.model)
@@ -103,9 +108,11 @@ def export(name: str, recipe: Recipe) -> Export:
 
 
 def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, list[Loss]]:
-    """Return the architecture of transformers that changes a shape least, and the changed shape.
+    """Return the architecture of transformers that needs the fewest changes to a model shape, the changed shape, and
+    the losses.
 
-    Weights without biases can go into an architecture that has them, as zeros; a training would move them.
+    Weights without biases can be stored in an architecture with biases, which are then zero. Training would change
+    these biases, so here they count as a change.
     """
     tried = []
     for architecture in ARCHITECTURES:
@@ -122,7 +129,7 @@ def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, l
 
 
 def write(export: Export, path: Path) -> None:
-    """Write the file or the folder atomically.
+    """Write the exported file or folder atomically.
 
     Raises:
         InputError: if the path exists already or cannot be written.
@@ -158,7 +165,7 @@ class Verbatim(str):
 
 
 def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candidate) -> dict[str, Any]:
-    """Return the variables for templates and expressions."""
+    """Return the variables that templates and expressions can use."""
     recipe = run.recipe
     unlike = any(
         abs(row.multiplier / chosen.given[row.name].multiplier - 1) > SAME
@@ -213,7 +220,7 @@ def _loss(row: Mapping[str, str], known: Mapping[str, Any]) -> Loss:
 
 @cache
 def _environment(kind: str) -> Environment:
-    """Return a Jinja environment for a file suffix; expressions are printed as literals of that format."""
+    """Return a Jinja environment for a file suffix. It prints expressions as literals of that file format."""
     scalars: Mapping[str, Callable[[Any], str]] = {".json": _json, ".yaml": _yaml, ".py": _python, ".sh": _shell}
     scalar = scalars.get(kind, str)
     environment = Environment(

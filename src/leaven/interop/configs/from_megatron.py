@@ -1,8 +1,8 @@
-"""Import a recipe from a Megatron-LM argument list.
+"""Imports a recipe from a list of Megatron-LM arguments.
 
-``targets/megatron_flags.toml`` has the flags, their defaults and the corresponding keys of a recipe. Megatron uses
-the same lr, decay and standard deviation for all matrices except the embedding and the ends of branches; the recipe
-has multipliers for these modules, and no scaling rule.
+``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Megatron
+uses the same lr, decay and standard deviation for all matrices except the embedding and the ends of branches; the
+imported recipe has multipliers for these modules, and no scaling rule.
 """
 
 import math
@@ -27,18 +27,18 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 
 
 def read(text: str, origin: str, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe of an argument list; ``ranks`` is the number of processes of the run.
+    """Convert an argument list to a recipe. ``ranks`` is the number of processes of the run.
 
     Raises:
-        InputError: naming a flag that is missing, malformed or for an unsupported kind of model.
+        InputError: if a flag is missing, malformed or for an unsupported kind of model; the message names the flag.
     """
     draft = Draft(origin)
     given = read_flags(text, draft)
     if given["optimizer"] != "adam":
-        raise InputError(f"{origin}: --optimizer {given['optimizer']}: leaven has adam")
+        raise InputError(f"{origin}: --optimizer {given['optimizer']}: leaven supports only adam")
     for flag in ("lr", "init-method-std"):  # others are written relative to them
         if flag in given and given[flag] <= 0:
-            raise InputError(f"{origin}: --{flag} {given[flag]:g}: has to be above 0")
+            raise InputError(f"{origin}: --{flag} {given[flag]:g} must be above 0")
     _sizes(given, draft)
     _kind(given, draft)
     given.copy_to(draft)
@@ -51,7 +51,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
 
 
 def read_flags(text: str, draft: Draft) -> Settings:
-    """Return the known flags of a script; unknown ones and unset variables are added to the draft.
+    """Return the known flags of a script. Unknown flags and unset variables are added to the draft.
 
     Raises:
         InputError: if a flag is for an unsupported kind of model, or has no value.
@@ -81,7 +81,7 @@ def read_flags(text: str, draft: Draft) -> Settings:
 
 
 def _sizes(given: Settings, draft: Draft) -> None:
-    """Set sizes that follow from several flags, or from a missing one."""
+    """Set the sizes that follow from several flags, or from the absence of a flag."""
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
@@ -117,21 +117,21 @@ def _sizes(given: Settings, draft: Draft) -> None:
 
 
 def _kind(given: Settings, draft: Draft) -> None:
-    """Set activation, positions and document handling; check biases and dropout."""
+    """Set the activation, positions and document handling in the draft. Check biases and dropout."""
     origin = given.origin
     activations = {"swiglu": "swiglu", "squared-relu": "squared_relu"}
     found = {f"--{flag}": ours for flag, ours in activations.items() if flag in given}
     if "glu-activation" in given:  # Megatron-DeepSpeed's; it leaves --ffn-hidden-size at 4 x hidden size
         found["--glu-activation"] = given.choice("glu-activation", {"swiglu": "swiglu"})
     if len(set(found.values())) > 1:
-        raise InputError(f"{origin}: {' and '.join(found)}: two activations; take one away")
+        raise InputError(f"{origin}: {' and '.join(found)}: these are two activations; remove one")
     flag, ours = next(iter(found.items()), ("Megatron's default", "gelu"))
     draft.set("model.activation", ours, flag)
 
     if "use-rotary-position-embeddings" in given:
         draft.set("model.positions", "rope", "--use-rotary-position-embeddings")
     if given["rotary-percent"] != 1:
-        raise InputError(f"{origin}: --rotary-percent: leaven rotates whole heads (1.0)")
+        raise InputError(f"{origin}: --rotary-percent: leaven supports only 1.0 (it rotates whole heads)")
     if "disable-bias-linear" in given and "add-qkv-bias" in given:
         raise InputError(f"{origin}: --add-qkv-bias: leaven has biases in all matrices or in none")
     attention = given["attention-dropout"]
@@ -145,7 +145,8 @@ def _kind(given: Settings, draft: Draft) -> None:
 
 
 def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Set the multipliers of modules: init std of branch ends and embeddings, lr of embedding and unembedding."""
+    """Set the multipliers of modules: for the init std of branch ends and embeddings, and for the lr of embedding and
+    unembedding."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
@@ -214,7 +215,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Return a number of tokens from --PREFIX-samples or --PREFIX-iters."""
+        """Convert --PREFIX-samples or --PREFIX-iters to a number of tokens."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None
@@ -253,5 +254,7 @@ def _layout(given: Settings, draft: Draft, ranks: int | None) -> None:
         return
     each = math.prod(draft.values[f"layout.{degree}"] for degree in ("tp", "pp", "cp"))
     if ranks % each:
-        raise InputError(f"--ranks {ranks}: tp x pp x cp is {each} in {given.origin}; give a multiple of it")
+        raise InputError(
+            f"--ranks {ranks}: tp x pp x cp is {each} in {given.origin}; --ranks must be a multiple of that"
+        )
     draft.set("layout.dp", ranks // each, f"--ranks {ranks} / (tp x pp x cp)")

@@ -1,7 +1,8 @@
-"""Import a recipe from a config.json of transformers and the training_args.json beside it.
+"""Imports a recipe from a config.json of transformers and the training_args.json in the same folder.
 
-``targets/transformers_arguments.toml`` has the fields of TrainingArguments, their defaults and the corresponding keys
-of a recipe. The optimizer of transformers decays matrices but not gains and biases; so does leaven by default.
+``targets/transformers_arguments.toml`` contains the fields of TrainingArguments, their defaults and the corresponding
+keys of a recipe. The optimizer of transformers applies weight decay to matrices but not to gains and biases, as
+leaven does by default.
 """
 
 import math
@@ -19,9 +20,9 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.t
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Return the recipe from a folder, or from one of its two files together with the other.
+    """Read a recipe from a folder. ``path`` is the folder or one of the two files in it; both files are read.
 
-    ``ranks`` is the number of processes of the run; a folder that leaven exported states it.
+    ``ranks`` is the number of processes of the run; it is not needed for a folder that leaven exported.
 
     Raises:
         InputError: if a file cannot be read, or a recipe cannot represent a value.
@@ -60,12 +61,14 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
         else:
             config = path.name
     if not (folder / config).exists():
-        raise InputError(f"{path}: does not have the shape, and there is no {CONFIG} beside it; give its folder")
+        raise InputError(
+            f"{path}: does not contain the model shape, and its folder has no {CONFIG}; give a model's folder"
+        )
     return folder / config, folder / arguments if (folder / arguments).exists() else None
 
 
 def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int) -> None:
-    """Set the values of TrainingArguments, or their defaults."""
+    """Set recipe values from TrainingArguments, or from the defaults of missing fields."""
     given = Settings(
         draft.origin,
         TABLE["fields"],
@@ -74,9 +77,9 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
         given={key: value for key, value in document.items() if value is not None},
     )
     if given["optim"] not in TABLE["optimizers"]:
-        raise InputError(f"{draft.origin}: optim {given['optim']}: leaven has adamw and adam")
+        raise InputError(f"{draft.origin}: optim {given['optim']}: leaven supports only adamw and adam")
     if given["learning_rate"] <= 0:  # others are written relative to it
-        raise InputError(f"{draft.origin}: learning_rate {given['learning_rate']:g}: has to be above 0")
+        raise InputError(f"{draft.origin}: learning_rate {given['learning_rate']:g} must be above 0")
     given.copy_to(draft)
     batch = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * ranks * seq_len
     factors = given.why("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -113,6 +116,8 @@ def _schedule(draft: Draft, given: Settings) -> None:
             if tokens and "data.tokens" in draft.values:
                 draft.set("schedule.decay_ratio", tokens / draft.values["data.tokens"], "num_decay_steps / max_steps")
         case _:
-            raise InputError(f"{draft.origin}: lr_scheduler_type {kind} {options or ''}: leaven has no such schedule")
+            raise InputError(
+                f"{draft.origin}: lr_scheduler_type {kind} {options or ''}: leaven does not have this schedule"
+            )
     draft.set("schedule.decay", decay, why)
     draft.set("schedule.min_lr_ratio", float(f"{floor:.12g}"), f"{why}, lr_scheduler_kwargs")

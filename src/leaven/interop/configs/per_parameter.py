@@ -1,6 +1,6 @@
-"""Compute the settings that each target would give every parameter: its groups and its initial values.
+"""Computes the settings that each target would give every parameter: its parameter group and its initial values.
 
-The sources for each target are named at the top of its table, ``targets/NAME.toml``.
+The table of each target, ``targets/NAME.toml``, begins with the sources of these settings.
 """
 
 import math
@@ -16,7 +16,7 @@ from leaven.scaling.table import ParameterRow, optimiser_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to configure a target. The export uses the one with the fewest losses."""
+    """A possible configuration of a target. The export uses the candidate with the fewest losses."""
 
     given: Mapping[str, ParameterSettings]  # by the name of our parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
@@ -27,9 +27,10 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield Megatron's settings with one --lr and a --decoupled-lr for embedding and unembedding, and with --use-mup.
+    """Yield two candidates for Megatron: one with --lr, and --decoupled-lr for embedding and unembedding; the other
+    with --use-mup.
 
-    The latter is Table 8 of Yang et al. 2022, for a model wider than its base.
+    --use-mup implements Table 8 of Yang et al. 2022. It is a candidate only for a model that is wider than its base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -98,7 +99,8 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield nanotron's one group, with branch ends starting at std / sqrt(2 L) (NUM_LAYERS) and at std (NONE)."""
+    """Yield two candidates for nanotron, which has a single parameter group: the initial std of branch ends is std /
+    sqrt(2 L) (NUM_LAYERS) or std (NONE)."""
     recipe = run.recipe
     base = replace(run.hidden, multiplier=1.0)
     vector = replace(base, init_std=0.0)
@@ -116,7 +118,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield litgpt's one group, which decays gains too; initial values are fixed, the attention scale is rounded."""
+    """Yield the settings of litgpt. It has a single parameter group with weight decay, also for gains; its initial
+    values are fixed, and its attention scale is rounded."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     given = {}
     for row in run.table.rows:
@@ -131,7 +134,8 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield no settings: the calling program defines the model, its initial values and its groups."""
+    """Yield a candidate for DeepSpeed without settings: the user's program defines the model, its initial values and
+    its groups."""
     yield Candidate({}, None, {"client_groups": len(optimiser_groups(run.table.rows))})
 
 
@@ -157,7 +161,8 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 
 
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield each parameter's own settings, except that keys start like values, and key gains like query gains."""
+    """Yield the settings of torchtitan: the settings of the recipe, except that key matrices get the initial values
+    of value matrices, and key gains the initial values of query gains."""
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -207,7 +212,7 @@ def _pattern(places: Iterable[str], n_layers: int) -> str:
 
 
 def identifier(name: str) -> str:
-    """Return a recipe's name as a Python identifier."""
+    """Convert a recipe's name to a Python identifier."""
     word = "".join(each if each.isalnum() and each.isascii() else "_" for each in name)
     return word if word[0].isalpha() else f"recipe_{word}"
 
@@ -216,7 +221,8 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield settings for each tensor; a fused query, key and value start at their own stds, with the query's lr."""
+    """Yield the settings of each tensor of transformers. In a fused matrix, query, key and value have separate
+    initial stds, but the query's lr."""
     assert architecture is not None
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)

@@ -1,4 +1,4 @@
-"""Initialise a model and make its optimizer with the values of a leaven recipe. Needs torch only.
+"""Initialises a model and builds its optimizer with the values of a leaven recipe. This file requires only torch.
 
 from prepare import prepare
 optimizer = prepare(model, "parameters.json")
@@ -17,7 +17,7 @@ HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
 def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
-    """Draw new weights for ``model`` and return Adam or AdamW with a group for each set of values.
+    """Draw new weights for ``model``, and return Adam or AdamW, in which parameters with equal values share a group.
 
     Raises:
         ValueError: if the file belongs to another model.
@@ -44,7 +44,7 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
 
 @torch.no_grad()
 def _start(parameter: Tensor, values: dict[str, Any]) -> None:
-    """Fill a parameter from a normal distribution; the parts of a fused tensor have a std each."""
+    """Fill a parameter from a normal distribution. Each part of a fused tensor has a separate std."""
     if "rows" not in values:
         _draw(parameter, values["init_mean"], values["init_std"])
         return

@@ -1,7 +1,7 @@
-"""Parse the flags in a shell script or in a list of flags.
+"""Parses the flags in a shell script or in a list of flags.
 
-Comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself sets are read. Commands
-are not run: their output, and variables that the file does not set, stay open.
+The parser supports comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself sets.
+Commands are not run, so their output stays unknown, as do variables that the file does not set.
 """
 
 import re
@@ -18,7 +18,8 @@ _ENDS = {"&&", "||", "|", ";", "&", "(", ")"}
 
 
 def parse(text: str, origin: str) -> dict[str, list[str]]:
-    """Return the flags in a shell script, each with the words after its last occurrence; open words contain a $.
+    """Return the flags in a shell script, each with the words that follow its last occurrence. A word whose value is
+    unknown contains a $.
 
     Raises:
         InputError: if a quote is not closed, or there is no flag.
@@ -51,7 +52,7 @@ def parse(text: str, origin: str) -> dict[str, list[str]]:
             if bare:
                 current.append(_expand(bare, variables))
     if not flags:
-        raise InputError(f"{origin}: no --flag in it; give a Megatron script or argument list")
+        raise InputError(f"{origin}: contains no --flag; give a Megatron script or argument list")
     return flags
 
 
