@@ -225,7 +225,7 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
         (
             "llama",
             {"architectures": ["MistralForCausalLM"]},
-            "MistralForCausalLM: leaven reads Llama",
+            "MistralForCausalLM is not supported; leaven reads Llama",
         ),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu': leaven reads LlamaForCausalLM with silu"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has a single value"),
