@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,10 @@ def forked(body: Callable[[], Any]) -> int:
     if child == 0:
         try:
             body()
-        finally:
-            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     return child
 
 
@@ -109,7 +112,7 @@ def killed_rolling_back(begun: Path, folder: Path, where: str) -> None:
             "clear": CheckpointManager,
             "restore": Training,
             "follow": Training,
-            "rewind": RunFolder,
+            "truncate_metrics": RunFolder,
         }
         if where in owners:
             setattr(owners[where], where, deadly(getattr(owners[where], where)))
@@ -135,7 +138,7 @@ def result(folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     in_order()
-    places = ("event", "clear", "restore", "follow", "rewind")
+    places = ("event", "clear", "restore", "follow", "truncate_metrics")
     child = forked(
         lambda: train(RECIPE, TEXT, folder / "begun", stop=lambda: len(RunFolder(folder / "begun").metrics()) > 76)
     )
