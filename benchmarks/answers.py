@@ -25,7 +25,7 @@ from leaven.tuning.algorithm.noise_estimate import between
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.document import Dimension, StudyTrial
 from leaven.tuning.service.results import ped_anova
-from leaven.tuning.service.search import Proposal
+from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.trial_log import runs
 
 SEEDS = 16  # more than one search runs a point with

@@ -15,7 +15,7 @@ from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.point import values
 from leaven.tuning.service.samplers import BEST, LEAST, METHODS, box
-from leaven.tuning.service.search import Proposal
+from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.search_plan import SearchResult
 from leaven.tuning.space import Space, space
 

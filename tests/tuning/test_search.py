@@ -23,9 +23,9 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.service.arguments import FINEST, HUGE, OCTAVES
 from leaven.tuning.service.samplers import METHODS
-from leaven.tuning.service.search import Proposal, WorkerDied
+from leaven.tuning.service.search import FINEST, OCTAVES
+from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
 from leaven.tuning.service.search_plan import NothingFound, SearchResult
 from leaven.tuning.service.trial_log import Budget, Evaluation, busy, finished
 
@@ -393,7 +393,7 @@ def test_two_searches_at_once_share_the_work() -> None:
 
 
 def test_a_trial_of_a_silent_process_on_another_machine_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leaven.tuning.service.search.POLL", 0.02)
+    monkeypatch.setattr("leaven.tuning.service.search_loop.POLL", 0.02)
     store = InMemoryStorage()
     search(bowl, SPACE, trials=4, method="random", storage=store)
     (study,) = store.get_all_studies()

@@ -1,6 +1,6 @@
 """A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
 
-The store contains all trials (``search.py``). The folder contains the results (``results.py``), which are rewritten
+The store contains all trials (``search_loop.py``). The folder contains the results (``results.py``), which are rewritten
 when trials end: study.json, best.toml and fewest.toml. It also contains the recipe at the start (centre.toml) and the
 checkpoints of running trials.
 """
@@ -36,11 +36,12 @@ from leaven.tuning.document import UNDER_WAY, StudyDocument
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, moved
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import study_document, write_results
-from leaven.tuning.service.samplers import check_method
-from leaven.tuning.service.search import Proposal, TrialReleased, WorkerDied, search
-from leaven.tuning.service.search_plan import NothingFound, SearchResult
+from leaven.tuning.service.samplers import check_method, sampler
+from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
+from leaven.tuning.service.search_plan import NothingFound, SearchPlan, SearchResult
 from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
+from leaven.tuning.service.trial_log import Budget
 from leaven.tuning.space import Space
 
 CHECKPOINTS = "checkpoints"
@@ -142,10 +143,11 @@ class Study:
             lambda: name in stored and self._store.get_n_trials(self._store.get_study_id_from_name(name)) > 0
         )
         # Commands on other machines have another folder, so the recipe is in the store, too.
-        here = search_settings(self.method, Axes.of(self.space.dimensions), self.recipe.data.seed, None)
+        axes, seed = Axes.of(self.space.dimensions), self.recipe.data.seed
+        here = search_settings(self.method, axes, seed, None)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
         whole = here | {"recipe": self.recipe.model_dump(mode="json")}
-        self._study, there = load_or_create(self._store, name, optuna.samplers.RandomSampler(), whole, self._name)
+        self._study, there = load_or_create(self._store, name, sampler(self.method, axes, seed), whole, self._name)
         if "recipe" in there:
             self._check_recipe(Recipe.model_validate(there["recipe"]), self._name)
         check_same(there, here, self._name, "give it the same, or use another --study")
@@ -201,29 +203,13 @@ class Study:
             StoreGone: if the store became unreachable and stayed so.
         """
         self._screen, self._stop = screen, stop
-        axes = Axes.of(self.space.dimensions)
+        axes, seed = Axes.of(self.space.dimensions), self.recipe.data.seed
+        budget = Budget(trials, flops, hours, self._run_flops)
+        plan = SearchPlan(self._study, axes, self.method, seed, budget, None, stop_at_noise)
         with self._workers(workers, checkpoint_seconds) as train:
+            loop = SearchLoop(plan, self._store, train, workers, stop, self, lease_seconds)
             try:
-                result = search(
-                    train,
-                    axes.limits,
-                    None,
-                    trials,
-                    self.method,
-                    self.recipe.data.seed,
-                    workers,
-                    scales=axes.scales,
-                    near=axes.near,
-                    flops=flops,
-                    hours=hours,
-                    run_flops=self._run_flops,
-                    stop_at_noise=stop_at_noise,
-                    storage=self._store,
-                    name=self.recipe.name,
-                    stop=stop,
-                    watch=self,
-                    lease_seconds=lease_seconds,
-                )
+                result = plan.result(loop.run(), time.time(), stop())
                 self._result, self.nothing = None if stop() else result, ""
             except NothingFound as nothing:
                 self._result, self.nothing = None, self.state().advice or str(nothing)
