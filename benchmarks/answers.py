@@ -21,7 +21,7 @@ from optuna.storages import InMemoryStorage
 from leaven.tuning import search
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.confirmation import to_confirm
-from leaven.tuning.algorithm.noise_estimate import between
+from leaven.tuning.algorithm.noise_estimate import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.document import Dimension, StudyTrial
 from leaven.tuning.service.results import ped_anova
@@ -146,7 +146,7 @@ def found_in_nothing(seeds: Sequence[int]) -> None:
             study, dimensions = searched(None, trials, seed, share)
             paths = [dimension.path for dimension in dimensions]
             before = [trial for trial in study if not trial.confirms]
-            chosen += to_confirm(before, paths, between(before, paths)[0] or 0.0) is not None
+            chosen += to_confirm(before, paths, noise_between_seeds(before, paths)[0] or 0.0) is not None
             reported += any(answer(study, dimensions, over=True).octaves.values())
         print(f"| {trials} | {share:.0%} | {chosen / len(seeds):.0%} | {reported / len(seeds):.0%} |", flush=True)
 

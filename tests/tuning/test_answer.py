@@ -13,7 +13,7 @@ from benchmarks.answers import judged
 
 from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, answer, finalists, front
 from leaven.tuning.algorithm.confirmation import Confirmation, confirm, to_confirm
-from leaven.tuning.algorithm.noise_estimate import floor
+from leaven.tuning.algorithm.noise_estimate import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyDocument, StudyTrial
 from leaven.tuning.service.results import ped_anova, reason
@@ -52,14 +52,14 @@ def study(reruns: Sequence[Sequence[float]] = (), noise: float = 0.0) -> list[St
 def test_the_noise_is_pooled_over_points_with_several_seeds() -> None:
     losses = {("a", 0): 1.0, ("a", 1): 3.0, ("b", 0): 5.0, ("c", 1): 2.0, ("c", 2): 2.5, ("c", 3): math.inf}
     runs = [(point, seed, loss) for (point, seed), loss in losses.items()]
-    noise, degrees = floor([*runs, ("a", 1, 3.0)])  # the same run twice; squares of 2 and 0.125, a degree each
+    noise, degrees = pooled_noise([*runs, ("a", 1, 3.0)])  # the same run twice; squares of 2 and 0.125, a degree each
     assert noise == pytest.approx(math.sqrt((2 + 0.125) / 2))
     assert degrees == 2
     # Ten points with the same two seeds share the seeds' effect: one degree.
-    assert floor([(point, seed, float(seed)) for point in range(10) for seed in range(2)])[1] == 1
+    assert pooled_noise([(point, seed, float(seed)) for point in range(10) for seed in range(2)])[1] == 1
     # An objective without seeds has noise of its own.
-    assert floor([("a", 0, loss) for loss in (1.0, 2.0, 4.0)])[1] == 2
-    assert floor([("a", 0, 1.0), ("b", 0, 2.0)]) == (None, 0)
+    assert pooled_noise([("a", 0, loss) for loss in (1.0, 2.0, 4.0)])[1] == 2
+    assert pooled_noise([("a", 0, 1.0), ("b", 0, 2.0)]) == (None, 0)
 
 
 def test_the_spread_of_a_point_at_the_divergence_boundary_is_not_noise() -> None:
@@ -67,7 +67,7 @@ def test_the_spread_of_a_point_at_the_divergence_boundary_is_not_noise() -> None
     quiet = [(point, seed, 3.9 + 0.001 * seed) for point in "abc" for seed in (1, 2)]
     edge = [("edge", 1, 4.0), ("edge", 2, 4.3)]
     squares = 4 * 0.03**2 + 3 * 0.001**2 / 2  # about the means, with 4 + 3 degrees of freedom
-    assert floor([*start, *quiet, *edge])[0] == pytest.approx(math.sqrt(squares / 7))
+    assert pooled_noise([*start, *quiet, *edge])[0] == pytest.approx(math.sqrt(squares / 7))
 
 
 def test_flat_regions_gains_and_slices_of_a_parabola_are_its_closed_forms() -> None:

@@ -273,8 +273,8 @@ AXES = Axes({"lr": (-4.0, 2.0), "decay": (-3.0, 3.0)}, start={"lr": -1.0, "decay
 def test_octaves_are_from_the_start_and_values_stay_in_the_space() -> None:
     octaves = AXES.octaves({"lr": 1.0, "decay": 1.5})
     np.testing.assert_array_equal(octaves, [2.0, 1.0])
-    assert AXES.values(octaves) == {"lr": 1.0, "decay": 1.5}
-    assert AXES.values(np.array([9.0, -9.0])) == {"lr": 2.0, "decay": -3.0}
+    assert AXES.params(octaves) == {"lr": 1.0, "decay": 1.5}
+    assert AXES.params(np.array([9.0, -9.0])) == {"lr": 2.0, "decay": -3.0}
 
 
 def proposed(order: list[int], seed: int = 0) -> list[float]:
@@ -284,7 +284,7 @@ def proposed(order: list[int], seed: int = 0) -> list[float]:
         x = np.random.default_rng(number).normal(0, 0.5, 2)
         trial = optuna.trial.create_trial(
             value=float((x**2).sum()),
-            params=AXES.values(x),
+            params=AXES.params(x),
             distributions=distributions(AXES),
             user_attrs={DIVERGED: number == 5},
         )

@@ -1,5 +1,8 @@
 """Convert points of a search space to recipes. A point says how far each value moves from its value in the recipe.
 
+*Octaves* are these distances, by path; :func:`values` are the numbers or names that the recipe has at a point. What
+the store of a study calls ``params`` are the same distances, because a study starts at 0.
+
 In the unit ``octave``, a distance of 1 doubles a value, except for
 
 - ``beta1`` and ``beta2``: ``beta ** 2^x`` at distance x: a distance of 1 halves the half-life of the moment, so that

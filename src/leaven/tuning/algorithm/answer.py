@@ -21,7 +21,7 @@ from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
 from leaven.tuning.algorithm.confirmation import RERUNS, Losses, Point, changes, confirm, gain
-from leaven.tuning.algorithm.noise_estimate import between, interval
+from leaven.tuning.algorithm.noise_estimate import interval, noise_between_seeds
 from leaven.tuning.algorithm.trust_region import DOWN, RISK, Axes, Region, learning_rates, region, without_outliers
 from leaven.tuning.document import Answer, Best, Coordinate, Dimension, Front, SlicePoint, StudyTrial
 
@@ -105,7 +105,7 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
     ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
     ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     losses = [math.inf if trial.state == "diverged" or trial.loss is None else trial.loss for trial in ended]
-    measured, degrees = between(ended, paths, noise)
+    measured, degrees = noise_between_seeds(ended, paths, noise)
     points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
     points, results = points.reshape(-1, len(paths)), np.array(losses)
     now = region(axes, points, results, measured or 0.0)

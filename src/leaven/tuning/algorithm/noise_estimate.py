@@ -31,7 +31,7 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
     return math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in repeats) / degrees), degrees
 
 
-def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
+def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
 
     Runs with equal point, seed and loss are the same run and count once; divergences do not count. Runs with one seed
@@ -48,7 +48,7 @@ def floor(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, in
     return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 else degrees
 
 
-def between(
+def noise_between_seeds(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
     """Return the noise of trials and its degrees of freedom. ``given`` is the noise that the user gave, or None.
@@ -58,7 +58,7 @@ def between(
     """
     if given is not None:
         return given, GIVEN
-    return floor(
+    return pooled_noise(
         (tuple(trial.octaves[path] for path in paths), trial.seed, trial.loss)
         for trial in trials
         if trial.octaves is not None

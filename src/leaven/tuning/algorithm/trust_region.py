@@ -31,7 +31,8 @@ it is extended while the best point lies at its edge, up to the bounds of the sp
 All trials of a search share a seed, and with it the init and the data order, so they differ by less than the noise
 between seeds (``noise``). But an improvement that holds for one seed only is useless. So the surrogate assumes at
 least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
-is small (docs/search.md).
+is small (docs/search.md). During the search this noise is pooled over all repeated points; the answer leaves out the
+runs that made a point a finalist (``noise_estimate.noise_between_seeds``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ from numpy.typing import NDArray
 
 from leaven.tuning.algorithm.divergence import DivergenceModel
 from leaven.tuning.algorithm.divergence import fit as fit_divergence
-from leaven.tuning.algorithm.noise_estimate import floor
+from leaven.tuning.algorithm.noise_estimate import pooled_noise
 from leaven.tuning.algorithm.surrogate import Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
 from leaven.tuning.document import Dimension
@@ -65,19 +66,19 @@ ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    Stores and objectives use ``values``: log2 multipliers, and the index of the level for a choice. The models use
-    ``octaves``: an array (D,) of differences from the start, in the order of the names. For a choice the difference
-    is the index of the level minus the index of the start's level, modulo the number of levels.
+    A point is written in one of two ways. Stores and objectives use ``params`` (Optuna's word): log2 multipliers by
+    name, and the index of the level for a choice. The models use ``octaves``: an array (D,) of differences from the
+    start, in the order of the names. For a choice the difference is the index of the level minus the index of the
+    start's level, modulo the number of levels. The values of the recipe at a point are in ``tuning/point.py``.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
-    scales: Mapping[str, float] = field(
-        default_factory=dict
-    )  # octaves from the start to a typical optimum; default 1
-    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # octaves from the start: the initial box
-    start: Mapping[str, float] = field(
-        default_factory=dict
-    )  # log2 multipliers or levels, for all names in the order of ``limits``
+    # Octaves from the start to a typical optimum; default 1.
+    scales: Mapping[str, float] = field(default_factory=dict)
+    # Octaves from the start: the initial box.
+    near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # The params of the start, for all names in the order of ``limits``; default 0.
+    start: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension]) -> "Axes":
@@ -118,11 +119,11 @@ class Axes:
     def scale(self) -> Array:
         return np.array([self.scales.get(name, 1.0) for name in self.limits], float)
 
-    def octaves(self, values: Mapping[str, float]) -> Array:
-        away = np.array([values[name] - start for name, start in self.start.items()])
+    def octaves(self, params: Mapping[str, float]) -> Array:
+        away = np.array([params[name] - start for name, start in self.start.items()])
         return np.where(self.levels > 0, away % np.maximum(self.levels, 1), away)
 
-    def values(self, octaves: Array) -> dict[str, float]:
+    def params(self, octaves: Array) -> dict[str, float]:
         found = {}
         for (name, limits), x in zip(self.limits.items(), octaves, strict=True):
             at = self.start[name] + float(x)
@@ -284,7 +285,7 @@ def region(
     features = Features(points[np.argmax(ended)] if left else np.zeros(len(low)), scale, axes.levels)
     seen = features.of(points)
     if noise is None:
-        noise = floor(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
+        noise = pooled_noise(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
     surrogate, divergence = fit_surrogate(seen[ended], losses[ended], noise), fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
     # A trial that finished beyond the divergence boundary cannot be the incumbent: its neighbours diverge.

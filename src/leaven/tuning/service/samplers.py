@@ -52,7 +52,7 @@ def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
     counts = [int(levels) or fine for levels in axes.levels]
     lines = [np.linspace(*ends) for ends in zip(low, high, counts, strict=True)]
     points = itertools.product(*lines)
-    return [axes.values(np.array(x)) for x in sorted(points, key=lambda x: float(np.sum(np.square(x))))]
+    return [axes.params(np.array(x)) for x in sorted(points, key=lambda x: float(np.sum(np.square(x))))]
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
@@ -147,7 +147,7 @@ class SeededSampler(BaseSampler):
                 name: FloatDistribution(axes.start[name] - far * scale, axes.start[name] + far * scale)
                 for name, scale in zip(axes.start, axes.scale.tolist(), strict=True)
             }
-        low, high = map(axes.values, box(*points_and_losses(finished(study), axes), axes))
+        low, high = map(axes.params, box(*points_and_losses(finished(study), axes), axes))
         return {
             name: limits if isinstance(limits, CategoricalDistribution) else FloatDistribution(low[name], high[name])
             for name, limits in distributions(axes).items()

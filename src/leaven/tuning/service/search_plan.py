@@ -144,7 +144,7 @@ class SearchPlan:
         """Return the trust region's proposal, or None for other methods, whose points an Optuna sampler proposes."""
         if self.method != "trust-region":
             return None
-        return self.axes.values(self._region().proposal(np.random.default_rng([self.seed, turn])))
+        return self.axes.params(self._region().proposal(np.random.default_rng([self.seed, turn])))
 
     def _region(self) -> Region:
         """Return the trust region after the finished trials.
@@ -182,7 +182,7 @@ class SearchPlan:
         points = finalists(trials, self.axes, self.noise, by_surrogate=by_surrogate)
         if not points:
             raise NothingFound(self._nothing(runs))
-        return [self.axes.values(np.array(list(point.values()))) for point in points if point not in excluded]
+        return [self.axes.params(np.array(list(point.values()))) for point in points if point not in excluded]
 
     def _reruns(self, runs: Sequence[Evaluation], points: Sequence[Point]) -> Iterator[TrialRequest]:
         """Yield runs of the finalists with fresh seeds."""
@@ -209,7 +209,7 @@ class SearchPlan:
 
     def _noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
         """Return the noise between runs of one point, and its degrees of freedom."""
-        return noise_estimate.between(self._records(runs), list(self.axes.start), self.noise)
+        return noise_estimate.noise_between_seeds(self._records(runs), list(self.axes.start), self.noise)
 
     def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
         return [run.record(self.axes) for run in runs]

@@ -1,8 +1,8 @@
 """A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
 
-The store contains all trials (``search_loop.py``). The folder contains the results (``results.py``), which are rewritten
-when trials end: study.json, best.toml and fewest.toml. It also contains the recipe at the start (centre.toml) and the
-checkpoints of running trials.
+The store contains all trials (``search_loop.py``). The folder contains the results (``results.py``), which are
+rewritten when trials end: study.json, best.toml and fewest.toml. It also contains the recipe at the start
+(centre.toml) and the checkpoints of running trials.
 """
 
 import json

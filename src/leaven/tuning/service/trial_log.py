@@ -89,8 +89,7 @@ class Evaluation:
         )
 
     def record(self, axes: Axes) -> StudyTrial:
-        """Return the run for the study's document. ``values`` are log2 multipliers here;
-        results.py replaces them by the recipe's values."""
+        """Return the run for the study's document, without the recipe's values, which results.py adds."""
         last, ran = self.last, self.last.user_attrs
         state = "failed" if self.failed else "waiting" if self.lost else "running"
         if self.finished:
@@ -101,7 +100,7 @@ class Evaluation:
             number=last.number,
             state=state,
             loss=loss_of(last) if state in {"complete", "stopped"} else None,
-            values=dict(last.params),
+            values={},
             seconds=seconds,
             tokens_per_second=tokens / seconds if seconds else None,
             octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
