@@ -1,6 +1,6 @@
-"""Writes files, folders and JSON lines so that they survive kills, power cuts and full disks; and locks.
+"""Writes files, folders and JSON lines so that they survive kills, power cuts and full disks, and locks files.
 
-All files that leaven keeps are written here. A function that raises OSError leaves the old content in place.
+leaven writes all its permanent files with this module. A function that raises OSError does not change the old file.
 """
 
 import json
@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` when the block ends: a reader sees the old file or the new one.
+    """Yield a file that replaces ``path`` when the block ends. A reader of ``path`` finds either the old file or the
+    complete new file.
 
-    A device or a pipe (``/dev/null``) is written to and never replaced.
+    A device or a pipe, for example ``/dev/null``, is not replaced but written to.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         with path.open("wb") as file:
@@ -44,14 +45,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Create or replace a file. After a crash it holds the old content or the new, never a part."""
+    """Create or replace a file. After a crash, it contains either all of the old content or all of the new."""
     with replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``path`` when the block ends. An empty folder there is replaced."""
+    """Yield a temporary folder that is renamed to ``path`` when the block ends. An empty folder at ``path`` is
+    replaced."""
     path = path.absolute()
     _remove_leftovers(path)
     temporary = _temporary(path)
@@ -68,7 +70,8 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename a temporary folder whose files are synced. An empty folder at ``final`` is replaced."""
+    """Rename a temporary folder, whose files must be synced, to ``final``. If ``final`` is an empty folder, replace
+    it."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -83,7 +86,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, so that they survive a power cut. No-op on Windows."""
+    """Flush the file names in a folder to the disk, so that they survive a power cut. On Windows, do nothing."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -95,7 +98,7 @@ def sync_folder(folder: Path) -> None:
 
 @cache
 def _machine() -> str:
-    """Return a short name of this machine and its process namespace, within which process ids are unique."""
+    """Return a short name of this machine and its process namespace. Process ids are unique within the namespace."""
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")
@@ -107,7 +110,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what processes of this machine that were killed left while they wrote ``path``."""
+    """Remove temporary files and folders of processes on this machine that were killed while they wrote ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
         if _is_gone(int(left.name.split("-")[-1].removesuffix(".tmp"))):
             with suppress(OSError):
@@ -116,25 +119,27 @@ def _remove_leftovers(path: Path) -> None:
 
 def _is_gone(pid: int) -> bool:
     if os.name == "nt":
-        return True  # a file that a process has open cannot be removed there
+        return True  # on Windows, a file that is open cannot be removed anyway
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
         return False
-    return pid == os.getpid()  # a killed process had the same id
+    return pid == os.getpid()  # if it is this process, a killed process had the same id before
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
-    """Append lines that end with a newline, after repairing a last line that a crash cut short.
+    """Append complete lines to a file. First repair the last line if a crash cut it short.
 
-    Hold a lock, so that one process appends at a time. After an error the file may hold some of the lines, all whole.
+    The caller must hold a lock, so that only one process appends at a time. After an error, the file may contain some
+    of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. Without ``create``, the file
+    must exist.
     """
     flags = os.O_RDWR | os.O_APPEND | (os.O_CREAT if create else 0) | getattr(os, "O_BINARY", 0)
     with open(path, "r+b", buffering=0, opener=lambda name, _: os.open(name, flags, 0o666)) as file:
         tail = _torn(file)
-        if json_object(tail) is not None:  # only its end is missing
+        if json_object(tail) is not None:  # only its newline is missing
             lines = b"\n" + lines
         elif tail:
             file.truncate(_end(file) - len(tail))
@@ -150,7 +155,7 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
 
 
 def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Append a JSON object as a line; see :func:`append`."""
+    """Append a JSON object as one line. :func:`append` describes ``sync`` and locking."""
     append(path, json.dumps(document).encode() + b"\n", sync=sync)
 
 
@@ -176,11 +181,12 @@ class JsonLines:
 
     documents: list[dict[str, Any]]
     torn: bool  # whether a crash cut the last line short; the next append repairs it
-    damaged: list[int]  # numbers, from 1, of the other lines that hold no JSON object
+    damaged: list[int]  # numbers, from 1, of other lines that are not a JSON object
 
 
 def read_json_lines(path: Path) -> JsonLines:
-    """Return the JSON objects in a file, one per line; none if the file does not exist. Blank lines are ignored."""
+    """Return the content of a file with one JSON object per line. A missing file counts as empty, and blank lines are
+    ignored."""
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
     try:
@@ -193,12 +199,12 @@ def read_json_lines(path: Path) -> JsonLines:
             documents.append(document)
         elif line.strip():
             damaged.append(number)
-    last = json_object(tail)  # a line that lacks only its newline counts
+    last = json_object(tail)  # a last line without a newline counts if it is complete
     return JsonLines(documents if last is None else [*documents, last], bool(tail.strip()) and last is None, damaged)
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object of a line, or None if the line holds none."""
+    """Return the JSON object in a line, or None if the line is not a JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -208,11 +214,12 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file, also against other threads of this process. The lock is released when the process ends, even
-    if it is killed. Waits up to ``seconds`` for it; without a limit if that is negative.
+    """Hold a lock file during the block. The lock excludes other processes and other threads of this process. It is
+    released when the process ends, even if the process is killed. Wait for the lock for at most ``seconds``, or
+    without a limit if ``seconds`` is negative.
 
     Raises:
-        TimeoutError: if another holder does not release it in time.
+        TimeoutError: if the lock is not released in time.
     """
     from filelock import FileLock  # slow to import
 

@@ -47,11 +47,11 @@ def test_a_huge_temperature_gives_equal_probabilities() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": math.inf}, "temperature inf: give a finite number of at least 0"),
+        ({"temperature": math.inf}, "temperature inf is out of range; give 0 or a finite"),
         ({"temperature": math.nan}, "temperature nan"),
         ({"temperature": -1.0}, "temperature -1"),
-        ({"top_k": -1}, "top-k -1: give a count"),
-        ({"top_p": math.nan}, "top-p nan: give a share from 0 to 1"),
+        ({"top_k": -1}, "top-k -1 is negative; give a number of tokens"),
+        ({"top_p": math.nan}, "top-p nan is out of range; give a number from 0 to 1"),
         ({"top_p": 1.5}, "top-p 1.5"),
     ],
 )
@@ -141,7 +141,7 @@ def test_generation_stops_at_end_of_text_and_uses_the_last_window() -> None:
 def test_more_tokens_than_learned_positions_are_an_error() -> None:
     tokens = torch.ones(1, 13, dtype=torch.int64)
     with pytest.raises(
-        ValueError, match=r"13 tokens in a sequence, but learned positions end at seq_len = 12; give the"
+        ValueError, match=r"has 13 tokens, but the model has learned only seq_len = 12 positions; pass at most 12"
     ):
         model(positions="learned")(tokens)
     assert model(positions="rope")(tokens).shape == (1, 13, 60)

@@ -1,7 +1,8 @@
-"""Causal attention on a CPU: each block of queries is multiplied only with the keys that it can see.
+"""Compute causal attention on a CPU. Each block of queries is multiplied only with the keys that it attends to.
 
-torch's CPU kernel takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H
-query heads, K kv heads, G = H / K, N = B x K, T positions, E d_head; t queries of a block, s keys of a block.
+torch's CPU kernel takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H query heads, K
+key/value heads, G = H / K, N = B x K, T positions, E entries of a head, t queries of a block, s keys that the block
+attends to.
 """
 
 from collections.abc import Iterator
@@ -15,15 +16,16 @@ from torch.overrides import handle_torch_function, has_torch_function
 from leaven.model.kernels import softmax_backward
 
 BLOCK = 128
-"""Queries per block. Fewer give small products; more compute scores that the mask discards (measured)."""
+"""Number of queries in a block. Smaller blocks make small, slow products; larger blocks compute more scores that the
+causal mask discards (measured)."""
 
 
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
-    """Return causal attention, softmax(scale x query . key) . value, (B, H, T, E).
+    """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    Scores are computed again in the backward pass, so that no memory quadratic in T is kept. Products are computed in
-    the dtype of the arguments, the softmax and the sums over blocks in fp32 or wider. Torch function modes intercept
-    this call, as they intercept calls of torch's functions.
+    The backward pass computes the scores again, so that nothing of size T x T is stored. Products are computed in the
+    dtype of the arguments; the softmax and the sums over blocks are computed in fp32 or wider. Torch function modes
+    intercept this function as they intercept torch's own functions.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
         arguments = q_BHTE, k_BKTE, v_BKTE
@@ -39,7 +41,7 @@ class _CausalAttention(torch.autograd.Function):
         q_NGTE = q_BHTE.reshape(-1, q_BHTE.shape[1] // k_BKTE.shape[1], *q_BHTE.shape[2:])
         k_NTE, v_NTE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
         ctx.save_for_backward(q_NGTE, k_NTE, v_NTE)
-        # In memory as (B, T, H, E), which the next product reads; so are the gradients' that go to products.
+        # Stored as (B, T, H, E), the order in which the next product reads. Gradients that enter products are, too.
         y_BHTE = _heads_last(q_BHTE, q_BHTE.dtype)
         for first, last, p_Nts in _blocks(q_NGTE, k_NTE, scale):
             y_BHTE[:, :, first:last] = (p_Nts @ v_NTE[:, :last]).view_as(y_BHTE[:, :, first:last])
@@ -66,7 +68,8 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield, for each block, its first and last query and the probabilities of its queries over keys, by group."""
+    """Yield, for each block, the number of its first query, the number after its last query, and the attention
+    probabilities of its queries, (N, G x t, s)."""
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)
     later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)
@@ -79,6 +82,6 @@ def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, 
 
 
 def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor with the strides of (B, T, H, E)."""
+    """Return an uninitialised tensor of shape (B, H, T, E) that is stored in memory as (B, T, H, E)."""
     batch, heads, length, size = like_BHTE.shape
     return like_BHTE.new_empty(batch, length, heads, size, dtype=dtype).transpose(1, 2)

@@ -1,6 +1,7 @@
-"""RMSNorm and rotary positions with hand-written gradients, because autograd would make twice the passes over memory.
+"""Compute RMSNorm and rotary positions with hand-written gradients. Autograd would read and write memory twice as
+often.
 
-Shapes: B sequences, T positions, H heads, E entries of a head, D any width.
+Shapes: B sequences, T positions, H heads, E entries of a head, D any size.
 """
 
 from typing import Any
@@ -11,14 +12,14 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps) over the last dimension, computed in the gain's dtype, cast to
-    ``dtype``."""
+    """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension. The result is computed in the
+    dtype of the gain and cast to ``dtype``."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 
 
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Return x with each pair (i, i + E/2) rotated by the angle of its position, (B, H, T, E).
+    """Return x as (B, H, T, E), with each pair of entries (i, i + E/2) rotated by the angle of its position.
 
     Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence.
     """
@@ -42,7 +43,7 @@ class _RMSNorm(torch.autograd.Function):
         x, gain_D, inverse = ctx.saved_tensors
         unit, g = x * inverse, g.to(gain_D.dtype)
         by_gain = g * unit
-        along = (by_gain @ gain_D)[..., None].div_(x.shape[-1])  # of the gradient, along x: a norm has none there
+        along = (by_gain @ gain_D)[..., None].div_(x.shape[-1])  # the gradient's component along x
         grad_x = (g * gain_D).sub_(unit.mul_(along)).mul_(inverse)
         return grad_x.to(x.dtype), by_gain.flatten(0, -2).sum(0), None, None
 
@@ -62,6 +63,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x rotated by the angles with these cosines and sines, contiguous in memory."""
+    """Return x rotated by the angles that have these cosines and sines. The result is contiguous in memory."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)), dim=-1)

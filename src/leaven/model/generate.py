@@ -13,28 +13,29 @@ from leaven.recipe.errors import InputError
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for drawing the next token (Holtzman et al. 2020, arXiv 1904.09751).
+    """The settings for drawing the next token at random (Holtzman et al. 2020, arXiv 1904.09751).
 
-    The logits are divided by ``temperature`` first. The most likely token is always kept.
+    The logits are divided by ``temperature``; then ``top_k`` and then ``top_p`` remove unlikely tokens. The most
+    likely token always remains.
 
     Raises:
         InputError: if a value is out of range.
     """
 
     temperature: float = 1.0  # at 0, the most likely token is chosen
-    top_k: int = 0  # keep only so many tokens; 0 keeps all
-    top_p: float = 1.0  # then keep the fewest tokens with this total probability
+    top_k: int = 0  # keep only this number of most likely tokens; 0 keeps all
+    top_p: float = 1.0  # then keep the fewest most likely tokens whose total probability reaches this
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:  # also refuses NaN
-            raise InputError(f"temperature {self.temperature:g}: give a finite number of at least 0")
+            raise InputError(f"temperature {self.temperature:g} is out of range; give 0 or a finite positive number")
         if self.top_k < 0:
-            raise InputError(f"top-k {self.top_k}: give a count, or 0 for all tokens")
+            raise InputError(f"top-k {self.top_k} is negative; give a number of tokens, or 0 for all tokens")
         if not 0 <= self.top_p <= 1:
-            raise InputError(f"top-p {self.top_p:g}: give a share from 0 to 1")
+            raise InputError(f"top-p {self.top_p:g} is out of range; give a number from 0 to 1")
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return the probabilities of all tokens, (V) -> (V), in float64."""
+        """Return the probability of drawing each token, (V,), in float64."""
         logits_V = logits_V.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).double()
@@ -61,15 +62,16 @@ def generate(
     end: int,
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield the tokens that follow ``tokens``, until ``end`` (not included) or ``max_tokens``.
+    """Yield up to ``max_tokens`` tokens that the model generates after ``tokens``. Stop when it generates ``end``,
+    which is not yielded.
 
-    Token ids from ``vocabulary`` on have no text and are never drawn. The model sees the last ``seq_len`` tokens.
-    There is no key-value cache, so each token costs a forward pass over its whole context.
+    Token ids of ``vocabulary`` or more have no text and are never drawn. The model reads at most the last ``seq_len``
+    tokens. There is no key-value cache, so each token costs a forward pass over its whole context.
     """
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):
         window_BT = torch.tensor([context[-model.shape.seq_len :]], device=device)
-        last_D = model.hidden(window_BT)[0, -1]  # the logits of the others are not needed
+        last_D = model.hidden(window_BT)[0, -1]  # the logits of other positions are not needed
         logits_V = model.logit_multiplier * (model.readout @ last_D)
         likely_V = sampling.probabilities(logits_V[:vocabulary].cpu())
         token = int(torch.multinomial(likely_V, 1, generator=generator))

@@ -1,8 +1,8 @@
-"""Initialise parameters by name, from the parameter table.
+"""Initialise parameters with the distributions that the parameter table defines.
 
-Each parameter's values are a function of (seed, name, shape) alone: neither the order of creation nor the layout of
-the run has an influence. A parameter is drawn in blocks of rows, each block from a separate seed, so that a slice can
-be drawn without the rest.
+The values of a parameter depend only on the seed, the parameter's name and its shape. They do not depend on the order
+of creation or on the layout of the run. A parameter is drawn in blocks of rows, each with a separate seed, so that a
+process can draw a slice without the rest.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ BLOCK_ROWS = 256
 def build_model(
     shape: ModelShape, table: ParameterTable, seed: int, device: torch.device | str = "cpu"
 ) -> Transformer:
-    """Build a model with the multipliers and initial values of its parameter table, in fp32."""
+    """Build a model in fp32 with the multipliers and initial values that its parameter table defines."""
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
         model = Transformer(shape, multipliers, table.attention_scale)
@@ -32,11 +32,11 @@ def build_model(
 
 @torch.no_grad()
 def initialise(model: Transformer, table: ParameterTable, seed: int) -> None:
-    """Initialise every parameter as its row of the table says."""
+    """Initialise every parameter from its row of the parameter table."""
     parameters = dict(model.named_parameters())
     for row in table.rows:
         fill(parameters.pop(row.name), row.name, row.init_mean, row.init_std, seed)
-    assert not parameters, f"no rows for {sorted(parameters)}"
+    assert not parameters, f"the parameter table has no rows for {sorted(parameters)}"
 
 
 def fill(
@@ -49,9 +49,10 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Initialise a parameter, or the block at ``offset`` of a parameter of ``shape``, from a normal distribution.
+    """Fill a parameter with normally distributed values. If ``shape`` and ``offset`` are given, ``piece`` is the
+    block at ``offset`` of a parameter with this shape.
 
-    Values are drawn in fp32 for every dtype, so that models of different dtypes agree.
+    Values are drawn in fp32 and then cast, so that models of different dtypes have the same values up to rounding.
     """
     if std == 0:
         piece.fill_(mean)
@@ -70,6 +71,6 @@ def fill(
 
 
 def name_seed(seed: int, *path: str | int) -> int:
-    """Return a 63-bit seed derived from ``seed`` and names that say what the seed is for."""
+    """Return a 63-bit seed derived from ``seed`` and from ``path``, the names and numbers that identify its use."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

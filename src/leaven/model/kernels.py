@@ -1,6 +1,6 @@
-"""Wrappers of private functions of torch, which may change with its version; tests/model/test_kernels.py tests each.
+"""Wrap private functions of torch, which may change between versions. tests/model/test_kernels.py tests each of them.
 
-These functions process many tensors in a few kernels, while a loop over parameters needs hundreds of kernels.
+Most of them process many tensors in a few kernels, where a loop over the tensors would need hundreds.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, (tensors,)."""
+    """Return the 2-norms of the tensors as one tensor, (number of tensors,)."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place: all by one factor (), or each by a separate factor (tensors,)."""
+    """Multiply tensors in place: all by one factor, (), or each by a separate factor, (number of tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -27,11 +27,13 @@ def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make the next step of a fused Adam do nothing (and not count) if the device tensor ``skip`` is true."""
+    """Make the next step of a fused Adam optimizer do nothing, and not count as a step, if the device tensor ``skip``
+    is true."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
 def softmax_backward(grad: Tensor, softmax: Tensor) -> Tensor:
-    """Return the gradient with respect to the input of a softmax over the last dimension, in one pass."""
+    """Return the gradient with respect to the input of a softmax over the last dimension. ``softmax`` is its output,
+    and ``grad`` the gradient with respect to this output."""
     ds: Tensor = torch.ops.aten._softmax_backward_data(grad, softmax, -1, softmax.dtype)
     return ds

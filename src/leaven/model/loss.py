@@ -1,9 +1,9 @@
-"""Compute unembedding and cross-entropy together, a chunk of tokens at a time, so that all logits never exist at
-once.
+"""Compute unembedding and cross-entropy together, one chunk of tokens at a time, so that the logits of all tokens are
+never in memory at once.
 
-The logits are by far the largest tensor of a micro-batch: for 16 x 1,024 tokens and a vocabulary of 50,304 they take
-3.3 GB in fp32, and their gradient takes the same again. Here a chunk's gradient is computed right after its loss, and
-then the chunk's logits are freed. Shapes: N tokens, D d_model, V vocabulary.
+The logits are by far the largest tensor of a micro-batch: for 16 x 1,024 tokens and a vocabulary of 50,304, they take
+3.3 GB in fp32, and their gradient takes another 3.3 GB. Here the gradient of a chunk is computed right after its
+loss, and then the chunk's logits are freed. Shapes: N tokens, D d_model, V vocabulary.
 """
 
 from typing import Any
@@ -17,7 +17,8 @@ IGNORED = -100
 """The target of a token that is left out of the loss."""
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
-"""Logits of a chunk by device type: 16 MB in fp32 fit a CPU's cache; a GPU needs large products."""
+"""Number of logits in a chunk, by device type. On a CPU, 16 MB of fp32 fit in the cache; a GPU needs larger
+products."""
 
 
 def cross_entropy(
@@ -30,16 +31,17 @@ def cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` x the sum over tokens of -log softmax(multiplier x hidden . weight)[target], in nats, ().
+    """Return ``factor`` times the loss in nats, (): the sum over tokens of -log softmax(multiplier x hidden .
+    weight)[target].
 
-    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so logits are rounded to it
-    once (docs/choices.md measures the effect). Everything else is in fp32 or wider. ``factor`` is applied before
-    gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable`` the backward pass may run
-    twice, e.g. to compute the gradients of inputs and weights separately. This needs memory for a second gradient of
-    the weight.
+    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden_ND``), so the logits are rounded to
+    this dtype once (docs/choices.md measures the effect). Everything else is computed in fp32 or wider. ``factor`` is
+    applied before gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable``, the backward
+    pass may run twice, for example to compute the gradients of inputs and weights separately. This needs memory for a
+    second gradient of the weight.
     """
     if not torch.is_grad_enabled():
-        # A parameter wants its gradient here too, and would get one that nobody reads: most of the work.
+        # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
     arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute, repeatable
     total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -61,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         compute = compute or hidden_ND.dtype
         wide = torch.promote_types(compute, torch.float32)
         w_VD = weight_VD.to(compute)
-        # A number on the host, or a tensor on the device: never in a narrower dtype than the loss.
+        # ``factor`` is a number on the host or a tensor on the device. It must not be narrower than the loss.
         weight = torch.as_tensor(factor, dtype=wide)
         learns = hidden_ND.requires_grad or weight_VD.requires_grad
         grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
@@ -70,7 +72,7 @@ class _CrossEntropy(torch.autograd.Function):
         size = max(1, CHUNK_ELEMENTS.get(hidden_ND.device.type, 2**22) // len(weight_VD))
         for first in range(0, len(hidden_ND), size):
             part = slice(first, first + size)
-            # Multiplying the few hidden values spares a pass over the many logits.
+            # Multiplying the hidden values is cheaper than multiplying the logits, which are many more.
             h_nD, targets_n = (hidden_ND[part] * multiplier).to(compute), targets_N[part]
             logits_nV = F.linear(h_nD, w_VD)
             counts_n = targets_n != IGNORED
@@ -79,7 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
             total -= log_p_nV.gather(1, targets_n1)[:, 0].masked_fill(~counts_n, 0).sum()
             if grad_hidden_ND is None or grad_weight_VD is None:
                 continue
-            # d loss / d logits = softmax - one-hot; it is written over what it is made from.
+            # d loss / d logits = softmax - one-hot. The result overwrites the log-probabilities and then the logits.
             g_nV = log_p_nV.exp_().scatter_add_(1, targets_n1, log_p_nV.new_full((len(h_nD), 1), -1.0))
             g_nV = torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
             grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier

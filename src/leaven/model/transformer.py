@@ -1,7 +1,8 @@
-"""The transformer, built from its shape. Parameter names and shapes are as in ``ModelShape.parameters()``.
+"""Define the transformer, which is built from a model shape. Parameters have the names and shapes of
+``ModelShape.parameters()``.
 
-Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K kv heads, E d_head (of cosines and sines
-half of it), V vocabulary.
+Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_head / 2
+for cosines and sines), V vocabulary.
 """
 
 import math
@@ -17,9 +18,10 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm computed in the dtype of its gain (fp32) for any input dtype. torch's RMSNorm is slow for mixed dtypes.
+    """An RMSNorm that computes in the dtype of its gain (fp32) for any input dtype. torch's RMSNorm is slow if the
+    dtypes differ.
 
-    Under autocast the result has the autocast dtype, so that it is cast once and not by every product that uses it.
+    Under autocast, the result is cast to the autocast dtype once here, and not again in every product that reads it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PerHeadNorm(nn.Module):
-    """A norm over each head separately, with a gain for every entry of every head."""
+    """A norm of each head separately, with a separate gain for every entry of every head."""
 
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
@@ -55,7 +57,7 @@ class Attention(nn.Module):
         self.d_head, self.dropout, self.scale = shape.d_head, shape.dropout, scale
 
     def forward(self, x_BTD: Tensor, norm: nn.ModuleDict, positions: "Positions") -> Tensor:
-        # The number of heads is read off the tensor, so that a slice of the heads works as well.
+        # The number of heads follows from the tensor, because a tensor-parallel rank has only some of the heads.
         q_BTHE, k_BTKE, v_BTKE = (
             side(x_BTD).unflatten(-1, (-1, self.d_head)) for side in (self.query, self.key, self.value)
         )
@@ -81,11 +83,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    gate: nn.Linear  # of a gated one
+    gate: nn.Linear  # only in a gated MLP
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a word of Python's own
+        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a keyword of Python, so no attribute
             self.add_module(name, nn.Linear(shape.d_model, shape.d_ff, shape.bias))
         self.out = nn.Linear(shape.d_ff, shape.d_model, shape.bias)
         self.activation = shape.activation
@@ -106,7 +108,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch is multiplied by its
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch is multiplied by a
     multiplier."""
 
     def __init__(
@@ -136,10 +138,9 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
-    ``multipliers`` are the forward multipliers of the parameter table by parameter name; the default is 1.
+    ``multipliers`` maps parameter names to the forward multipliers of the parameter table; the default is 1.
     ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
-    values until :mod:`leaven.model.initialise` sets them; for training that is called by
-    :func:`leaven.distributed.parallelise.initialise`.
+    values until a function of :mod:`leaven.model.initialise` sets them.
     """
 
     def __init__(
@@ -165,22 +166,24 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) in fp32 or wider for tokens (B, T); ``documents_BT`` as in :meth:`hidden`."""
+        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. :meth:`hidden` describes
+        ``documents_BT``."""
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier
 
     @property
     def readout(self) -> Tensor:
-        """Return the unembedding matrix (V, D). Logits are ``logit_multiplier`` times its product with
-        :meth:`hidden`."""
+        """Return the unembedding matrix (V, D). The logits are its product with the result of :meth:`hidden`, times
+        ``logit_multiplier``."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the unembedding, (B, T, D).
+        """Return the final hidden states, (B, T, D), which are the input of the unembedding.
 
-        ``documents_BT`` has the number of each token's document, not decreasing along T. If it is given, documents do
-        not attend to each other and each begins at position 0, so the result is the same as for each document alone.
+        ``documents_BT`` contains the number of each token's document, in non-decreasing order along T. If it is
+        given, tokens attend only to tokens of the same document and every document begins at position 0, so each
+        document gets the same result as in a batch without the others.
 
         Raises:
             ValueError: if T exceeds the number of learned positions.
@@ -197,14 +200,14 @@ class Transformer(nn.Module):
         if self.shape.positions == "learned":
             if tokens_BT.shape[1] > self.shape.seq_len:
                 raise ValueError(
-                    f"{tokens_BT.shape[1]} tokens in a sequence, but learned positions end at seq_len = "
-                    f"{self.shape.seq_len}; give the last {self.shape.seq_len}"
+                    f"the sequence has {tokens_BT.shape[1]} tokens, but the model has learned only seq_len = "
+                    f"{self.shape.seq_len} positions; pass at most {self.shape.seq_len} tokens"
                 )
             x_BTD = x_BTD + self.positions(places(documents_BT, tokens_BT))
         return F.dropout(x_BTD, self.shape.dropout, self.training)
 
     def through_layers(self, x_BTD: Tensor, length: int, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the input of the final norm, (B, T, D), for sequences of ``length`` tokens."""
+        """Run all blocks on sequences of ``length`` tokens, and return the input of the final norm, (B, T, D)."""
         positions = Positions(self.shape, length, x_BTD, documents_BT)
         for block in self.layers.children():
             x_BTD = block(x_BTD, positions)
@@ -212,9 +215,9 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """Position information for attention. It is recomputed in every forward pass and not stored.
+    """The position information that attention needs. It is recomputed in every forward pass and not stored.
 
-    With several documents, cosines and sines are (B, T, E), and the bias is (B, H or 1, T, T).
+    If document numbers are given, cosines and sines are (B, T, E) and the bias is (B, H, T, T) or (B, 1, T, T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -222,7 +225,7 @@ class Positions:
         self.cos_TE = self.sin_TE = None
         places_T = torch.arange(length, device=like.device, dtype=torch.float64)
         if shape.positions == "rope":
-            # Su et al. 2021, arXiv 2104.09864; halves of the head are rotated against each other, as in Llama.
+            # Su et al. 2021, arXiv 2104.09864; entry i of a head is paired with entry i + E/2, as in Llama.
             exponents_E = torch.arange(0, shape.d_head, 2, device=like.device, dtype=torch.float64) / shape.d_head
             angles_TE = torch.outer(places_T, shape.rope_theta**-exponents_E)
             self.cos_TE, self.sin_TE = angles_TE.cos().to(like.dtype), angles_TE.sin().to(like.dtype)
@@ -245,14 +248,15 @@ class Positions:
             self.bias_HTT = self.bias_HTT.masked_fill(apart_B1TT, -torch.inf)
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
-        """Return queries or keys, (B, H, T, E), rotated by their positions."""
+        """Return queries or keys as (B, H, T, E), rotated by the angles of their positions."""
         if self.cos_TE is None or self.sin_TE is None:
             return x_BTHE.transpose(1, 2)
         return rotate(x_BTHE, self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype))
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the positions of tokens, from 0: in their sequence (T,), or in their document (B, T)."""
+    """Return the position of each token, counted from 0 in its document, (B, T). Without document numbers, positions
+    are counted in the sequence, (T,)."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
