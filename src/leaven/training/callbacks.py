@@ -140,7 +140,7 @@ class Checkpoints(RunCallback):
         self._saved_step = -1
 
     def after_step(self, step: Step) -> None:
-        self.written(wait=False)
+        self.log_outcome(wait=False)
 
     def is_due(self, before: int, after: int) -> bool:
         return after // self.every_tokens > before // self.every_tokens
@@ -150,7 +150,7 @@ class Checkpoints(RunCallback):
 
     def save(self) -> None:
         """Wait until the previous checkpoint is written, then start writing a new one."""
-        self.written(wait=True)
+        self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
         checkpoint = replace(training.checkpoint(), state=state, rewinds=self.trainer.rewinds)
@@ -159,12 +159,12 @@ class Checkpoints(RunCallback):
 
     def save_last(self) -> str | None:
         """Save the current state, unless it is saved already. Return the error if saving failed, else None."""
-        self.written(wait=True)  # afterwards all processes know the same
+        self.log_outcome(wait=True)  # afterwards all processes know the same
         if self.training.progress.step != self._saved_step:
             self.save()
-        return self.written(wait=True)
+        return self.log_outcome(wait=True)
 
-    def written(self, wait: bool) -> str | None:
+    def log_outcome(self, wait: bool) -> str | None:
         """Log the result of the last save, once. Return the error if saving failed, else None."""
         saved = self._manager.outcome(wait)
         if saved is None:
@@ -219,7 +219,7 @@ class SpikeGuard(RunCallback):
     def _respond(self, anomaly: Anomaly) -> None:
         """Respond to an anomaly: roll back, or end the run."""
         trainer, recipe = self.trainer, self.training.recipe
-        trainer.checkpoints.written(wait=True)
+        trainer.checkpoints.log_outcome(wait=True)
         every = trainer.checkpoints.every_tokens
         oldest = oldest_checkpoint(trainer.rewinds, anomaly, recipe.batches, recipe.stability, every)
         rewind = rollback(trainer.rewinds, anomaly, recipe.batches, recipe.stability, oldest)

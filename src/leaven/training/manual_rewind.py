@@ -58,7 +58,7 @@ class ManualRewind:
             listed_changes = [{"path": path, "before": before, "after": after} for path, before, after in changes]
             changed = {"recipe": recipe.model_dump(mode="json", exclude_none=True)} if changes else {}
             run.event("rewind", **at, **asdict(rewind), asked=asdict(self), changes=listed_changes, **changed)
-            run.written()
+            run.require_written()
             if changes:
                 reason = f"since {to_tokens:,} tokens, by --rewind-to; before: "
                 why = {path: f"{reason}{before}" for path, before, _ in changes}

@@ -197,7 +197,7 @@ class RunFolder:
             with suppress(OSError):
                 storage.sync_file(self._events)  # before the run rolls back
 
-    def written(self) -> None:
+    def require_written(self) -> None:
         """Check that every line has been written.
 
         Raises:

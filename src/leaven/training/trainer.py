@@ -28,7 +28,7 @@ from leaven.training.device import (
     reset_peak_memory,
     utilisation,
 )
-from leaven.training.engine import StopRequested, Training, check_trainable
+from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, require_memory, settle
@@ -78,7 +78,6 @@ def train(
     finish = run.finish() if back is None else None
     if finish is not None:
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
-    check_trainable(recipe, tokens, group)
     timed = recipe.batch.micro_batch == "auto"
     if timed:
         require_memory(recipe)
@@ -101,6 +100,7 @@ def train(
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
         try:
+            trainer.start()
             if moved:
                 trainer.rearrange(moved)
             if choice is not None:
@@ -137,19 +137,23 @@ class RunTrainer:
         # The guard is last: everything about a step is written before the run rolls back.
         self.callbacks: list[Callback[Step]] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
+
+    def start(self) -> None:
+        """Continue from the newest checkpoint. A new run saves one first, so that it can always roll back."""
         found = self._newest(self.rewinds)
         self._restore(found)
+        peak = self.training.peak
         self.event(
             "start" if found is None else "resume",
-            device=str(training.device),
-            text=training.text,
-            epochs=training.epochs,
+            device=str(self.training.device),
+            text=self.training.text,
+            epochs=self.training.epochs,
             damaged_checkpoints=[path.name for path in self.damaged],
             **self.log.batch(),
-            mfu_convention=mfu_convention(training.peak) if training.peak else None,
-            peak_tflops=training.peak.flops / 1e12 if training.peak else None,
+            mfu_convention=mfu_convention(peak) if peak else None,
+            peak_tflops=peak.flops / 1e12 if peak else None,
         )
-        profile.write()
+        self.profile.write()
         if found is None:
             self.checkpoints.save()
 
@@ -177,7 +181,7 @@ class RunTrainer:
         if not math.isfinite(result["loss"]):
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         self.event("finish", **result, seconds=self.training.progress.seconds)
-        self.run.written()
+        self.run.require_written()
         return result
 
     def rearrange(self, changes: list[Difference]) -> None:
