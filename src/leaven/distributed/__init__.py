@@ -1,1 +1,1 @@
-"""Distributes a model over ranks. The model itself contains no code for this."""
+"""Distributes a model over ranks. The model itself contains no distributed code."""

@@ -1,5 +1,5 @@
-"""Wraps the functions of torch.distributed that leaven uses although they are private or change between versions. If
-torch changes them, the tests of this module, of layouts, lean stages and dry runs fail."""
+"""Wraps functions of torch.distributed that are private or change between versions. If torch changes them, the tests
+of this module, of layouts, of lean stages and of dry runs fail."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# torch 2.13 renames both.
+# torch 2.13 renames both functions.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-stage_backward = _backward.stage_backward  # without the FSDP settings that PipelineStage changes around it
+stage_backward = _backward.stage_backward  # PipelineStage also changes FSDP settings around this call
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors (N, ...) of all ranks, concatenated in order of rank: (ranks x N, ...)."""
+    """Concatenate the tensors (N, ...) of all ranks in the order of the ranks, and return the result, (ranks x N,
+    ...)."""
     everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
     _gather(everything, mine.contiguous(), group=group)
     return everything
@@ -37,8 +38,8 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Set when the gradients of a pipeline stage are reduced: in each backward pass, or in a separate call at the end
-    of the step."""
+    """Reduce the gradients of a pipeline stage in each backward pass if ``each`` is true, or else only when a
+    separate call at the end of the step starts the reduction."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
@@ -57,7 +58,8 @@ def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def pretend(rank: int, size: int) -> None:
-    """Act as process ``rank`` of ``size`` processes although the others do not exist. Collectives do nothing."""
+    """Make this process act as process ``rank`` of ``size`` processes, although the others do not exist. Collectives
+    do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -65,8 +67,8 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that is resized. FSDP frees and reallocates gathered parameters by
-    resizing."""
+    """Call ``on_resize`` with every storage that is resized during the block. FSDP frees and reallocates gathered
+    parameters by resizing their storage."""
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
@@ -83,8 +85,8 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the context ``apart()`` whenever DTensor infers the shape of a result, because for that it runs the
-    operation on a fake tensor of the whole shape."""
+    """Enter the context ``apart()`` whenever DTensor infers the shape of a result. DTensor infers it by running the
+    operation on a fake tensor of the whole shape, which measurements must leave out."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

@@ -31,13 +31,14 @@ class Exchange:
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.group, self._timeout = group, timeout.total_seconds()
         self._nonce, self._round = group.broadcast(token_hex(4)), 0
-        # A connection of its own: a request waits for those before it on the same one.
+        # This is a separate connection, because a request waits for earlier requests on the same connection.
         self._store: Any = group.store.clone() if group.store is not None else None
         self._until = float("inf")
 
     @property
     def name(self) -> str:
-        """The name of the round: the same on all processes, and unique among all starts of the run."""
+        """The name of the current round. It is the same on all processes and differs from all other rounds, also of
+        earlier starts of the run."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
@@ -58,7 +59,7 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Send the JSON value of the first process to all processes, return it, and end the round.
+        """Send the JSON value of the first process to all processes, and return this value. This ends the round.
 
         Raises:
             NoReply: if the first process does not answer within twice the timeout.
@@ -68,13 +69,13 @@ class Exchange:
             self._store.set(key, json.dumps(value))
         elif self.group.size > 1:
             if not self._wait([key], 2):
-                raise NoReply("rank 0 does not answer; it may have been killed")
+                raise NoReply("rank 0 does not answer; it may have been killed, so look at its output")
             value = json.loads(self._store.get(key))
         self._round += 1
         return value
 
     def shorten_timeout(self, seconds: float) -> None:
-        """Let every wait end after at most ``seconds`` from now, including waits in other threads."""
+        """End every wait at most ``seconds`` from now, including waits in other threads."""
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
@@ -93,8 +94,8 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return the result of ``work()``. The first process runs it while the others wait, without a time limit. Then
-    the others run it; the files that it writes exist by then.
+    """Return the result of ``work()``. The first process runs it while the others wait without a time limit. Then the
+    others run it and find the files that the first process has written.
 
     Raises:
         InputError: on all processes, if the first process raises it.

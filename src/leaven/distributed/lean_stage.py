@@ -1,4 +1,4 @@
-"""A pipeline stage that frees buffers, gradients and parameters after each micro-batch."""
+"""Defines a pipeline stage that frees buffers, gradients and parameters after each micro-batch."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,13 +14,14 @@ from leaven.distributed.compat import reduce_with_backward, stage_backward
 
 
 class LeanStage(PipelineStage):
-    """A :class:`PipelineStage` whose memory follows the ZeRO stage.
+    """A :class:`PipelineStage` that needs less memory with a higher ZeRO stage.
 
     torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2
     and 3 need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all micro-batches at
     the start. Here a receive buffer is freed at the end of its micro-batch's backward pass. With ``zero`` 2,
-    gradients are reduce-scattered after each micro-batch; with ``zero`` 3, parameters are also resharded. The cost is
-    an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional all-gather.
+    gradients are reduce-scattered after each micro-batch. With ``zero`` 3, parameters are also resharded after each
+    micro-batch. The cost is an additional reduce-scatter for each micro-batch, and with ``zero`` 3 also an additional
+    all-gather.
 
     This class does not work with the zero-bubble schedule, because the second half of that schedule's backward pass
     needs memory that this class frees in the first half. Layouts with the zero-bubble schedule and ``zero`` 2 or 3
@@ -81,7 +82,8 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the receive infos that have a buffer. The inputs of the first stage have no receive buffer."""
+    """Return the receive infos that have a buffer. The first stage receives no inputs, so the receive infos of its
+    inputs have no buffer."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

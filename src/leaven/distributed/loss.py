@@ -1,9 +1,10 @@
-"""Computes unembedding and cross-entropy when each tensor-parallel rank has a slice of the vocabulary and of the
-sequence.
+"""Computes unembedding and cross-entropy when each tensor-parallel rank has one slice of the vocabulary and one slice
+of the sequence.
 
-Like :mod:`leaven.model.loss`, this module works on chunks of tokens: a rank never stores the logits of more than one
-chunk, and only for its slice of the vocabulary. Ranks exchange three numbers for each token. Shapes: B sequences, T
-positions of all ranks together, D d_model, V vocabulary of this rank, n tokens of a chunk.
+Like :mod:`leaven.model.loss`, this module works on chunks of tokens: a rank stores the logits of only one chunk at a
+time, and only for its slice of the vocabulary. Ranks exchange three numbers for each token. Shapes: B sequences, t
+positions of this rank, T positions of all ranks together, D d_model, V vocabulary entries of this rank, n tokens of a
+chunk.
 """
 
 from typing import Any
@@ -29,11 +30,11 @@ def sharded_cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` x the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target],
-    in nats, (), the same on every rank. ``hidden_BtD`` contains the positions of this rank, ``targets_BT`` contains
-    all positions."""
+    """Return ``factor`` times the loss in nats, (): the sum over the tokens of all ranks of -log softmax(multiplier x
+    hidden . weight)[target]. The result is the same on every rank. ``hidden_BtD`` contains the positions of this
+    rank, and ``targets_BT`` contains all positions."""
     if not torch.is_grad_enabled():
-        # A parameter requires its gradient here too. Computing it would be most of the work, for nothing.
+        # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
     arguments = hidden_BtD, weight_VD, targets_BT, group, multiplier, factor, compute, repeatable
     total: Tensor = _ShardedCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -78,7 +79,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             mine_n1 = (place_n1 >= 0) & (place_n1 < len(weight_VD))
             place_n1 = place_n1.clamp(0, len(weight_VD) - 1)
             target_n = torch.where(mine_n1, logits_nV.gather(1, place_n1), 0)[:, 0]
-            p_nV = logits_nV.sub_(highest_n[:, None]).exp_()  # in place: these are by far the largest tensors
+            p_nV = logits_nV.sub_(highest_n[:, None]).exp_()  # in place: logits are by far the largest tensors
             sums_2n = torch.stack((p_nV.sum(-1), target_n))
             dist.all_reduce(sums_2n, group=group)
             normaliser_n, target_n = sums_2n
@@ -91,7 +92,7 @@ class _ShardedCrossEntropy(torch.autograd.Function):
             grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
             grad_weight_VD += g_nV.T @ h_nD
         grad_hidden_BtD = None
-        if grad_hidden_ND is not None:  # each rank has its vocabulary's part of every token's gradient
+        if grad_hidden_ND is not None:  # each rank has computed what its vocabulary adds
             grad_hidden_BtD = reduce_scatter(grad_hidden_ND, group).view(hidden_BtD.shape)
         ctx.repeatable = repeatable
         ctx.save_for_backward(grad_hidden_BtD, grad_weight_VD)

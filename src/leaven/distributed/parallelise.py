@@ -1,5 +1,5 @@
-"""Builds the layers of one rank, and applies tensor parallelism, recomputation, compilation and sharding to them, in
-this order.
+"""Builds the layers of one rank, and then applies tensor parallelism, recomputation, compilation and sharding to
+them, in this order.
 
 :mod:`leaven.distributed.pipeline` decides which layers a rank has. The table in :mod:`leaven.distributed.shardings`
 determines how each module is split over tensor-parallel ranks.
@@ -22,7 +22,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterTable
 
-# The modules of a block whose parameters travel in the compute dtype.
+# The modules of a block whose parameters are communicated in the compute dtype.
 _MATRICES = ("attention", "mlp")
 
 
@@ -36,8 +36,8 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Build the layers from number ``layers[0]`` up to (not including) ``layers[1]``, distributed over the ranks.
-    Their parameters are not initialised."""
+    """Build the stage with the layers from number ``layers[0]`` up to, but not including, ``layers[1]``, and
+    distribute it over the ranks. Parameters are not initialised."""
     first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
@@ -59,7 +59,7 @@ def build_stage(
 
 
 def compile_block(block: nn.Module, whole: bool) -> None:
-    """Compile a whole block, or attention and MLP separately. Use separate compilation with tensor parallelism:
+    """Compile a whole block, or attention and MLP separately. With tensor parallelism, compile them separately:
     FSDP's hooks on attention and MLP are not compiled, and a DTensor that passes through one of these hooks inside a
     compiled block loses the layout of its gradient."""
     if whole:
@@ -71,8 +71,8 @@ def compile_block(block: nn.Module, whole: bool) -> None:
 
 
 def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
-    """Shard parameters, gradients and optimizer states over the data-parallel ranks by ZeRO stage (Rajbhandari et al.
-    2020, arXiv 1910.02054).
+    """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
+    (Rajbhandari et al. 2020, arXiv 1910.02054).
 
     Matrices are communicated in the compute dtype; norms, embeddings and all gradients in fp32. The loss is divided
     by the total number of tokens on all ranks before the backward pass, so gradients are summed and never averaged.
@@ -88,25 +88,25 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
         for name in _MATRICES:
             module = getattr(block, name)
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
-    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:  # tied, the last layer reads it too
+    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:  # the last layer also reads a tied one
         embedding = fully_shard(stage.model.embedding, mesh=mesh, reshard_after_forward=True, mp_policy=others)
-        embedding.set_unshard_in_backward(False)  # its backward pass does not read it
+        embedding.set_unshard_in_backward(False)  # the backward pass does not read the embedding
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=others)
     for unit in units(stage):
-        # Sum without dividing, which Gloo cannot do in one operation.
+        # Sum gradients without dividing. Gloo cannot divide in the same operation.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def units(stage: nn.Module) -> list[FSDPModule]:
-    """Return the modules that FSDP gathers and shards as a unit."""
+    """Return the modules that FSDP gathers and shards, each as a unit."""
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
 @torch.no_grad()
 def pieces(stage: Stage) -> list[Piece]:
-    """Return this process's pieces of the stage's parameters. A tied embedding is on both the first and the last
-    stage; the first stage owns it."""
+    """Return this process's pieces of the stage's parameters. Both the first and the last stage have a tied
+    embedding; the first stage owns it."""
     return [
         piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")
         for name, parameter in stage.model.named_parameters()
@@ -115,8 +115,8 @@ def pieces(stage: Stage) -> list[Piece]:
 
 @torch.no_grad()
 def initialise(held: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill this process's pieces of the parameters with initial values, which are the same as in a run with a single
-    process."""
+    """Fill this process's pieces of the parameters with initial values. The values are the same as in a run with a
+    single process."""
     for piece in held:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

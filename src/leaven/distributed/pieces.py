@@ -1,8 +1,8 @@
-"""Describes the piece of a tensor that a process has. Every element of a tensor is owned by exactly one process of a
+"""Describes the piece of a tensor that a process has. Each element of a tensor is owned by exactly one process of a
 run.
 
-Norms sum over owned elements only, and each process writes only owned elements to a checkpoint. So no element is
-counted or written twice, whatever the layout.
+Norms sum only over owned elements, and each process writes only owned elements to a checkpoint. So no element is
+counted or written twice in any layout.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Piece:
     name: str  # of the parameter
     local: Tensor  # the block; shares its memory with the model
     shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]  # of the block's first element in it
+    offset: tuple[int, ...]  # of the block's first element in the whole tensor
     owned: bool = True  # whether this process counts and saves the block
 
     @property
@@ -44,13 +44,13 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return this process's piece of a tensor. If the piece is replicated, the first process on each axis of the mesh
-    owns it."""
+    """Return this process's piece of a tensor. Where a piece is replicated along an axis of the mesh, the first
+    process along this axis owns it."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this process holds nothing of it"
+    assert coordinate is not None, "this process is not in the mesh of the tensor"
     first = all(place == 0 for place, how in zip(coordinate, placements, strict=True) if isinstance(how, Replicate))
     _, offset = local_place(tensor)
     return Piece(name, tensor.to_local(), tuple(tensor.shape), offset, owned and first)
@@ -62,7 +62,7 @@ def whole(model: nn.Module) -> list[Piece]:
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Return a view of the block of ``shape`` at ``offset``."""
+    """Return a view of the block of a tensor that has ``shape`` and begins at ``offset``."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length) if length else tensor.narrow(dim, 0, 0)
     return tensor

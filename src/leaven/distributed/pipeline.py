@@ -1,7 +1,8 @@
 """Runs batches through the stages of a pipeline with torch's schedules.
 
-Every process reads the samples of its data-parallel rank itself, so that only activations and their gradients are
-sent between stages. The first stage uses the tokens, the last stage the targets, and all stages the document numbers.
+Every process reads the samples of its data-parallel rank itself. Only activations and their gradients are sent
+between stages. The first stage uses the tokens, the last stage uses the targets, and all stages use the document
+numbers.
 """
 
 from collections.abc import Sequence
@@ -27,16 +28,18 @@ SCHEDULES = {
 }
 
 MicroBatch = tuple[Tensor, Tensor, Tensor | None]
-"""Inputs, targets and, for isolated documents, the document number of each input: (sequences, seq_len)."""
+"""The inputs, the targets and, if documents are isolated, the document number of each input. Each is (sequences,
+seq_len)."""
 
 
 def stage_numbers(layout: Layout, rank: int) -> list[int]:
-    """Return the stage numbers of pipeline rank r: r, r + pp, ... (Narayanan et al. 2021, arXiv 2104.04473, 2.2)."""
+    """Return the numbers of the stages that a pipeline rank runs: rank, rank + pp, rank + 2 pp and so on (Narayanan
+    et al. 2021, arXiv 2104.04473, section 2.2)."""
     return [rank + layout.pp * turn for turn in range(layout.stages_per_rank)]
 
 
 class Pipeline:
-    """The stages of this process, and its connections to the other pipeline ranks."""
+    """The pipeline stages of this process, with the connections to the other pipeline ranks."""
 
     def __init__(self, stages: Sequence[Stage], layout: Layout, group: ProcessGroup, device: torch.device) -> None:
         assert group.mesh is not None
@@ -56,8 +59,8 @@ class Pipeline:
         return max(scheduled(self.layout, micro_batches), least)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, (), on
-        the last stage, and 0 on the other stages."""
+        """Run all micro-batches forward and backward, and accumulate gradients. Return the sum of the losses, (), if
+        this process has the last stage, and 0 if not."""
         inputs, targets, documents = (
             None if parts[0] is None else torch.cat(parts) for parts in zip(*micro_batches, strict=True)
         )
@@ -75,8 +78,8 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the same sum as :meth:`forward_backward`, without computing gradients. The evaluation of torch's
-        schedules is not used because it changes the state that they keep for training."""
+        """Return the same sum as :meth:`forward_backward` without computing gradients. This does not call the
+        ``eval`` method of torch's schedules, because that method changes the state that they keep for training."""
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs
@@ -95,8 +98,8 @@ class Pipeline:
         return total
 
     def _schedule_for(self, count: int, shape: torch.Size) -> PipelineScheduleSingle | PipelineScheduleMulti:
-        """Return the schedule for ``count`` micro-batches of a shape. Only one schedule exists at a time: schedules
-        keep state on their stages, and two schedules on the same stages would silently lose gradients."""
+        """Return the schedule for ``count`` micro-batches of this shape. Only one schedule exists at a time, because
+        schedules keep state in their stages, and two schedules with the same stages would silently lose gradients."""
         if self._built_for != (count, shape):
             passed_on = torch.empty(self._passed_on(shape), device="meta")
             tokens, loss = torch.empty(shape, dtype=torch.int64, device="meta"), torch.empty(1, device="meta")
@@ -126,7 +129,8 @@ class Pipeline:
         return self._schedule
 
     def _passed_on(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Return the shape of activations between stages: (B, T of this tensor rank, D)."""
+        """Return the shape of the activations that are sent between stages: (B, positions of this tensor-parallel
+        rank, D)."""
         return shape[0], shape[1] // self._tp, self.stages[0].model.shape.d_model
 
     def _nothing(self) -> Tensor:

@@ -1,5 +1,5 @@
-"""Defines the group of processes of a run: the rank of this process, and the collectives that are used outside the
-model."""
+"""Defines the group of processes of a run, with the rank of this process and the collectives that are used outside
+the model."""
 
 import json
 import os
@@ -22,15 +22,15 @@ from leaven.recipe.errors import ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
-"""Axes of the device mesh, from the slowest link to the fastest. Data parallelism has two: "replicate" for ranks that
-hold the same pieces of parameters and optimizer states, "shard" for ranks that share them."""
+"""The axes of the device mesh, from the slowest link to the fastest. Data parallelism has two axes: ranks along
+"replicate" have the same pieces of parameters and optimizer states, ranks along "shard" have different pieces."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The group of processes of a run. With a single process, every method is a no-op."""
+    """The group of processes of a run. With a single process, no method communicates."""
 
     rank: int = 0
     size: int = 1
@@ -39,7 +39,7 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes the run's files."""
+        """Whether this is the first process, which writes the run's files."""
         return self.rank == 0
 
     def rank_along(self, axis: str) -> int:
@@ -66,20 +66,20 @@ class ProcessGroup:
         return self.rank_along("pp") == 0 and self.rank_along("tp") == 0
 
     def all_reduce_(self, values: Tensor) -> Tensor:
-        """Sum ``values`` in place over all processes, and return the sum, which is bit-identical on all processes."""
+        """Sum ``values`` over all processes in place, and return the sum. It is bit-identical on all processes."""
         if self.mesh is not None:
             dist.all_reduce(values)
         return values
 
     def all_gather(self, values: list[float]) -> list[list[float]]:
-        """Return the values of all processes, by rank."""
+        """Return the values of all processes in the order of their ranks."""
         own = torch.zeros(self.size, len(values), dtype=torch.float64)
         own[self.rank] = torch.tensor(values, dtype=torch.float64)
         found: list[list[float]] = self.all_reduce_(own).tolist()
         return found
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any process."""
+        """Return whether the flag is true on at least one process."""
         if self.mesh is None:
             return flag
         return bool(self.all_reduce_(torch.tensor(float(flag))))
@@ -93,13 +93,13 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record in the store what this process is doing now. If the process dies, the error message of the others
-        names it."""
+        """Record in the store what this process is doing now. If this process dies, the other processes report it in
+        their error message."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 
     def barrier(self) -> None:
-        """Wait for all processes."""
+        """Wait until all processes have called this method."""
         self.any(False)
 
 
@@ -108,8 +108,8 @@ SINGLE_PROCESS = ProcessGroup()
 
 @contextmanager
 def join_process_group(layout: Layout, device: torch.device) -> Iterator[ProcessGroup]:
-    """Yield the group of the processes that torchrun started, arranged by the recipe's layout. Without torchrun,
-    yield the group of a single process.
+    """Yield the group of all processes that torchrun started, arranged by the recipe's layout. For a layout of one
+    rank, yield the group of this process alone.
 
     Raises:
         ProcessLost: if other processes have died or have not answered for ``layout.timeout_seconds``.
@@ -135,12 +135,12 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
     group = ProcessGroup(rank, size, mesh_of(layout, device), store)
     try:
         yield group
-        group.barrier()  # the store may live in the first process, and others may still read in it
+        group.barrier()  # the first process may serve the store, which others may still read
     except Exception as error:
         if isinstance(error, RuntimeError) and _is_connection_error(error):
             raise ProcessLost(_describe_loss(group, error)) from error
         if not isinstance(error, Settled):
-            error.add_note(f"rank {rank}")  # only this process raises it
+            error.add_note(f"rank {rank}")  # the other processes do not raise this error
         raise
     finally:
         dist.destroy_process_group()
@@ -155,17 +155,17 @@ def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def world_size() -> int:
-    """Return the number of processes that torchrun started; 1 without torchrun."""
+    """Return the number of processes that torchrun started, or 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Return the rank that torchrun gave this process; 0 without torchrun."""
+    """Return the rank that torchrun gave this process, or 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def _is_connection_error(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, comes from the connections between processes."""
+    """Return whether the error or one of its causes comes from a connection between processes."""
     if error is None:
         return False
     connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
@@ -173,13 +173,13 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
-    """Describe in a message what this process was waiting for, and which process has the oldest heartbeat."""
+    """Return a message that says what this process was waiting for and which process has the oldest heartbeat."""
     collective = next(
         (frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.name in _COLLECTIVES),
         "a collective",
     )
     heartbeats = {}
-    with suppress(Exception):  # the store may be gone with its process
+    with suppress(Exception):  # the process that serves the store may have ended
         for other in range(group.size):
             when, activity = json.loads(group.store.get(f"heartbeat/{other}")) if group.store else (0.0, "")
             heartbeats[other] = (time.time() - float(when), activity)

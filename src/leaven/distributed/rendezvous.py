@@ -1,8 +1,8 @@
-"""Gives the processes of each start of a run a private key-value store.
+"""Gives every start of a run a private key-value store, which its processes share.
 
-torchrun restarts the processes of a run in place and keeps its store. The new processes would read entries of dead
-processes there, for example addresses, and would hang or fail to connect. So they first agree on a new prefix for all
-their keys.
+When torchrun restarts the processes of a run, it keeps its store. The new processes would read entries of dead
+processes in it, for example addresses, and would hang or fail to connect. Therefore they first agree on a new prefix
+for all their keys.
 """
 
 import json
@@ -17,12 +17,12 @@ _PAUSE = 0.02  # s between two polls of the store
 
 
 def private_store(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """Return a store with a new prefix, which only the ``size`` processes that call this now share.
+    """Return a store with a new key prefix. Only the ``size`` processes of this start of the run share it.
 
-    Each process writes a new random word. The first process proposes the set of words that it finds. Each other
-    process agrees if the set contains its word. When all have agreed, the first process confirms the proposal. A
-    proposal with the word of a dead process is never confirmed, because the living process of that rank does not
-    agree.
+    Each process writes a new random word. The first process proposes a prefix together with the words of all ranks
+    that it has read. Another process agrees if the proposal contains its own word. When all have agreed, the first
+    process confirms the proposal. A proposal with the word of a dead process is never confirmed, because the living
+    process of the same rank does not agree.
 
     Raises:
         TimeoutError: if ranks are missing; the message names them.

@@ -1,8 +1,8 @@
 """Distributes a model over the processes of a run, with the same interface for every layout.
 
-Optimizer, clipping and norms work on this process's pieces of the parameters, as plain tensors. A norm is the root of
-the sum of squares of the owned elements on all processes: each element counts once. Norms are bit-identical on all
-processes, so that decisions that depend on a norm are the same everywhere.
+The optimizer, clipping and norms use this process's pieces of the parameters, which are plain tensors. A norm is the
+root of the sum of squares over the owned elements of all processes, so each element counts once. Norms are
+bit-identical on all processes, so all processes make the same decisions from them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,11 +34,12 @@ class Held:
     row: ParameterRow  # of the parameter table
     piece: Piece
     parameter: nn.Parameter  # in the model; a DTensor if it is sharded
-    leaf: nn.Parameter  # the local memory of ``parameter`` as a plain one; the same object if it is not sharded
+    leaf: nn.Parameter  # ``parameter`` if it is not sharded, else a plain parameter with its local memory
 
 
 class ShardedModel:
-    """The stages that this process runs, and their parameters in the order of the parameter table."""
+    """The part of a model that this process runs: its stages, and their parameters in the order of the parameter
+    table."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ShardedModel:
             for number in stage_numbers(layout, group.rank_along("pp"))
         ]
         self.held = self._find_held(table)
-        if device.type != "meta":  # which has no values
+        if device.type != "meta":  # meta tensors have no values
             initialise(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]
         self.leaves = [held.leaf for held in self.held]
@@ -76,7 +77,7 @@ class ShardedModel:
         self._owned = torch.tensor([held.piece.owned for held in self.held], device=device)
         self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
         self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
-        # Tensor ranks have the same loss; one of them counts it.
+        # All tensor-parallel ranks compute the same loss, so only the first counts it.
         self._counts_loss = self.stages[-1].ends and group.rank_along("tp") == 0
 
     def _find_held(self, table: ParameterTable) -> list[Held]:
@@ -87,7 +88,7 @@ class ShardedModel:
                 parameter = parameters[piece.name]
                 leaf = parameter if piece.local is parameter else nn.Parameter(piece.local)
                 row = table[piece.name]
-                # A tied embedding would be twice on a rank that has both ends of the pipeline.
+                # A rank with both ends of the pipeline would have a tied embedding twice.
                 assert piece.name not in found
                 found[piece.name] = Held(row, piece, parameter, leaf)
         return [found[row.name] for row in table.rows if row.name in found]
@@ -111,11 +112,11 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Accumulate gradients. Return ``factor`` times the sum of this process's losses, (); :meth:`total` sums it
-        over processes.
+        """Run all micro-batches forward and backward, and accumulate gradients. Return ``factor`` times the sum of
+        this process's losses, (). :meth:`total` sums the result over all processes.
 
-        ``after_first`` is called after the first micro-batch, when gradients contain only its contribution. In a
-        pipeline it is never called.
+        ``after_first`` is called after the first micro-batch, when gradients contain only the contribution of this
+        micro-batch. With pipeline parallelism, it is never called.
         """
         for stage in self.stages:
             stage.factor = factor
@@ -149,7 +150,7 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Sum the losses of all processes, each for its own samples, and return the total, ()."""
+        """Return the sum of the losses of all processes, (). Each process passes the loss of its own samples."""
         return (
             loss
             if self.group is SINGLE_PROCESS
@@ -157,8 +158,8 @@ class ShardedModel:
         )
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of each group of tensors over all processes, one for each row of the parameter table.
-        The tensors of a group correspond to ``leaves``."""
+        """Return, for each group of tensors, their 2-norms over all processes, one for each row of the parameter
+        table. The tensors of a group correspond to ``leaves``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -177,9 +178,10 @@ class ShardedModel:
             held.parameter.grad = held.leaf.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP does after the next micro-batch. With ZeRO 2 and 3, gradients are reduce-scattered after
-        every micro-batch; with ZeRO 0 and 1, and between replicas, they are reduced only after the last micro-batch
-        of a step. With ZeRO 0 to 2, parameters stay gathered until then."""
+        """Set what FSDP does after the next micro-batch; ``last`` says whether it is the last of the step. With ZeRO
+        2 and 3, gradients are reduce-scattered after every micro-batch. With ZeRO 0 and 1, and between replicas,
+        gradients are reduced only after the last micro-batch. With ZeRO 0 to 2, parameters stay gathered until the
+        end of the step."""
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
@@ -187,11 +189,12 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move gradients to ``leaves``, and sum the gradients of a tied embedding over both ends of the pipeline."""
+        """Move the gradients of sharded parameters to ``leaves``. If the embedding is tied, add its gradients from
+        the first and the last stage."""
         for held in self.held:
             if held.leaf is not held.parameter:
                 grad = held.parameter.grad
-                assert isinstance(grad, DTensor), f"no gradient of {held.row.name}"
+                assert isinstance(grad, DTensor), f"{held.row.name} has no gradient"
                 held.leaf.grad, held.parameter.grad = grad.to_local(), None
         tied = next((held for held in self.held if held.row.name == "embedding.weight"), None)
         if self._both_ends is not None and tied is not None:
@@ -199,7 +202,7 @@ class ShardedModel:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[bool, T]]:
-    """Yield each item, preceded by whether it is the last. This reads one item ahead."""
+    """Yield pairs of a flag and an item; the flag says whether the item is the last. This reads one item ahead."""
     items = iter(items)
     for ahead in items:
         item = ahead

@@ -1,10 +1,11 @@
-"""Defines how each module is split over tensor-parallel ranks, in a table.
+"""Defines in a table how each module is split over tensor-parallel ranks.
 
-Tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv
-2205.05198): projections into heads and into d_ff are split by columns, projections out of heads and out of d_ff by
-rows, and both vocabulary matrices by rows. Outside attention and MLP, every rank has a part of the sequence. The
-forward pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters (out of them).
-The backward pass has reduce-scatters in place of the all-gathers, and all-gathers in place of the reduce-scatters.
+This is tensor parallelism with sequence parallelism (Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022,
+arXiv 2205.05198). Projections into heads and into d_ff are split by columns. Projections out of heads and out of d_ff
+are split by rows, and so are both vocabulary matrices. Outside attention and MLP, every rank has a part of the
+sequence. The forward pass of a layer has two all-gathers (into attention and into the MLP) and two reduce-scatters
+(out of them). The backward pass has reduce-scatters in place of the all-gathers, and all-gathers in place of the
+reduce-scatters.
 """
 
 from collections.abc import Callable
@@ -37,11 +38,12 @@ from leaven.distributed.compat import quiet_about_views
 from leaven.distributed.loss import sharded_cross_entropy
 from leaven.distributed.stage import Stage
 
-SEQUENCE = 1  # dimension of (B, T, D)
+SEQUENCE = 1  # the dimension T of (B, T, D)
 
 
 class PositionTable(ParallelStyle):
-    """A replicated table of learned positions; each rank returns the rows of its part of the sequence."""
+    """The parallel style of a table of learned positions. The table is replicated, and each rank returns the rows for
+    its part of the sequence."""
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         def whole(_: nn.Module, inputs: tuple[Tensor], mesh: DeviceMesh) -> Any:
@@ -54,7 +56,8 @@ class PositionTable(ParallelStyle):
 
 
 class VocabularySlice(ParallelStyle):
-    """An embedding with a slice of the vocabulary on each rank; each rank returns its part of the sequence.
+    """The parallel style of an embedding. Each rank has a slice of the vocabulary and returns its part of the
+    sequence.
 
     torch's own parallel style for embeddings would allocate a gradient of the whole vocabulary on every rank.
     """
@@ -78,8 +81,9 @@ class VocabularySlice(ParallelStyle):
 
 
 class LocalNorm(ParallelStyle):
-    """A norm that each rank computes on plain tensors with its own activations. ``gains`` is Replicate (gradients are
-    summed over the ranks), or Shard(0) if each head has its own gains.
+    """The parallel style of a norm that each rank computes on plain tensors for its part of the activations.
+    ``gains`` is Replicate if all ranks have the same gains (their gradients are summed over the ranks), or Shard(0)
+    if each head has separate gains.
 
     torch's own parallel style for norms computes on DTensors. On a CPU, a norm of a DTensor is decomposed into small
     operations, whose results are all kept for the backward pass.
@@ -134,13 +138,13 @@ ENDS: dict[str, Callable[[], ParallelStyle]] = {
     "positions": PositionTable,
     "norm.embedding": partial(LocalNorm, Replicate()),
     "norm.final": partial(LocalNorm, Replicate()),
-    "unembedding": ColwiseParallel,  # splits rows, the vocabulary; the loss reads them
+    "unembedding": ColwiseParallel,  # splits the rows, so the vocabulary; the loss expects this
 }
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split every module of a stage over tensor-parallel ranks, as the tables define. The stage must be on the meta
-    device."""
+    """Split every module of a stage over tensor-parallel ranks as the tables ``BLOCK`` and ``ENDS`` define. The stage
+    must be on the meta device."""
     quiet_about_views()
     model = stage.model
     by_head = (
@@ -167,7 +171,7 @@ def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, Callable[[], Pa
 
 
 def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Give attention the slice of ALiBi's bias that belongs to this rank's heads."""
+    """Make a block's attention use the slice of the ALiBi bias that belongs to this rank's heads."""
 
     def mine(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, norm, positions = arguments

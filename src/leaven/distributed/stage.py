@@ -1,5 +1,5 @@
-"""Defines a stage: the consecutive layers that a rank runs in one pass. Without a pipeline, the stage is the whole
-model."""
+"""Defines a stage, which consists of consecutive layers that one rank runs. Without pipeline parallelism, the stage
+is the whole model."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,8 +12,7 @@ from leaven.model.transformer import Transformer
 
 
 class LossFunction(Protocol):
-    """A cross-entropy function like :func:`leaven.model.loss.cross_entropy`, with arguments hidden (B, T, D) and
-    targets (B, T)."""
+    """A function like :func:`leaven.model.loss.cross_entropy`, but for hidden states (B, T, D) and targets (B, T)."""
 
     def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor: ...
 
@@ -23,12 +22,13 @@ def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **h
 
 
 class Stage(nn.Module):
-    """The layers of a model from ``first`` up to (not including) ``last``. The first stage also has the embedding,
-    the last stage the loss. The names of parameters are those in the whole model, prefixed with ``model.``.
+    """The layers of a model from number ``first`` up to, but not including, ``last``. The first stage also has the
+    embedding, and the last stage also has the loss. Parameters have the same names as in the whole model, prefixed
+    with ``model.``.
 
     Args:
         dtype: the dtype of matrix products.
-        splits_backward: whether the gradients of inputs and of parameters are computed separately.
+        splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
 
     ``factor`` multiplies the loss; set it before a forward pass.
     """
@@ -64,9 +64,9 @@ class Stage(nn.Module):
         return list(self.model.layers.children())
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations for the next stage, (B, T, D). On the last stage, return the loss in nats, summed
-        over the targets that count and multiplied by ``factor``, (1,). On the first stage, ``x`` contains the tokens,
-        (B, T); on the others, the activations of the previous stage."""
+        """Return the activations for the next stage, (B, T, D). On the last stage, return ``factor`` times the loss
+        in nats, summed over all targets that are not ignored, (1,). On the first stage, ``x`` contains the tokens,
+        (B, T). On other stages, ``x`` contains the activations of the previous stage, (B, T, D)."""
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:
@@ -85,4 +85,4 @@ class Stage(nn.Module):
             compute=self.dtype if lower else None,
             repeatable=self.splits_backward,
         )
-        return torch.stack((loss,))  # not a view: hooks on a stage may not get one
+        return torch.stack((loss,))  # FSDP's hooks do not accept a view
