@@ -11,9 +11,7 @@ from leaven.views.catalogue_page import (
     CatalogueChart,
     band,
     hues_of,
-    linked,
     scatter,
-    symbol,
 )
 
 RUNS = load_runs()
@@ -37,12 +35,6 @@ def test_every_known_value_is_a_point_with_its_source(quantity: CatalogueChart) 
         for source in known.sources:
             assert re.sub(r"\s", "", source) in re.sub(r"\s", "", flowing)
         assert f"({known.confidence})" in flowing
-
-
-def test_incomparable_learning_rates_have_another_symbol() -> None:
-    shapes = {"cerebras-gpt-1.3b-mup": "diamond", "palm-8b": "square", "apertus-8b": "square", "llama2-7b": "circle"}
-    shapes |= {"deepseek-v3": "circle-open", "kimi-k2": "square-open"}
-    assert {id: symbol(find_run(id)) for id in shapes} == shapes
 
 
 def test_a_law_is_drawn_at_20_tokens_a_parameter_and_dotted_beyond_its_fit() -> None:
@@ -73,11 +65,3 @@ def test_a_lineage_has_one_vote_in_the_band() -> None:
     assert high == pytest.approx(8e-4 / 2**0.75)
     assert band(points[:3]) == []
     assert band([]) == []
-
-
-def test_papers_and_repositories_in_sources_are_links() -> None:
-    pythia = ("EleutherAI/pythia", "https://github.com/EleutherAI/pythia")
-    assert linked("EleutherAI/pythia: <70M>.yml") == [pythia, (": <70M>.yml", "")]
-    paper = ("arXiv 2205.01068", "https://arxiv.org/abs/2205.01068")
-    assert linked("OPT (arXiv 2205.01068), Table 1") == [("OPT (", ""), paper, ("), Table 1", "")]
-    assert linked('model card "x"') == [('model card "x"', "")]

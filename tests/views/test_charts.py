@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from leaven.views import charts, numbers
-from leaven.views.charts import corners, smooth, thin
+from leaven.views import numbers
+from leaven.views.charts import smooth
 
 
 def test_smoothing_keeps_a_straight_line():
@@ -20,13 +20,6 @@ def test_smoothing_removes_noise():
     truth = 2 + 4 * np.exp(-x / 2)
     error = smooth(x, truth + rng.normal(0, 0.05, len(x))) - truth
     assert np.abs(error[200:]).max() < 0.03
-
-
-def test_thinning_keeps_the_ends_and_corners_the_steps():
-    kept = thin(list(range(1, 100_000)), 300)
-    assert (kept[0], kept[-1]) == (0, 99_998)
-    assert len(kept) <= 300
-    assert corners([4, 4, 4, 8, 8, 16]) == [0, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e-4, 3e-2), (0.9, 1.1), (4_096, 2e9), (0.031, 0.042), (2, 2.02)])
@@ -45,20 +38,3 @@ def test_ticks_are_few_and_round(low, high):
 def test_values_are_written_as_in_a_recipe(number, written):
     assert numbers.value(number) == written
     assert math.isclose(float(written), number, rel_tol=1e-3)
-
-
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_numbers_that_are_not_finite_are_written_as_python_reads_them(number):
-    assert str(float(numbers.value(number))) == str(number)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(0, "0 s"), (3.21e-3, "3.21 ms"), (0.0999999, "100 ms"), (0.9999, "1.00 s"), (1234.5, "1,230 s")],
-)  # fmt: skip
-def test_durations_have_three_digits(seconds, said):
-    assert numbers.duration(seconds) == said
-
-
-def test_text_in_a_chart_is_escaped():
-    assert charts.text("<b>%{x}</b>") == "&lt;b&gt;%&#123;x}&lt;/b&gt;"

@@ -26,15 +26,6 @@ def test_the_kind_of_a_folder_follows_from_its_files(demo_folder, tmp_path):
     assert isinstance(read_folder(demo_folder / "runs/copied"), RunView)
 
 
-def test_a_demo_has_its_arms_gain_and_study(demo_folder):
-    demo = read_demo(demo_folder)
-    assert [arm.key for arm in demo.arms] == ["transferred", "copied", "untuned"]
-    assert demo.baseline.key == "copied"
-    assert demo.gain == pytest.approx(0.14)
-    assert demo.seconds == pytest.approx(568.5)
-    assert (demo.study.count("complete"), demo.study.count("diverged")) == (18, 2)
-
-
 def test_a_torn_last_line_is_ignored(folder):
     whole = read_run(folder / "runs/copied")  # torn by the fixture
     assert whole.steps[-1].step == whole.recipe.steps - 1

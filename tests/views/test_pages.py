@@ -31,9 +31,8 @@ VOID = {"meta", "link", "br", "wbr", "input"}
 RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
     "demo": ("0.140 nats better than the same values copied", RUN | {"search"}),
-    "hostile demo": ("0.140 nats better than the same values copied", RUN | {"search"}),
     "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
-    "study": ("Trial 54 is the best of 64", {"search", "curves", "ahead", "timeline", "depth"}),
+    "study": ("is the best of 64", {"search", "curves", "ahead", "timeline", "depth"}),
     "study of durations": ("is the best of 30", {"search", "curves", "ahead", "front", "timeline"}),
     "study that diverged": ("All 9 trials diverged, the start's too: start from lr at", {"curves", "timeline"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
@@ -50,8 +49,7 @@ def write(name: str, demo: Path, folder: Path) -> Path:
     plan, too_large = planned("1f1b"), planned("too large")
     price = Price(amount=2.5, currency="$")
     made: dict[str, Callable[[], str]] = {
-        "demo": lambda: folder_page(demo),
-        "hostile demo": lambda: folder_page(write_demo(folder / "hostile", hostile=HOSTILE)),
+        "demo": lambda: folder_page(write_demo(folder / "hostile", hostile=HOSTILE)),
         "run": lambda: folder_page(demo / "runs/copied"),
         "study": lambda: folder_page(studied.write(folder / "modules", modules)),
         "study of durations": lambda: folder_page(
@@ -131,7 +129,7 @@ def test_a_page_is_complete_and_self_contained(name, pages):
     assert "http" not in policy
 
 
-@pytest.mark.parametrize("name", ["hostile demo", "check of slopes", "plan", "plan that does not fit"])
+@pytest.mark.parametrize("name", ["demo", "check of slopes", "plan"])
 def test_hostile_text_is_escaped(name, pages):
     read = Reader(pages[name].read_text(encoding="utf-8"))
     assert sum(tag == "script" for tag, _ in read.tags) == 3
@@ -139,7 +137,7 @@ def test_hostile_text_is_escaped(name, pages):
     assert "<script>window" not in pages[name].read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", ["demo", "plan", "catalogue"])
+@pytest.mark.parametrize("name", ["demo", "study"])
 def test_pages_are_reproducible(name, pages, demo_folder, tmp_path):
     assert write(name, demo_folder, tmp_path).read_bytes() == pages[name].read_bytes()
 
@@ -199,10 +197,10 @@ def browser(tmp_path_factory):
 
 
 @needs_browser
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", ["demo", "study", "study of durations", "catalogue", "check of slopes", "plan"])
 def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, Path], name: str):
     page = pages[name]
-    browser.window(390, dark=name in {"run", "study", "plan"})
+    browser.window(390, dark=name in {"study", "plan"})
     browser.open(page)
     browser.until(FITTED)
     assert browser.complaints == []

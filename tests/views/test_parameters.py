@@ -1,5 +1,3 @@
-import math
-
 import pytest
 from written import proxy, target
 
@@ -33,19 +31,6 @@ def test_the_base_of_a_transferred_recipe_is_the_recipe_it_came_from():
     assert at_base(small) is None
 
 
-def test_a_reason_names_the_cell_and_its_value():
-    recipe = target(proxy().replace({"scaling.alpha": 0.5}))
-    table = resolve(recipe)
-    row = table["layers.0.mlp.in.weight"]
-    at = table.ratios
-    factor = at.width**-1 * at.depth**-0.5 * math.sqrt(at.batch / at.tokens)
-    assert reason(recipe, table, row, "lr") == f"m_in^-1 m_L^(alpha-1) m_B^1/2 m_D^-t = {factor:.3g}"
-    assert "sqrt of variance factor m_in^-1 = 0.577" in reason(recipe, table, row, "init_std")
-    assert reason(recipe, table, table["layers.0.mlp.out.weight"], "multiplier") == "m_L^-alpha = 0.707"
-    assert reason(recipe, table, row, "multiplier") == "does not move with scale"
-    assert reason(recipe, table, table["norm.final.weight"], "weight_decay").startswith("gains and biases are not")
-
-
 @pytest.mark.parametrize("quantity", ["lr", "weight_decay", "eps", "init_std", "multiplier"])
 def test_the_factor_in_a_reason_is_target_over_base(quantity):
     """The printed factor is the ratio between the resolved values of target and base."""
@@ -58,12 +43,3 @@ def test_the_factor_in_a_reason_is_target_over_base(quantity):
             assert float(text.rpartition(" = ")[2]) == pytest.approx(mine / base, rel=6e-3)
         elif base:
             assert mine == base
-
-
-def test_the_reason_of_a_named_init_is_its_formula():
-    changes = {"hyperparameters.init": "gpt2", "hyperparameters.init_std": None}
-    recipe = proxy().replace(changes | {"scaling.rule": "standard"})
-    table = resolve(recipe)
-    assert reason(recipe, table, table["layers.0.mlp.in.weight"], "init_std") == "gpt2: 0.02"
-    assert reason(recipe, table, table["layers.0.mlp.out.weight"], "init_std") == "gpt2: 0.02 / sqrt(2 L)"
-    assert reason(recipe, table, table["norm.final.weight"], "init_std") == "does not move with scale"

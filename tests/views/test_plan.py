@@ -8,11 +8,8 @@ import pytest
 from planned import WAYS, planned
 
 from leaven.documents.planning import Price
-from leaven.planning.arrangement import bubble
 from leaven.planning.layouts import USABLE
 from leaven.planning.memory import GIB
-from leaven.planning.schedule import simulate
-from leaven.recipe.layout import Layout
 from leaven.views import plan_charts
 from leaven.views.numbers import costs
 from leaven.views.plan_page import plan_page
@@ -51,23 +48,3 @@ def test_memory_bars_add_up_to_the_plan(way):
     assert max(bar.marker.color for bar in chart.data)
     assert sorted(shape[f"{along}0"] for shape in chart.layout.shapes) == [68, 80]
     assert "80 GiB: all of it" in [note.text for note in chart.layout.annotations]
-
-
-def test_a_long_step_is_drawn_at_both_ends_with_true_times():
-    p, m = 32, 512
-    step = simulate(Layout(pp=p), m, [1.0] * p, [2.0] * p)
-    assert step.bubble == pytest.approx(bubble(m, p))  # what is computed has no cap
-    drawn = plan_charts.window(step)
-    assert drawn.ranks[0] == 0
-    assert drawn.ranks[-1] == p - 1
-    assert len(set(drawn.ranks)) == plan_charts.RANKS
-    chart = go.Figure(plan_charts.passes(step))
-    assert sum(len(kind.x) for kind in chart.data) <= plan_charts.PASSES
-    ends = [start + width for kind in chart.data for start, width in zip(kind.base, kind.x, strict=True)]
-    assert max(ends) == pytest.approx(drawn.width, rel=1e-5)
-    numbers = {int(hover.split()[1].strip(",")) for kind in chart.data for hover in kind.hovertext}
-    assert {0, m - 1} <= numbers
-    assert m // 2 not in numbers
-    for place, label in zip(chart.layout.xaxis.tickvals, chart.layout.xaxis.ticktext, strict=True):
-        assert drawn.place(float(label)) == pytest.approx(place, rel=1e-4)
-    assert not any(drawn.head + 1e-9 < x < drawn.head + drawn.gap - 1e-9 for x in chart.layout.xaxis.tickvals)

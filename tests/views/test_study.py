@@ -5,23 +5,19 @@ import json
 import math
 import re
 import shlex
-from collections import Counter
 
-import numpy as np
-import plotly.graph_objects as go
 import pytest
 import studied
 from studied import replace
 
-from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
 from leaven.tuning.document import Dimension
 from leaven.tuning.space import space
-from leaven.views import points, recipe_view, study_charts
+from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
-from leaven.views.study_page import UNSURE, changes, durations, study_page, tune_command, word
+from leaven.views.study_page import UNSURE, study_page, tune_command, word
 
 
 def words(page: str) -> str:
@@ -65,21 +61,6 @@ def test_an_answer_that_is_the_start_claims_no_gain(study):
     assert "What mattered" not in text
 
 
-def test_trials_are_grouped_by_kind_and_the_answer_has_its_interval(study):
-    kinds = study_charts.by_kind(study)
-    ended = Counter(trial.purpose for trial in study.trials if trial.state == "complete")
-    assert {name: len(trials) for name, trials in kinds.items()} == {
-        "complete": ended["search"] - 1, "stopped": study.count("stopped"), "diverged": study.count("diverged"),
-        "noise": 4, "rerun": ended["rerun"], "best": 1,
-    }  # fmt: skip
-    chart = go.Figure(study_charts.search(study))
-    answer = next(trace for trace in chart.data if trace.error_y.array is not None)
-    low, high = study.best.interval
-    assert [answer.y[0] - answer.error_y.arrayminus[0], answer.y[0] + answer.error_y.array[0]] == pytest.approx(
-        [low, high], abs=1e-4
-    )
-
-
 def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
     best = study.best_recipe
@@ -95,55 +76,6 @@ def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
                 assert factor == pytest.approx(getattr(row, kind) / getattr(neutral, kind))
                 compared += 1
     assert compared > 100
-
-
-def test_a_module_without_a_multiplier_has_no_band():
-    recipe = studied.recipe()
-    known = {
-        kind: [m for m in recipe.model.modules if recipe_view.acts(recipe, m, kind)]
-        for kind in Multipliers.model_fields
-    }
-    assert known["residual"] == ["attention.out", "mlp.out"]
-    assert not {"norm.final", "norm.query"} & {*known["init_std"], *known["weight_decay"]}
-    assert known["lr"] == list(recipe.model.modules)
-    assert recipe_view.multipliers_view(recipe.replace({"hyperparameters.depth": {}}), ()) is None
-
-
-def test_curves_relative_to_the_best_end_at_the_difference_in_loss(study):
-    known = study_charts.known_curves(study)
-    ahead = study_charts.against_best(study)
-    assert set(ahead) == set(known) == {trial.number for trial in study.trials}
-    assert [loss for _, loss in ahead[study.best.number]] == pytest.approx([0.0] * 80, abs=1e-12)
-    # Each trial's curve was made as its loss above a common one, with a noise of 0.004 nats.
-    ended = [trial for trial in study.trials if trial.state == "complete"]
-    final = [ahead[trial.number][-1][1] for trial in ended]
-    assert final == pytest.approx([trial.loss - study.best_trial.loss for trial in ended], abs=0.02)
-
-
-def test_loss_against_cost_is_drawn_if_durations_differ(study):
-    assert study_charts.front(study) is None
-    compared = studied.durations(study)
-    ends, steps, answer = go.Figure(study_charts.front(compared)).data
-    assert len(ends.x) == 3 * study.count("complete")
-    assert list(steps.y) == pytest.approx([one.loss for one in compared.front], abs=1e-5)
-    assert list(np.diff(steps.y) < 0) == [True, True]
-    assert min(ends.y) == pytest.approx(steps.y[-1])
-    assert answer.y == pytest.approx([study.best.loss], abs=1e-5)
-    assert answer.x == pytest.approx([steps.x[-1]])
-    # Whole batches end a little apart: that is no choice of cost.
-    near = replace(study, front=tuple(replace(compared.front[-1], number=k, tokens=1_000_000 + k) for k in range(2)))
-    assert study_charts.front(near) is None
-
-
-def test_the_point_with_the_fewest_changes_is_shown_beside_the_best(study):
-    rows = changes(study)["rows"]
-    kept = [path for path, octaves in study.fewest_octaves.items() if abs(octaves) > points.UNMOVED]
-    moved = [path for path, octaves in study.best_trial.octaves.items() if abs(octaves) > points.UNMOVED]
-    assert [row["path"] for row in rows if row["fewest"]] == sorted(kept, key=[r["path"] for r in rows].index)
-    assert len(rows) == len(moved)
-    alone = replace(study, fewest_octaves=study.best_trial.octaves)
-    assert "fewest changes" in words(study_page(study))
-    assert "fewest changes" not in words(study_page(alone))
 
 
 def test_octaves_of_a_beta_scale_its_exponent(study):
@@ -166,48 +98,12 @@ def test_shown_values_are_rounded_as_the_search_rounds_them(study, octaves):
     assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
 
 
-def test_the_lowest_loss_of_each_duration_is_marked_as_a_single_run(study):
-    compared = studied.durations(study)
-    searched = [trial for trial in compared.trials if trial.branches and trial.purpose == "search"]
-    found = durations(compared)
-    assert [loss for _, _, loss in found] == [min(trial.branches[i][1] for trial in searched) for i in range(3)]
-    text = words(study_page(compared))
-    assert text.count("one run, of the seed that chose it") == 3
-    assert "the answer: mean of 3 fresh seeds" in text
-    unjudged = replace(compared, best=replace(study.best, fresh=0))
-    assert "the answer: mean" not in words(study_page(unjudged))
-    assert durations(study) == []
-
-
 def test_idle_values_are_called_not_worth_tuning(study):
     words = {each.path: word(each, study) for each in study.coordinates}
     assert {path for path, said in words.items() if said == "not worth tuning"} == set(study.idle)
     unsure = [each for each in study.coordinates if words[each.path] == UNSURE]
     assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
     assert not any(each.worth for each in unsure)
-
-
-def test_an_uncertain_gain_is_not_called_small(tmp_path):
-    """A gain of five times the noise with a large deviation did not gain less than the noise."""
-    state = studied.study(6, 24)
-    first, *others = (replace(each, worth=False) for each in state.coordinates)
-    first = replace(first, gain=5 * studied.NOISE, gain_deviation=6 * studied.NOISE)
-    doubtful = replace(state, coordinates=(first, *others), idle=tuple(each.path for each in others))
-    text = words(folder_page(studied.write(tmp_path / "study", doubtful)))
-    assert "none is known to have gained more than the noise by itself" in text
-    assert "1 is not known to have gained more than the noise: −0.0155 nats." in text
-    assert "gained less than the noise:" not in text
-    assert "small" not in [word(each, doubtful) for each in doubtful.coordinates]
-
-
-def test_a_late_run_of_the_start_counts_as_noise(study):
-    again = replace(study.trials[0], number=64, purpose="rerun", confirms=True, seed=9)
-    with_it = replace(study, trials=(*study.trials, again))
-    kinds = study_charts.by_kind(with_it)
-    assert [trial.number for trial in kinds["noise"]] == [1, 2, 3, 4, 64]
-    assert 64 not in [trial.number for trial in kinds["rerun"]]
-    assert points.summary(again, with_it, 72) == points.summary(again, with_it, 72, study.best_trial)
-    assert points.summary(again, with_it, 72) == "the start again, seed +9"
 
 
 def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):

@@ -10,12 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import studied
 from rich.console import Console, RenderableType
-from rich.text import Text
 from written import proxy, target
 
-from leaven.catalogue.runs import load_runs
 from leaven.cli import main
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import ShowDocument
@@ -23,12 +20,10 @@ from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
 from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
-from leaven.views.points import changes
-from leaven.views.tables import Column, Facts, RowByRow, Table, at_point
 from leaven.views.terminal import console
 from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.recipe import recipe_screen
-from leaven.views.terminal.study import TuneScreen, answer_lines
+from leaven.views.terminal.study import TuneScreen
 from leaven.views.terminal.training import EVENTS, TrainScreen
 
 Read = Callable[..., list[str]]
@@ -51,38 +46,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
 
 
 # --- tables
-
-
-def test_a_wide_table_drops_columns_narrows_gaps_and_moves_equal_columns() -> None:
-    columns = [Column(name, align="point") for name in ("one", "two", "three")]
-    rows = [("1", "0.25", "0.9", "a"), ("2", "0.25", "0.95", "b")]
-    table = Table([*columns, Column("text", align="left", drop=1)], rows)
-    assert printed(table, 30)[0] == "one   two  three  text"
-    assert printed(table, 15) == ["one  two three", "  1 0.25  0.9", "  2 0.25  0.95"]
-    assert printed(table, 10) == ["one three", "  1  0.9", "  2  0.95", "all rows: two 0.25"]
-
-
-def test_facts_wrap_between_parts_and_long_parts_between_words() -> None:
-    facts = Facts([("a", ["one two", Text("three")]), ("long", ["four five six seven eight nine ten"])])
-    assert printed(facts, 30) == ["a     one two · three", "long  four five six seven", "      eight nine ten"]
-
-
-def test_numbers_are_aligned_at_their_points() -> None:
-    assert at_point(["0.004", "2.83e-4", "1e-8", "16"]) == [" 0.004  ", " 2.83e-4", " 1e-8   ", "16      "]
-
-
-def test_row_by_row_tables_drop_columns_that_do_not_fit() -> None:
-    columns = [Column("a", width=5), Column("b", width=5, drop=2), Column("c", width=5, drop=1)]
-    assert RowByRow(columns, 19).header.plain == "    a      b      c"
-    assert RowByRow(columns, 18).line({"a": "1", "b": "2", "c": "3"}).plain == "    1      3"
-    free = RowByRow([Column("a", width=5), Column("b", align="left", free=True)], 12)
-    assert free.line({"a": "1", "b": "long text"}).plain == "    1  long…"
-
-
-def test_piped_output_is_120_columns_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "47")
-    made = console._console(stderr=False)
-    assert (made.width, made.color_system) == (120, None)
 
 
 # --- the screens of verbs
@@ -109,29 +72,16 @@ def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     "command",
     [
+        "recipes list",
         "recipes show bloom-176b",
-        "recipes diff stablelm-3b-4e1t bloom-176b",
         "laws --params 1B --tokens 20B --batch-tokens 1M",
-        "laws --flops 1e21",
         "hardware H100-80GB",
-        "show --rule complete-d-p",
-        "show RECIPE",
         "transfer RECIPE --width 4096 --depth 7 --batch-tokens 1024 --tokens 2M",
         "plan RECIPE --gpus cpu",
     ],
 )
 def test_a_screen_fits_80_columns(read: Read, tiny_file: Path, command: str) -> None:
     assert len(read(*command.replace("RECIPE", str(tiny_file)).split())) > 5
-
-
-def test_published_runs_are_one_line_each(read: Read) -> None:
-    head, _, *rows = read("recipes", "list")
-    assert all(title in head for title in ("run", "params", "active", "tokens", "peak lr", "batch"))
-    by_id = {row.split()[0]: row for row in rows}
-    for run in load_runs():
-        numbers = (run.params_total, run.tokens, run.batch_tokens, run.peak_lr)
-        assert len(re.findall(r"\d [kMBT]\b|\d\.\d\de-\d", by_id[run.id])) >= sum(n is not None for n in numbers)
-        assert ("*" in by_id[run.id]) is (run.peak_lr is not None and not run.lr_comparable)
 
 
 def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
@@ -205,32 +155,10 @@ def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
     renamed = {"full_batch": "ramp", "slow_rank": "ranks"}
     with TrainScreen(read_recipe(tiny_file)) as screen:
         for event in EVENTS:
+            before = len(seen.getvalue())
             screen.event(renamed.get(event, event), values)
-        screen.event("ranks", values | {"times_the_median": 1.1, "damaged_checkpoints": []})
-    text = seen.getvalue()
-    for said in (
-        "  resumed at 5 k tokens",
-        "  anomaly at 5 k tokens: loss rose\n  rolled back to 1 k tokens, data left out from 2 k to 3 k, lr x0.5, ",
-        "  step 7 left out at 5 k tokens: loss 9.000, gradient norm 3",
-        "  batch is at its full 256 tokens",
-        "  layout.dp 2 -> 1 at 5 k tokens: ",
-        "  checkpoint tokens-1 is damaged",
-    ):
-        assert said in text
-    assert text.count("  rank 3 takes 2.0 times") == 1
-
-
-def test_steps_are_shown_live_and_not_kept(monkeypatch: pytest.MonkeyPatch, tiny_file: Path) -> None:
-    written = StringIO()
-    monkeypatch.setattr(console, "errors", Console(width=80, file=written, force_terminal=True, color_system=None))
-    with TrainScreen(read_recipe(tiny_file)) as screen:
-        for number in (1, 2):
-            screen.step(
-                SimpleNamespace(**vars(STEP) | {"step": number, "tokens": 256 * number, "loss": 6.0 - number})
-            )
-            screen.refresh()
-            assert f"    {256 * number}   {6 - number}.000  " in written.getvalue()
-    assert "  tokens    loss" not in written.getvalue()
+            assert len(seen.getvalue()) > before, event
+    assert "rolled back to 1 k tokens, data left out from 2 k to 3 k, lr x0.5" in seen.getvalue()
 
 
 # --- while a study searches
@@ -280,8 +208,7 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         for number in range(6):
             screen.started(number, f"thread {number % 2}")
             screen.ended(after(number + 1))
-    title, head, *rows = seen.getvalue().splitlines()
-    assert title == "study wheat · trust-region, 9 dimensions · noise not measured yet"
+    _, head, *rows = seen.getvalue().splitlines()
     start = head.index("what changed")
     assert [row[:start].split() for row in rows] == [
         ["0", "2.4241", "182", "k", "w1"],
@@ -292,9 +219,6 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         ["4", "stopped", "at", "40%", "182", "k", "w1"],
         ["5", "2.4155", "182", "k", "w2"],
     ]
-    assert rows[0][start:] == "nothing: the start"
-    assert rows[2][start:] == "attention.query0.lr x1.50, …"
-    assert rows[-1][start:] == "trial 2 again, seed +1"
     assert all(len(row) <= 80 for row in rows)
 
 
@@ -338,21 +262,3 @@ def test_the_time_left_is_until_the_first_limit() -> None:
     assert left(runs, hours=0.01) == ""
     assert left(after(6), flops=1e16) == ""  # nobody says what a run costs
     assert left(after(0), flops=1e16, hours=1.0) == ""
-
-
-def test_changes_are_cut_between_values() -> None:
-    moved = {"hyperparameters.init_std": -0.2515, "hyperparameters.lr": 1.0, "hyperparameters.eps": 0.001}
-    searched = [Dimension(path, 1.0, -3.0, 3.0) for path in moved]
-    assert changes(searched, {}, moved, 40) == "lr x2.00, init_std x0.84"
-    assert changes(searched, {}, moved, 20) == "lr x2.00, …"
-    assert changes(searched, {}, moved, 6) == "lr x2…"
-    assert changes(searched, moved, moved, 20) == changes(searched, {}, {}, 20) == ""
-
-
-def test_an_answer_is_wrapped_below_its_labels_and_a_pipe_gets_a_line_each() -> None:
-    state = studied.study()
-    lines = [line for part in answer_lines(state, Path("runs/study"), 60) for line in part.splitlines()]
-    assert all(len(line) <= 60 for line in lines)
-    assert {"best", "noise", "mattered", "stopped", "recipe"} <= {line[:11].strip() for line in lines}
-    whole = list(answer_lines(state, Path("runs/study"), None))
-    assert whole[0].startswith(f"best       {state.best.loss:.4f} nats per token, ")

@@ -1,4 +1,4 @@
-"""Folders as the verbs write them: a study at a small scale, three runs at a larger one, and the demo round them."""
+"""Folders as the verbs write them: a study at a small scale, three runs at a larger one, and the demo of both."""
 
 import json
 import math
@@ -7,53 +7,47 @@ from pathlib import Path
 from typing import Any
 
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
-from leaven.recipe.files import write_recipe
+from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 HOSTILE = "</script><script>window.owned=1</script><img src=http://evil.example/x onerror=window.owned=1>%{x}"
-SPACE = ("hyperparameters.lr", "hyperparameters.init_std", "hyperparameters.weight_decay", "hyperparameters.residual")
+PROXY = """
+name = "wheat-proxy"
+[model]
+n_layers = 4
+d_model = 64
+n_heads = 4
+n_kv_heads = 4
+d_head = 16
+d_ff = 192
+vocab_size = 4096
+seq_len = 128
+qk_norm = true
+[data]
+tokens = 1_000_000
+[batch]
+tokens = 4_096
+[schedule]
+warmup_tokens = 50_000
+[hyperparameters]
+lr = 0.004
+init_std = 0.05
+depth.lr = [1.0, 1.2, 0.8]
+[hyperparameters.modules]
+embedding = { lr = 4.0 }
+"attention.query" = { lr = 0.5, init_std = 1.4 }
+"norm.final" = { lr = 1.6 }
+[why]
+"hyperparameters.lr" = "study wheat-proxy, trial 17 of 20, 95% interval 0.0031 to 0.0052"
+schedule = "warm-up 5%, cosine to 10%: the commonest of the catalogue"
+"""
 
 
 def proxy(**changes: Any) -> Recipe:
-    recipe = Recipe.model_validate(
-        {
-            "name": "wheat-proxy",
-            "model": {
-                "n_layers": 4,
-                "d_model": 64,
-                "n_heads": 4,
-                "n_kv_heads": 4,
-                "d_head": 16,
-                "d_ff": 192,
-                "vocab_size": 4096,
-                "seq_len": 128,
-                "qk_norm": True,
-            },
-            "data": {"tokens": 1_000_000},
-            "batch": {"tokens": 4_096},
-            "schedule": {"warmup_tokens": 50_000},
-            "hyperparameters": {
-                "lr": 0.004,
-                "init_std": 0.05,
-                "modules": {
-                    "embedding": {"lr": 4.0},
-                    "attention.query": {"lr": 0.5, "init_std": 1.4},
-                    "norm.final": {"lr": 1.6},
-                },
-                "depth": {"lr": [1.0, 1.2, 0.8]},
-            },
-            "why": {
-                "hyperparameters.lr": "study wheat-proxy, trial 17 of 20, 95% interval 0.0031 to 0.0052",
-                "hyperparameters.beta2": "0.95 in 41 of 47 published runs",
-                "data.tokens": "what this machine does in ten minutes",
-                "schedule": "warm-up 5%, cosine to 10%: the commonest of the catalogue",
-            },
-        }
-    )
-    return recipe.replace(changes)
+    return parse_recipe(PROXY, "wheat-proxy.toml").replace(changes)
 
 
 def target(recipe: Recipe) -> Recipe:
@@ -62,110 +56,67 @@ def target(recipe: Recipe) -> Recipe:
     return moved.replace({"batch.ramp": ramp})
 
 
-def write_run(
-    folder: Path, recipe: Recipe, floor: float, lr_scale: float = 1.0, *, seed: int = 0, torn: bool = False
-) -> None:
+def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn: bool = False) -> float:
+    """Write a finished run, and return its loss."""
     folder.mkdir(parents=True)
     write_recipe(recipe, folder / "recipe.toml")
     noise = random.Random(seed)
-    began, tokens, batch = 1_760_000_000.0, 0, 0
-    horizon = recipe.data.tokens
-    events = [{"event": "start", "step": 0, "tokens": 0, "time": began}]
-    lines = []
+    tokens, batch = 0, 0
+    events: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
+
+    def event(name: str, **values: Any) -> None:
+        events.append({"event": name, "step": len(lines), "tokens": tokens, "time": 1.76e9 + len(lines), **values})
 
     def loss_at(consumed: int) -> float:
         return floor + 6.2 * (1 + consumed / 60_000) ** -0.62
 
+    event("start")
     for step in range(recipe.steps):
         size = recipe.batches.batch_at(tokens)
         if size != batch:
             batch = size
-            events.append(
-                {"event": "ramp", "step": step, "tokens": tokens, "time": began + step, "batch_tokens": batch}
-            )
+            event("ramp", batch_tokens=batch)
         tokens += batch
-        lines.append(
-            {
-                "step": step,
-                "tokens": tokens,
-                "loss": loss_at(tokens) + noise.gauss(0, 0.05),
-                "lr": 1.1e-3 * lr_scale * recipe.schedule.multiplier(tokens, horizon),
-                "grad_norm": 0.4 + 2.5 * math.exp(-tokens / 150_000) + abs(noise.gauss(0, 0.06)),
-                "update_norm": 0.003,
-                "batch_tokens": batch,
-                "tokens_per_second": 42_000 * (1 - math.exp(-batch / 6_000)) * noise.uniform(0.95, 1.05),
-                "mfu": None,
-            }
-        )
+        line = {"step": step, "tokens": tokens, "batch_tokens": batch, "update_norm": 0.003, "mfu": None}
+        line["loss"] = loss_at(tokens) + noise.gauss(0, 0.05)
+        line["lr"] = 1.1e-3 * recipe.schedule.multiplier(tokens, recipe.data.tokens)
+        line["grad_norm"] = 0.4 + 2.5 * math.exp(-tokens / 150_000)
+        line["tokens_per_second"] = 42_000 * noise.uniform(0.95, 1.05)
+        lines.append(line)
         if (step + 1) % 40 == 0:
-            events.append(
-                {
-                    "event": "validation",
-                    "step": step,
-                    "tokens": tokens,
-                    "time": began + step / 2,
-                    "loss": loss_at(tokens) + noise.gauss(0, 0.004),
-                }
-            )
-    final = loss_at(tokens)
-    events.append(
-        {"event": "validation", "step": len(lines) - 1, "tokens": tokens, "time": began + 130, "loss": final}
-    )
-    events.append(
-        {
-            "event": "finish",
-            "step": len(lines) - 1,
-            "tokens": tokens,
-            "time": began + 131,
-            "loss": final,
-            "seconds": 131.0,
-        }
-    )
+            event("validation", loss=loss_at(tokens))
+    event("validation", loss=loss_at(tokens))
+    event("finish", loss=loss_at(tokens), seconds=131.0)
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + ('{"step": 99, "tok' if torn else ""))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return loss_at(tokens)
 
 
 def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None:
+    """Write a study of twenty trials, two of which diverged, without curves or a model of the loss."""
     folder.mkdir(parents=True)
     noise = random.Random(3)
-    centre = dict(zip(SPACE, (0.004, 0.05, 0.1, 1.0), strict=True))
+    values = recipe.hyperparameters.model_dump()
+    centre = {f"hyperparameters.{key}": values[key] for key in ("lr", "init_std", "weight_decay", "residual")}
     trials: list[dict[str, Any]] = []
     for number in range(20):
-        shrink = max(0.25, 1 - number / 16)
-        values = {
-            "hyperparameters.lr": 0.004 * 2 ** noise.gauss(0, 1.6 * shrink),
-            "hyperparameters.init_std": 0.05 * 2 ** noise.gauss(0, 1.0 * shrink),
-            "hyperparameters.weight_decay": 0.1 * 2 ** noise.gauss(0, 1.5 * shrink),
-            "hyperparameters.residual": 1.0 * 2 ** noise.gauss(0, 0.7 * shrink),
-        }
-        diverged = number in {4, 9}
-        if diverged:
-            values["hyperparameters.lr"] = 0.03 + number / 500
-        octaves = {path: math.log2(value / centre[path]) for path, value in values.items()}
-        far = sum(w * x**2 for x, w in zip(octaves.values(), (1, 0.4, 0.15, 0.3), strict=True))
-        trials.append(
-            {
-                "number": number,
-                "state": "diverged" if diverged else "complete",
-                "loss": None if diverged else 3.41 + 0.035 * far + noise.gauss(0, 0.003),
-                "values": values,
-                "octaves": octaves,
-                "seconds": noise.uniform(9, 14) * (0.4 if diverged else 1),
-                "tokens_per_second": None if diverged else noise.uniform(80_000, 95_000),
-            }
-        )
+        octaves = {path: noise.gauss(0, 1 - number / 30) for path in centre}
+        trial = {"number": number, "octaves": octaves, "seconds": 12.0, "tokens_per_second": 85_000.0}
+        trial["values"] = {path: value * 2 ** octaves[path] for path, value in centre.items()}
+        lost = number in {4, 9}
+        trial["state"] = "diverged" if lost else "complete"
+        trial["loss"] = None if lost else 3.41 + 0.03 * sum(octave**2 for octave in octaves.values())
+        trials.append(trial)
     best = min((trial for trial in trials if trial["loss"]), key=lambda trial: trial["loss"])
+    interval = [best["loss"] - 0.008, best["loss"] + 0.008]
     study = {
         "name": name,
         "method": "trust-region",
-        "space": list(SPACE),
+        "space": list(centre),
         "noise_floor": 0.0062,
-        "best": {
-            "number": best["number"],
-            "loss": best["loss"],
-            "interval": [best["loss"] - 0.008, best["loss"] + 0.008],
-        },
+        "best": {"number": best["number"], "loss": best["loss"], "interval": interval},
         "trials": trials,
         "dimensions": [{"path": path, "centre": value, "low": -6.0, "high": 6.0} for path, value in centre.items()],
     }
@@ -175,7 +126,7 @@ def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None
 
 
 def write_demo(folder: Path, hostile: str = "") -> Path:
-    """A whole demo; ``hostile`` goes into every text that a person may write."""
+    """Write a whole demo; ``hostile`` is part of every text that a person may write."""
     small = proxy()
     large = target(small)
     copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
@@ -183,133 +134,86 @@ def write_demo(folder: Path, hostile: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     write_study(folder / "proxy", small, name=f"wheat-proxy{hostile}")
     write_recipe(large, folder / "target.toml")
-    for seed, (key, recipe, floor, scale) in enumerate(
-        (("transferred", large, 2.41, 1.0), ("copied", copied, 2.55, 3.6), ("untuned", untuned, 2.63, 0.55))
+    arms = []
+    for seed, (key, recipe, floor) in enumerate(
+        (("transferred", large, 2.41), ("copied", copied, 2.55), ("untuned", untuned, 2.63))
     ):
-        write_run(folder / "runs" / key, recipe, floor, scale, seed=seed, torn=key == "copied")
-    losses = {
-        key: [json.loads(line) for line in (folder / "runs" / key / "events.jsonl").read_text().splitlines()][-1][
-            "loss"
-        ]
-        for key in ("transferred", "copied", "untuned")
-    }
-    gain = losses["copied"] - losses["transferred"]
-    titles = {
-        "transferred": ("transferred", "the values found on the small model, moved by Complete(d)P"),
-        "copied": ("copied", "the same values without the rule: what one gets by copying a config"),
-        "untuned": ("untuned", "what leaven new has for this size, untuned"),
-    }
+        loss = write_run(folder / "runs" / key, recipe, floor, seed=seed, torn=key == "copied")
+        texts = {"title": key + hostile, "why": f"{key}{hostile}"}
+        arms.append({"key": key, "run": f"runs/{key}", "loss": loss, **texts})
+    gain = arms[1]["loss"] - arms[0]["loss"]
+    corpus = {"bytes": 16_512_333, "documents": 1_204, "train_tokens": 5_410_223, "validation_tokens": 113_020}
+    machine = {"cores": 2, "memory_gib": 15.6, "python": "3.12.4", "torch": "2.13.0+cpu", "leaven": "0.1.0"}
+    seconds = {"text": 1.4, "tokens": 22.8, "tune": 224.0, "transfer": 0.1, "train": 318.0, "report": 2.2}
     document = {
         "name": f"wheat{hostile}",
-        "verdict": f"Tuned on 0.8 M parameters and moved to 5.1 M, the recipe is {gain:.3f} nats better than the "
-        f"same values copied, and better than an untuned recipe.{hostile}",
-        "arms": [
-            {"key": key, "title": title + hostile, "run": f"runs/{key}", "loss": losses[key], "why": why + hostile}
-            for key, (title, why) in titles.items()
-        ],
+        "verdict": f"The recipe is {gain:.3f} nats better than the same values copied.{hostile}",
+        "arms": arms,
         "proxy": {"study": "proxy"},
         "target": "target.toml",
-        "parts": [
-            {"name": name, "seconds": seconds}
-            for name, seconds in (
-                ("text", 1.4),
-                ("tokens", 22.8),
-                ("tune", 224.0),
-                ("transfer", 0.1),
-                ("train", 318.0),
-                ("report", 2.2),
-            )
-        ],
-        "corpus": {
-            "source": "python-stdlib" + hostile,
-            "bytes": 16_512_333,
-            "documents": 1_204,
-            "train_tokens": 5_410_223,
-            "validation_tokens": 113_020,
-            "vocab_size": 4096,
-        },
-        "machine": {
-            "processor": "AMD EPYC 7B13" + hostile,
-            "cores": 2,
-            "memory_gib": 15.6,
-            "python": "3.12.4",
-            "torch": "2.13.0+cpu",
-            "platform": "Linux 6.1 x86_64",
-            "leaven": "0.1.0",
-        },
+        "parts": [{"name": name, "seconds": value} for name, value in seconds.items()],
+        "corpus": {"source": f"python-stdlib{hostile}", "vocab_size": 4096, **corpus},
+        "machine": {"processor": f"AMD EPYC 7B13{hostile}", "platform": "Linux 6.1 x86_64", **machine},
     }
     (folder / "demo.json").write_text(json.dumps(document))
     return folder
 
 
+def row(module: str, axis: str, slope: float | None, limit: float, **more: Any) -> VerdictRow:
+    passed = None if slope is None else abs(slope) < limit
+    return VerdictRow(module=module, axis=axis, slope=slope, limit=limit, **{"passed": passed} | more)
+
+
 def slopes_check() -> CheckDocument:
-    """A coordinate check with a fault, one line that is always 0, and a hostile name."""
+    """Return a coordinate check with a fault, one line that is always 0, and a hostile name."""
     sizes = {"width": (64, 128, 256, 512), "depth": (2, 4, 8)}
     rows, curves = [], []
     for axis, x in sizes.items():
         for module, power in (("embedding", 0.0), ("unembedding", 0.9), (HOSTILE, -0.02)):
-            passed, note = abs(power) < 0.1, "" if abs(power) < 0.1 else f"GROWS with {axis}"
-            rows.append(
-                VerdictRow(
-                    module=module,
-                    axis=axis,
-                    slope=power,
-                    limit=0.1,
-                    passed=passed,
-                    parts={"start": power, "end": power, "change": power},
-                    note=note,
-                )
-            )
-            curves += [
-                curve(module, axis, quantity, x, [[n**power * 0.9, n**power] for n in x])
-                for quantity in ("start", "end", "change")
-            ]
-        zero = {"start": 0.0, "end": 0.0, "change": None}
-        rows.append(
-            VerdictRow(module="rotary", axis=axis, slope=None, limit=0.1, passed=None, parts=zero, note="always 0")
-        )
+            parts = dict.fromkeys(("start", "end", "change"), power)
+            rows.append(row(module, axis, power, 0.1, parts=parts, note=f"GROWS with {axis}" if power > 0.1 else ""))
+            curves += [curve(module, axis, part, x, [[n**power * 0.9, n**power] for n in x]) for part in parts]
+        rows.append(row("rotary", axis, None, 0.1, parts={"start": 0.0, "end": 0.0, "change": None}, note="always 0"))
         curves.append(curve("rotary", axis, "change", x, [[0.0, 0.0] for _ in x]))
     settings = {"rule": None, "widths": sizes["width"], "depths": sizes["depth"], "steps": 3, "seeds": 2}
     return verdict("coordinates", f"mine:{HOSTILE}", "slope", rows, curves=curves, settings=settings)
 
 
 def write_losses_check(folder: Path) -> Path:
-    """The folder of a transfer check, as :func:`leaven.verification.runs.keep` leaves it."""
+    """Write the folder of a transfer check, as :func:`leaven.verification.runs.keep` leaves it."""
     lrs = (0.25, 0.5, 1.0, 2.0, 4.0)
     parts = {"best lr, base": 1.0, "best lr, target": 0.5, "shift": -1.0, "regret": 0.03, "noise": None}
+    scales = "64x2 -> 256x2"
     rows = (
-        VerdictRow(
-            module="best lr, octaves",
-            axis="64x2 -> 256x2",
-            slope=-1.0,
-            limit=0.5,
-            passed=False,
-            parts=parts,
-            note="the best lr moves by a factor of 0.5",
-            beyond=0.5,
-        ),
-        VerdictRow(module="regret, nats", axis="64x2 -> 256x2", slope=0.03, limit=0.05, passed=True, parts=parts),
+        row("best lr, octaves", scales, -1.0, 0.5, parts=parts, note="moves by a factor of 0.5", beyond=0.5),
+        row("regret, nats", scales, 0.03, 0.05, parts=parts),
     )
-    losses = {scale: [[4 + 0.1 * math.log2(lr / best) ** 2 + seed / 50 for seed in (0, 1)] for lr in lrs]
-              for scale, best in (("64x2", 1.0), ("256x2", 0.5))}  # fmt: skip
-    curves = tuple(curve(scale, "lr", "loss", lrs, by_seed) for scale, by_seed in losses.items())
-    best = VerdictCurve(
-        module="best lr", axis="width", quantity="best", x=[64, 256], y=[1.0, 0.5], low=[0.9, 0.4], high=[1.1, 0.6]
-    )
-    star = VerdictCurve(module="64x2", axis="lr", quantity="optimum", x=[1.0], y=[4.0], low=[4.0], high=[4.0])
-    exponent = MeasuredRow(
-        name="exponent of the best lr over width", value=-0.5, low=-0.7, high=-0.3, expected=0.0, note="OUTSIDE"
-    )
-    settings = {"rule": None, "scales": list(losses), "lrs": lrs, "unit": "multiple of the factory's", "seeds": 2}
+    curves = [
+        curve(
+            scale,
+            "lr",
+            "loss",
+            lrs,
+            [[4 + 0.1 * math.log2(lr / best) ** 2 + seed / 50 for seed in (0, 1)] for lr in lrs],
+        )
+        for scale, best in (("64x2", 1.0), ("256x2", 0.5))
+    ]
+    of_width = {"x": [64, 256], "y": [1.0, 0.5], "low": [0.9, 0.4], "high": [1.1, 0.6]}
+    curves.append(VerdictCurve(module="best lr", axis="width", quantity="best", **of_width))
+    at = {"x": [1.0], "y": [4.0], "low": [4.0], "high": [4.0]}
+    curves.append(VerdictCurve(module="64x2", axis="lr", quantity="optimum", **at))
+    name = "exponent of the best lr over width"
+    exponent = MeasuredRow(name=name, value=-0.5, low=-0.7, high=-0.3, expected=0.0, note="OUTSIDE")
+    settings = {
+        "rule": None,
+        "scales": ["64x2", "256x2"],
+        "lrs": lrs,
+        "unit": "multiple of the factory's",
+        "seeds": 2,
+    }
     folder.mkdir(parents=True)
     document = verdict(
-        "transfer",
-        "mine:model",
-        "shift",
-        rows,
-        curves=(*curves, star, best),
-        settings=settings,
-        measured=(exponent,),
+        "transfer", "mine:model", "shift", rows, curves=curves, settings=settings, measured=(exponent,)
     )
     RunStore(folder).keep(document)
     return folder
