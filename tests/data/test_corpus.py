@@ -168,11 +168,11 @@ def bad_sources(folder: Path) -> dict[str, tuple[str, str]]:
     return {
         "option": ("hf://org/data?splt=a", "has no option splt; the options are config, revision, split"),
         "nothing": ("hf://", "has no name; write hf://org/name"),
-        "missing": (f"{folder}/none.txt", "is not a file; give python-stdlib, hf://org/dataset, or a path or glob"),
+        "missing": (f"{folder}/none.txt", "does not exist; give python-stdlib, hf://org/dataset, or a path or glob"),
         "no match": (f"{folder}/*/none*.txt", "matches no file; check the pattern"),
-        "folder": (f"{folder}", f"is a folder; name the files in it, for example '{folder}/**/*.txt'"),
-        "suffix": (f"{folder}/notes.md", "leaven reads .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet files"),
-        "suffix in a glob": (f"{folder}/n*.md", "narrow data.source"),
+        "folder": (f"{folder}", f"is a folder; give a pattern of the files in it, for example '{folder}/**/*.txt'"),
+        "suffix": (f"{folder}/notes.md", "is not a .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet file"),
+        "suffix in a glob": (f"{folder}/n*.md", "exclude it from data.source"),
         "no text": (f"{folder}/blank.txt", "contains no text"),
         "no JSON": (f"{folder}/broken.jsonl", f"{folder}/broken.jsonl:2 is not JSON"),
         "no key": (f"{folder}/textless.jsonl", f"{folder}/textless.jsonl:3 has no text"),
@@ -180,7 +180,7 @@ def bad_sources(folder: Path) -> dict[str, tuple[str, str]]:
         "no object": (f"{folder}/list.jsonl", "list.jsonl:1 has no text"),
         "no parquet": (f"{folder}/broken.parquet", "cannot be read as parquet"),
         "no column": (f"{folder}/body.parquet", "has no column text, only body, id"),
-        "no string column": (f"{folder}/number.parquet", "column text is int64, not string"),
+        "no string column": (f"{folder}/number.parquet", "has int64 in column text, not string"),
     }
 
 
@@ -196,7 +196,7 @@ def test_a_file_that_changes_or_vanishes_while_it_is_read_is_named(tmp_path: Pat
     corpus = open_corpus(write_texts(tmp_path, 3))
     before = (tmp_path / "1" / "1.txt").read_text()
     (tmp_path / "1" / "1.txt").write_text(before.swapcase())
-    with pytest.raises(InputError, match=r"1/1\.txt changed while it was read \(its text differs\)"):
+    with pytest.raises(InputError, match=r"1/1\.txt changed while it was read \(its text is different\)"):
         list(corpus.documents())
     (tmp_path / "1" / "1.txt").unlink()
     with pytest.raises(InputError, match=r"1\.txt cannot be read to its end \(No such file or directory\)"):

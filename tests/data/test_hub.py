@@ -80,23 +80,23 @@ def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
         (
             f"hf://{folder}/splits?split=dev",
             "text",
-            "(it has no split dev, only train, test); check the name, its con",
+            "(it has no split dev, only train, test); check the name, the con",
         ),
         (f"hf://{folder}/files?split=dev", "text", "cannot be opened (Unknown split"),
         (f"hf://{folder}/files?config=big", "text", "cannot be opened (BuilderConfig 'big' not found"),
         (
             f"hf://{folder}/saved?split=test",
             "text",
-            "(a folder written by save_to_disk has no split; leave split= o",
+            "(split= does not apply to a folder written by save_to_disk; rem",
         ),
-        (f"hf://{folder}/saved?config=big", "text", "(a folder written by save_to_disk has no config; leave confi"),
+        (f"hf://{folder}/saved?config=big", "text", "(config= does not apply to a folder written by save_to_disk"),
         (
             f"hf://{folder}/splits?revision=v2&split=test",
             "text",
-            "(a folder written by save_to_disk has no revision; le",
+            "(revision= does not apply to a folder written by save",
         ),
         (f"hf://{folder}/saved", "body", f"hf://{folder}/saved:train has no column body, only text, id"),
-        (f"hf://{folder}/saved", "id", "column id is int64, not string"),
+        (f"hf://{folder}/saved", "id", "has int64 in column id, not string"),
     ):
         with pytest.raises(InputError) as caught:
             opened(source, text)
@@ -127,7 +127,7 @@ def test_an_unreachable_hub_is_an_error_with_a_suggestion() -> None:
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"needs datasets; pip install 'leaven\[hf\]'"):
+    with pytest.raises(InputError, match=r"needs the package datasets; run: pip install 'leaven\[hf\]'"):
         opened(f"hf://{folder}/saved")
 
 

@@ -28,7 +28,7 @@ def good_lines(count: int) -> list[bytes]:
 
 BAD_LINES = {
     "no JSON": (b'{"text": "cut of', "is not JSON (Invalid control character"),
-    "no object": (b'["text"]', 'has no text; write {"text": "..."}'),
+    "no object": (b'["text"]', 'has no text under the key "text"; write {"text": "..."}'),
     "no text": (b'{"body": "x"}', "has no text"),
     "a number": (b'{"text": 5}', "has no text"),
     "Latin-1": (b'{"text": "caf\xe9"}', "is not UTF-8 (byte 0xe9 at 13)"),
@@ -44,15 +44,13 @@ def test_a_bad_line_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     path.write_bytes(b"\n".join([*good_lines(6), bad, b"", *good_lines(3)]))
     corpus = opened(path, share=0.1)
     assert list(read(corpus)) == [f"some.jsonl:{n}" for n in (1, 2, 3, 4, 5, 6, 9, 10, 11)]
-    assert f"1 of 10 documents of data.source '{path}' cannot be read and are skipped: {path}:7 " in corpus.skipped
+    assert f"1 of 10 documents of data.source '{path}' cannot be read and were skipped: {path}:7 " in corpus.skipped
     assert why in corpus.skipped
     with pytest.raises(InputError) as caught:
         opened(path, share=0.09)
     message = str(caught.value)
-    assert message.startswith(
-        f"1 of 10 documents of data.source '{path}' cannot be read; repair them or raise [data] "
-    )
-    assert f"corrupt_share from 0.09: {path}:7 " in message
+    assert message.startswith(f"1 of 10 documents of data.source '{path}' cannot be read; repair them, or raise ")
+    assert f"corrupt_share in [data] above 0.09: {path}:7 " in message
     assert why in message
     assert "\n" not in message
 
@@ -72,7 +70,7 @@ def test_the_faults_are_named_if_no_line_can_be_read(tmp_path: Path) -> None:
         opened(path, share=1.0)
     source = f"data.source '{path}'"
     assert str(caught.value).startswith(
-        f"{source} contains no text; 2 of 2 documents of {source} cannot be read and are skipped: {path}:1 "
+        f"{source} contains no text; 2 of 2 documents of {source} cannot be read and were skipped: {path}:1 "
     )
 
 
@@ -105,7 +103,7 @@ BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "cannot be read as parquet"),
     "empty parquet": ("x.parquet", lambda: b"", "cannot be read as parquet"),
     "flipped parquet": ("x.parquet", lambda: flipped(table(5_000))[:-8] + b"....PAR1", "cannot be read as parquet"),
-    "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name it: source = ["),
+    "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name one: source = ["),
     "Latin-1": ("x.txt", lambda: b"caf\xe9", "is not UTF-8 (byte 0xe9 at 3)"),
 }
 
@@ -118,7 +116,7 @@ def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     (tmp_path / name).write_bytes(content())
     corpus = opened(f"{tmp_path}/*", share=0.1)
     assert list(read(corpus)) == [f"a{n}.txt" for n in range(9)]
-    assert f"1 of 10 files of data.source '{tmp_path}/*' cannot be read and are skipped: {tmp_path}/{name}" in (
+    assert f"1 of 10 files of data.source '{tmp_path}/*' cannot be read and were skipped: {tmp_path}/{name}" in (
         corpus.skipped
     )
     assert why in corpus.skipped

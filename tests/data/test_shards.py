@@ -172,7 +172,7 @@ def test_a_full_disk_keeps_finished_shards(
             prepare(data, 300, tmp_path)
     assert str(caught.value) == (
         f"the cache folder {tmp_path} cannot be used (No space left on device); "
-        "set LEAVEN_CACHE to a folder with room that can be written and locked"
+        "set LEAVEN_CACHE to a folder that can be written and locked and has enough space"
     )
     folder = folder_in(tmp_path)
     assert not list(folder.glob(".*.tmp"))

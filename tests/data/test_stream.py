@@ -122,7 +122,7 @@ def test_validation_windows_are_spread_evenly_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "advice"), [(0, "; add text"), (1, "; add text"), (8, "set seq_len to 7 at most or add text")]
+    ("length", "advice"), [(0, "; add text"), (1, "; add text"), (8, "set seq_len to 7 or less, or add text")]
 )
 def test_too_few_tokens_are_refused(length: int, advice: str) -> None:
     with pytest.raises(InputError, match="a window needs seq_len \\+ 1 = 9") as caught:

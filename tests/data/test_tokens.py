@@ -181,7 +181,7 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
     """Yield (tokenizer, vocab_size, part of the message)."""
     (folder / "broken.json").write_text('{"model": ')
     (folder / "binary.json").write_bytes(b"\xff\xfe")
-    yield "bpe", 256, "vocab_size 256 is too small for bpe: 256 bytes and <|endoftext|> need 257"
+    yield "bpe", 256, "vocab_size 256 is too small for bpe; set 257 or more (256 bytes and <|endoftext|>)"
     yield "hf://org/model?split=a", 300, "has no option split; the options are revision"
     yield f"hf://{folder}/none", 300, "cannot be read (No such file or directory); give bpe, the path of a"
     yield "unigram", 300, "'unigram' cannot be read (No such file or directory); give bpe, the path"

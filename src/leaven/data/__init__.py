@@ -1,2 +1,2 @@
-"""Turn text into tokens, and tokens into an endless stream whose n-th sample does not depend on the layout of the
+"""Turn text into tokens, and tokens into an endless stream of samples that does not depend on the layout of the
 run."""

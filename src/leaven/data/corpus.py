@@ -1,7 +1,8 @@
-"""Read the text of a recipe's source, document by document, and split it into training and validation.
+"""Read the text of a recipe's source document by document, and split the documents into training and validation.
 
-The split depends only on the key of a document (its path below the source, and its line or row). Adding a document
-therefore moves no other document between the splits, and no document is in both.
+Whether a document is used for training or for validation depends only on its key, which consists of its path below
+the source and its line or row. Therefore no document is in both splits, and adding a document does not move another
+document between them.
 """
 
 import os
@@ -19,20 +20,20 @@ from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
 
-# Tests are half of the standard library (of 33 MB in Python 3.11), and many distributions ship Python without them.
-# Leaving them out is faster and makes machines agree. The encodings are tables that a model learns at once; they
-# happened to be half of the validation text.
+# Tests are half of the standard library (33 MB in Python 3.11), and many distributions ship Python without them.
+# Without them, reading is faster and all machines have the same text. The encodings are tables that a model
+# learns at once; half of the validation text would consist of them.
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a stage, the bytes done and the bytes in all."""
+"""A function that is called with the name of a stage, the number of bytes processed and the total number of bytes."""
 
 REPORT_EVERY_BYTES = 2**20
 
 
 class Meter:
-    """A progress meter of one stage, which reports at most once every `REPORT_EVERY_BYTES`."""
+    """A progress meter for one stage. It reports progress at most once every `REPORT_EVERY_BYTES` bytes."""
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
@@ -50,7 +51,7 @@ class Meter:
         self.at(0)
 
     def finish(self) -> None:
-        """Report that the stage is complete, if it was started."""
+        """Report that the stage is complete, if any progress was reported."""
         if self._progress and self._next:
             self._progress(self._stage, self._total, self._total)
 
@@ -59,32 +60,32 @@ class Meter:
 class TextDocument:
     """One document of a source."""
 
-    key: str  # path below the source, and line or row
+    key: str  # path below the source, followed by the line or row
     text: str
-    validation: bool  # which split it belongs to
+    validation: bool  # whether it belongs to validation, not to training
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source. Each pass over them reads from disk, in the order of their keys."""
+    """The documents of a source. Each pass reads them from disk again, in the order of their keys."""
 
     source: str
     parts: tuple[SourcePart, ...]
     surveys: tuple[Survey, ...]  # one for each part
-    n_documents: int  # that are not blank
-    n_bytes: int  # UTF-8 bytes of these documents
+    n_documents: int  # number of documents that are not blank
+    n_bytes: int  # number of UTF-8 bytes of these documents
     fingerprint: str  # hash of all keys and texts
     lowest: int  # smallest hash of a key
     highest: int  # largest hash of a key
-    skipped: str  # a line about what could not be read, or ""
+    skipped: str  # one line that says what could not be read, or ""
 
     def documents(self) -> Iterator[TextDocument]:
-        """Yield every document, each marked as training or validation.
+        """Yield every document, marked as training or validation.
 
-        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of all hashes. The
-        document with the lowest hash always belongs to validation, and the document with the highest hash to
-        training, so neither split is empty. A corpus of one document is cut in two: its last `VALIDATION_SHARE` of
-        characters, from the start of a line if possible, are validation.
+        A document belongs to validation if the hash of its key is in the lowest `VALIDATION_SHARE` of the range of
+        hashes. The document with the lowest hash always belongs to validation, and the document with the highest hash
+        always belongs to training, so neither split is empty. If the corpus has only one document, it is cut in two:
+        the last `VALIDATION_SHARE` of its characters, from the start of a line if possible, is used for validation.
 
         Raises:
             InputError: if the content of a part has changed since the corpus was opened.
@@ -93,7 +94,7 @@ class Corpus:
             if survey.broken:
                 continue
             tally = Tally()
-            why = "its text differs"
+            why = "its text is different"
             for row in part.rows():
                 if isinstance(row, Fault):
                     why = f"{row.where} {row.why}"
@@ -121,12 +122,12 @@ def open_corpora(
     memory: Path | None = None,
     progress: OnProgress | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source. Every part of it is read once, to find its size and fingerprint.
+    """Open a corpus for each source. Every file or split of a source is read once, to find its size and hash.
 
-    A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests); a path
-    or glob to ``.txt`` (one document per file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (one per line) or
-    ``.parquet`` (one per row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out.
-    Results are cached in the folder ``memory`` and reused until a part changes.
+    A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests); a path or
+    glob to ``.txt`` (one document per file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (one per line) or ``.parquet``
+    (one per row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out. Sizes and hashes
+    are cached in the folder ``memory`` and reused until the file or split changes.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
@@ -157,7 +158,7 @@ def _survey(
     skipped = _skipped(name, surveys, corrupt_share)
     n_documents = sum(survey.documents for survey in surveys)
     if not n_documents:
-        raise InputError(f"data.source {name!r} contains no text; {skipped or 'name files with text in them'}")
+        raise InputError(f"data.source {name!r} contains no text; {skipped or 'give files that contain text'}")
     known.save()
     content = blake2b(digest_size=16)
     for part, survey in zip(parts, surveys, strict=True):
@@ -177,7 +178,8 @@ def _survey(
 
 
 def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
-    """Return a line that counts and names the documents and files that could not be read, or "".
+    """Return a line that counts the documents and files that could not be read and names the first few, or "" if all
+    could be read.
 
     Raises:
         InputError: if more than ``corrupt_share`` of the documents or of the files could not be read.
@@ -192,15 +194,15 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
     unreadable = f"{counts} of data.source {source!r} cannot be read"
     if any(count > corrupt_share * total for count, total, _ in counted):
         raise InputError(
-            f"{unreadable}; repair them or raise [data] corrupt_share from {corrupt_share:g}: {faults[0]}"
+            f"{unreadable}; repair them, or raise corrupt_share in [data] above {corrupt_share:g}: {faults[0]}"
         )
     named = "; ".join([*faults[:NAMED_FAULTS], *["..."] * (corrupt + broken > NAMED_FAULTS)])
-    return f"{unreadable} and are skipped: {named}"
+    return f"{unreadable} and were skipped: {named}"
 
 
 def _parts(source: DataSource) -> list[SourcePart]:
-    """Return the files or the split that a source names. A file's key is its path below the folders without
-    wildcards."""
+    """Return the files, or the split of a data set, that a source names. The key of a file is its path below the last
+    folder before the first wildcard."""
     if source.source.startswith(SCHEME):
         return [open_split(source.source, source.text)]
     return [File(key, path, source.text) for key, path in _files(source.source)]
@@ -211,40 +213,45 @@ def _files(source: str) -> list[tuple[str, Path]]:
         return _standard_library()
     path = Path(source).expanduser()
     if os.path.isdir(path):
-        raise InputError(f"data.source {source!r} is a folder; name the files in it, for example '{source}/**/*.txt'")
+        raise InputError(
+            f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt'"
+        )
     if os.path.exists(path):
         found = [(path.name, path)]
     elif _MAGIC & set(source):
         found = _matches(path)
         if not found:
-            raise InputError(f"data.source {source!r} matches no file; check the pattern and the working folder")
+            raise InputError(
+                f"data.source {source!r} matches no file; check the pattern, which is relative to the current folder"
+            )
     else:
         raise InputError(
-            f"data.source {source!r} is not a file; give python-stdlib, hf://org/dataset, "
+            f"data.source {source!r} does not exist; give python-stdlib, hf://org/dataset, "
             f"or a path or glob to {', '.join(SUFFIXES)} files"
         )
     for _, file in found:
         if suffix(file) not in SUFFIXES:
-            raise InputError(f"{file}: leaven reads {', '.join(SUFFIXES)} files; convert it or narrow data.source")
+            raise InputError(f"{file} is not a {', '.join(SUFFIXES)} file; convert it or exclude it from data.source")
     return found
 
 
 BYTES_PER_TOKEN = 3.75
-"""Measured with a BPE of some thousand tokens: 10.7 MB of python-stdlib are 2.86 M tokens (docs/log.md)."""
+"""Typical number of bytes of a token. With a BPE of a few thousand tokens, 10.7 MB of python-stdlib became 2.86 M
+tokens (docs/log.md)."""
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
 
 def estimated_tokens(source: str) -> int | None:
-    """Estimate the number of tokens of a source from the size of its files. None for a data set on the Hub.
+    """Estimate the number of tokens of a source from the size of its files. Return None for an hf:// source.
 
     Raises:
-        InputError: if the source names no file.
+        InputError: if the source does not name any file, or only empty files.
     """
     if source.startswith(SCHEME):
         return None
     size = sum(path.stat().st_size * _UNPACKED.get(path.suffix, 1.0) for _, path in _files(source))
     if not size:
-        raise InputError(f"data.source {source!r} is empty; give files with text in them")
+        raise InputError(f"data.source {source!r} is empty; give files that contain text")
     return max(round(size / BYTES_PER_TOKEN), 1)
 
 
@@ -265,7 +272,9 @@ def _standard_library() -> list[tuple[str, Path]]:
         paths = (Path(folder, name) for name in names if name.endswith(".py"))
         found += [(path.relative_to(root).as_posix(), path) for path in paths]
     if not found:
-        raise InputError(f"this Python has no library sources below {root}; give a path to text as data.source")
+        raise InputError(
+            f"this Python has no source code of its standard library in {root}; set data.source to the path of a text"
+        )
     return sorted(found)
 
 

@@ -1,6 +1,7 @@
-"""Open data sets and tokenizers named by hf://, on the Hugging Face Hub or in a folder on this machine.
+"""Open the data sets and tokenizers that hf:// addresses name, on the Hugging Face Hub or in a folder on this
+machine.
 
-``hf://org/name`` is on the Hub, ``hf:///path`` is a folder. Options follow a question mark:
+``hf://org/name`` is on the Hub, and ``hf:///path`` is a folder. Options follow a question mark, for example
 ``hf://org/name?split=test``.
 """
 
@@ -20,12 +21,12 @@ SCHEME = "hf://"
 
 @dataclass(frozen=True)
 class HubSplit:
-    """One split of a data set, with the same interface as a File."""
+    """One split of a data set. It has the same interface as :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
-    name: str  # for messages
+    name: str  # name in messages
     dataset: Any  # a datasets.Dataset
-    text: str  # the column of text
+    text: str  # name of the column with the text
 
     @property
     def size(self) -> int:
@@ -53,10 +54,10 @@ SourcePart = File | HubSplit
 
 
 def open_split(source: str, text: str) -> HubSplit:
-    """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``; without a name the split is ``train``.
+    """Open a split of ``hf://org/name?config=NAME&split=NAME&revision=NAME``. The default split is ``train``.
 
-    ``hf:///path`` is a folder of files that ``load_dataset`` reads, or a folder written by ``save_to_disk``. The only
-    option of the latter is ``split``.
+    ``hf:///path`` is a folder with files that ``load_dataset`` can read, or a folder written by ``save_to_disk``. For
+    a folder written by ``save_to_disk``, ``split`` is the only option.
 
     Raises:
         InputError: if ``datasets`` is not installed, or the data set cannot be opened.
@@ -66,14 +67,16 @@ def open_split(source: str, text: str) -> HubSplit:
     try:
         import datasets
     except ImportError:
-        raise InputError(f"data.source {source!r} needs datasets; pip install 'leaven[hf]'") from None
+        raise InputError(
+            f"data.source {source!r} needs the package datasets; run: pip install 'leaven[hf]'"
+        ) from None
     folder = Path(place)
     try:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             found = datasets.load_from_disk(place)
             splits = isinstance(found, datasets.DatasetDict)
             for option in options.keys() - ({"split"} if splits else set()):
-                raise ValueError(f"a folder written by save_to_disk has no {option}; leave {option}= out")
+                raise ValueError(f"{option}= does not apply to a folder written by save_to_disk; remove it")
             if splits:
                 if name not in found:
                     raise ValueError(f"it has no split {name}, only {', '.join(found)}")
@@ -81,8 +84,8 @@ def open_split(source: str, text: str) -> HubSplit:
         else:
             revision = options.get("revision")
             found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
-    except Exception as error:  # its own, the Hub's, Arrow's and plain ones
-        remedy = "check the name, its config and its split"
+    except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
+        remedy = "check the name, the config and the split"
         raise InputError(_why("data.source", source, error, remedy, "files of text")) from None
     return HubSplit(name, f"{source}:{name}", found, text)
 
@@ -100,11 +103,13 @@ def fetch_tokenizer(tokenizer: str) -> Path:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import LocalEntryNotFoundError
     except ImportError:
-        raise InputError(f"data.tokenizer {tokenizer!r} needs huggingface_hub; pip install 'leaven[hf]'") from None
+        raise InputError(
+            f"data.tokenizer {tokenizer!r} needs the package huggingface_hub; run: pip install 'leaven[hf]'"
+        ) from None
     fetch = partial(hf_hub_download, place, "tokenizer.json", revision=options.get("revision"))
     try:
         with suppress(LocalEntryNotFoundError):
-            # An earlier download is used as it is, without a network.
+            # An earlier download is used without asking the Hub for a newer one.
             return Path(fetch(local_files_only=True))
         return Path(fetch())
     except Exception as error:
@@ -129,7 +134,7 @@ def _why(setting: str, uri: str, error: Exception, remedy: str, instead: str) ->
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
         return (
             f"{setting} {uri!r} cannot be downloaded (the Hub cannot be reached) and is not in the local cache; "
-            f"connect to the network once, or give {instead} on this machine"
+            f"connect to the network, or give {instead} on this machine"
         )
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     return f"{setting} {uri!r} cannot be opened ({reason}); {remedy}"

@@ -1,4 +1,4 @@
-"""Mix sources: the n-th sample of a mixture is a pure function of n."""
+"""Mix sources. Sample n of a mixture depends only on n."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,14 +13,15 @@ from leaven.data.stream import Stream, numbered
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """An interleaving of several streams. Among the first n samples, each source's count is within 1 of its share."""
+    """A mixture of several streams. Among the first n samples, the number of samples from each source differs from
+    its share of n by at most 1."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
-    proportions: tuple[Fraction, ...]  # of each stream; they add up to 1
-    skip: tuple[tuple[int, int], ...] = ()  # ranges of samples to leave out, as in Stream
+    proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
+    skip: tuple[tuple[int, int], ...] = ()  # ranges of sample numbers to leave out, as in Stream
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids, as in Stream."""
+        """Return samples ``first`` to ``first + count - 1`` as in Stream.batch, [count, seq_len + 1] token ids."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -29,7 +30,8 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each sample number in ``n``, its source and its number within that source."""
+    """Return, for each sample number in ``n``, the number of its source and the number of the sample within that
+    source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -41,13 +43,13 @@ def _period(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return one period of the repeating pattern of sources.
 
-    The three arrays are the source of each sample in the period, the number of that sample within its source, and the
-    number of samples from each source.
+    The three arrays are: the source of each sample in the period, the number of each sample within its source, and
+    the number of samples from each source.
 
     The length of the period is the common denominator of the proportions, so each source has a whole number of
-    samples in it. The order follows Tijdeman 1980, "The chairman assignment problem": with k sources, each source's
-    count among the first n samples differs from its share of n by at most 1 - 1/(2k - 2). Of the sources that are at
-    least 1/(2k - 2) behind their share, the algorithm picks the source whose deadline comes first.
+    samples in a period. The order follows Tijdeman 1980, "The chairman assignment problem": with k sources, each
+    source's count among the first n samples differs from its share of n by at most 1 - 1/(2k - 2). Of the sources
+    that are at least 1/(2k - 2) behind their share, the algorithm picks the source whose deadline comes first.
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -55,7 +57,7 @@ def _period(
     order = np.empty(size, dtype=np.int64)
     ranks = np.empty(size, dtype=np.int64)
     counts = [0] * k
-    # The deadline of a source with c samples of its quota q is (c + 1 - 1/slack) size / q. Fractions keep this exact.
+    # A source with c of its q samples has the deadline (c + 1 - 1/slack) size / q. Fractions keep this exact.
     due = [Fraction(size * (slack - 1), slack * quota) for quota in quotas]
     for n in range(size):
         behind = (i for i in range(k) if slack * ((n + 1) * quotas[i] - size * counts[i]) >= size)

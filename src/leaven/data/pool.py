@@ -1,4 +1,4 @@
-"""Tokenise in several processes: send out batches of text, and receive their token ids in the same order."""
+"""Tokenise text in several processes, and return the token ids of the batches in the order of the batches."""
 
 import os
 import signal
@@ -16,24 +16,26 @@ from leaven.recipe.errors import InputError
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]
 Done = tuple[int, tuple[Encoded, Encoded]]
-"""Work is (shard, batch), Done is (shard, (training, validation))."""
+"""Work is a shard number and a batch of text; Done is a shard number and the encoded training and validation text."""
 
 BYTES_A_PROCESS = 2**24
-"""Text for each process. Starting one takes half a second, and encoding this much takes several times as long."""
+"""Least amount of text for each process. Starting a process takes half a second; encoding this text takes several
+times as long."""
 
 _encoder: Encoder
 
 
 def processes_for(n_bytes: int) -> int:
-    """Return the number of processes: one per available core, or fewer if there is not enough text."""
+    """Return the number of processes that encode the text: one per available core, or fewer if there is little
+    text."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, n_bytes // BYTES_A_PROCESS))
 
 
 @contextmanager
 def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Work]], Iterator[Done]]]:
-    """Return a function that encodes batches in order: in this process with all cores, or in ``processes`` new
-    processes.
+    """Yield a function that encodes batches and returns the results in the same order. It encodes in this process
+    with all cores, or in ``processes`` new processes.
 
     Raises:
         InputError: if one of the processes dies.
@@ -48,11 +50,11 @@ def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Wo
         yield lambda work: _in_order(executor, work, ahead=2 * processes)
     except BrokenProcessPool:
         raise InputError(
-            "a tokenising process died (killed, or out of memory); finished shards are kept, run the same command "
-            "again to resume"
+            "a tokenising process died (it was killed or ran out of memory); finished shards are kept, so "
+            "run the same command again to continue"
         ) from None
     finally:
-        # After an error or Ctrl-C the results are not needed any more.
+        # After an error or Ctrl-C, results are not needed any more.
         for process in active_children():
             if process not in others:
                 process.terminate()
@@ -60,10 +62,10 @@ def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Wo
 
 
 def _in_order(executor: ProcessPoolExecutor, work: Iterator[Work], ahead: int) -> Iterator[Done]:
-    """Encode at most ``ahead`` batches at once, and yield their results in order."""
+    """Encode at most ``ahead`` batches at the same time, and yield the results in the order of the batches."""
     waiting: deque[tuple[int, Future[tuple[Encoded, Encoded]]]] = deque()
     for shard, batch in work:
-        with ctrl_c_blocked():  # the executor may start a process
+        with ctrl_c_blocked():  # submit may start a process
             waiting.append((shard, executor.submit(_encode, batch)))
         if len(waiting) >= ahead:
             number, future = waiting.popleft()
@@ -74,8 +76,8 @@ def _in_order(executor: ProcessPoolExecutor, work: Iterator[Work], ahead: int) -
 
 @contextmanager
 def ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread during the context, and forever in processes started in it; their parent handles
-    it."""
+    """Block Ctrl-C in this thread during the block. Processes that are started in the block never receive Ctrl-C,
+    because their parent handles it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -87,7 +89,7 @@ def ctrl_c_blocked() -> Iterator[None]:
 
 
 def _start(encoder: Encoder) -> None:
-    """Initialise a process: use one thread, and exit when the parent exits."""
+    """Initialise a new process: make it use one thread, and exit when its parent exits."""
     global _encoder  # noqa: PLW0603
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder

@@ -1,4 +1,4 @@
-"""Read text files of several formats, document by document, and report what cannot be read."""
+"""Read text files of several formats document by document, and report documents and files that cannot be read."""
 
 import gzip
 import io
@@ -14,15 +14,15 @@ from leaven.recipe.errors import InputError
 
 @dataclass(frozen=True)
 class Fault:
-    """A document or file that cannot be read, and why."""
+    """The reason why a document or a file cannot be read."""
 
     where: str  # file, and line or row
     why: str
-    whole: bool = False  # the whole file is unusable, not just a line or row
+    whole: bool = False  # whether the whole file is unusable, not only a line or row
 
 
 TextRow = tuple[str, str] | Fault
-"""A document's place in its part ("" or ":LINE") and its text, or a fault."""
+"""A document's place in its file ("" or ":LINE") and its text, or the reason why it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class File:
 
     key: str  # its path below the source; the keys of its documents begin with it
     path: Path
-    text: str = "text"  # the key or column that holds the text, where the format has such
+    text: str = "text"  # JSON key or parquet column of the text; ignored for .txt
 
     @property
     def size(self) -> int:
@@ -51,7 +51,7 @@ class File:
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
     def rows(self) -> Iterator[TextRow]:
-        """Yield documents and faults in order. A fault of the whole file is the last."""
+        """Yield documents and faults in the order of the file. Nothing follows a fault of the whole file."""
         try:
             yield from READERS[suffix(self.path)](self.path, self.text)
         except (OSError, EOFError, zlib.error) as error:
@@ -64,7 +64,7 @@ def _read_whole(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def _read_code(path: Path, text: str) -> Iterator[TextRow]:
-    # The standard library: users cannot be asked to repair its files.
+    # This is the standard library, whose files users cannot repair.
     yield "", path.read_bytes().decode("utf-8-sig", errors="replace")
 
 
@@ -96,12 +96,15 @@ def _of_json(where: str, place: str, line: str, text: str) -> TextRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Fault(where, f"is not JSON ({error}); write one object a line")
+        return Fault(where, f"is not JSON ({error}); write one JSON object per line")
     found = row.get(text, row) if isinstance(row, dict) else row
     if found is None:
         found = ""
     if not isinstance(found, str):
-        return Fault(where, f'has no {text}; write {{"{text}": "..."}} on every line, or name the key')
+        return Fault(
+            where,
+            f'has no text under the key "{text}"; write {{"{text}": "..."}} on every line, or set text to its key',
+        )
     # JSON can contain half of a surrogate pair, which cannot be encoded as UTF-8.
     return place, found.encode(errors="replace").decode()
 
@@ -122,28 +125,28 @@ def _read_columns(path: Path, text: str) -> Iterator[TextRow]:
                 number += len(rows)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).partition("\n")[0]
-        yield Fault(str(path), f"cannot be read as parquet ({reason}); rewrite it or leave it out", whole=True)
+        yield Fault(str(path), f"cannot be read as parquet ({reason}); write it again or leave it out", whole=True)
 
 
 def missing_column(where: str, names: list[str], schema: Any, text: str) -> Fault | None:
-    """Return a fault if an Arrow schema has no column ``text`` of strings, or None."""
+    """Return a fault if an Arrow schema has no column of strings named ``text``, or None if it has one."""
     from pyarrow import types
 
     if text not in names:
-        why = f"has no column {text}, only {', '.join(names)}; name it: source = [{{ source = ..., text = ... }}]"
+        why = f"has no column {text}, only {', '.join(names)}; name one: source = [{{ source = ..., text = ... }}]"
         return Fault(where, why, whole=True)
     kind = schema.field(text).type
     if types.is_string(kind) or types.is_large_string(kind):
         return None
-    return Fault(where, f"column {text} is {kind}, not string; cast it", whole=True)
+    return Fault(where, f"has {kind} in column {text}, not string; convert the column to string", whole=True)
 
 
 def column_rows(where: str, column: Any, number: int) -> Iterator[TextRow]:
-    """Yield the rows of a chunk of a text column. ``number`` is the count of rows before the chunk."""
+    """Yield the rows of a chunk of a text column. ``number`` is the number of rows before the chunk."""
     import pyarrow
 
     binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
-    # A column of strings may contain invalid UTF-8. Read as bytes, such a row does not affect the others.
+    # A column of strings may contain invalid UTF-8. Read as bytes, an invalid row does not affect the others.
     for index, raw in enumerate(column.cast(binary).to_pylist(), start=number + 1):
         yield _decoded(f"{where}:{index}", f":{index}", raw or b"")
 
@@ -159,7 +162,9 @@ def _pyarrow(path: Path) -> Any:
     try:
         import pyarrow
     except ImportError:
-        raise InputError(f"{path}: {suffix(path)} needs pyarrow; pip install 'leaven[train]'") from None
+        raise InputError(
+            f"{path}: {suffix(path)} needs the package pyarrow; run: pip install 'leaven[train]'"
+        ) from None
     return pyarrow
 
 
@@ -175,5 +180,5 @@ SUFFIXES = tuple(name for name in READERS if name != ".py")
 
 
 def suffix(path: Path) -> str:
-    """Return the suffix of a file if leaven can read it, or ""."""
+    """Return the suffix of a file if leaven can read files with this suffix, or ""."""
     return next((known for known in READERS if path.name.endswith(known)), "")

@@ -1,8 +1,9 @@
-"""Token ids on disk: memory-mapped shards, each complete or absent, and an index with their sizes and checksums.
+"""Store token ids on disk in memory-mapped shards, with an index of their sizes and checksums.
 
-A shard has the tokens of `SHARD_BATCHES` batches of text in two files (training, validation). Each is written to a
-temporary file, synced and renamed; then a line is added to ``shards.jsonl``. A killed process loses only the
-shard it was writing. ``index.json`` is written last; a folder without it is unfinished.
+A shard contains the tokens of `SHARD_BATCHES` batches of text in two files, one for training and one for validation.
+Each file is written under a temporary name, synced and renamed; then a line is added to ``shards.jsonl``. So a
+process that is killed loses only the shard that it was writing. ``index.json`` is written last; a folder without it
+is unfinished.
 """
 
 import json
@@ -29,8 +30,8 @@ SHARD_BATCHES = 32
 
 
 class ShardedTokens:
-    """Concatenated shards, which are read by slices of step 1. A slice within one shard is a view of the mapped
-    file."""
+    """Concatenated shards, which can be indexed with slices of step 1. A slice within one shard is a view of the
+    memory-mapped file."""
 
     def __init__(self, shards: list[NDArray[Any]]) -> None:
         self.shards = shards
@@ -56,7 +57,7 @@ class ShardFile:
     """The record of one file of a shard."""
 
     tokens: int
-    documents: int  # that end in it
+    documents: int  # number of documents that end in this file
     bytes: int  # of UTF-8 text
     blake2b: str  # checksum of the file
 
@@ -69,12 +70,13 @@ class Shards:
     validation: ShardedTokens
     train_bytes: int  # of UTF-8 text
     validation_bytes: int
-    fingerprint: str  # hash of the tokens of both splits, independent of the shards
+    fingerprint: str  # hash of the tokens of both splits; it does not depend on the size of shards
     notes: tuple[str, ...]  # lines about files that were rebuilt
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
-    """Return the tokens of a corpus from ``folder``; encode and write shards that are missing or damaged.
+    """Return the tokens of a corpus that are stored in ``folder``. Shards that are missing or damaged are encoded and
+    written first.
 
     Raises:
         OSError: if the folder cannot be written; finished shards are kept.
@@ -93,7 +95,8 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """Return the shards of a finished folder, or None, together with the faults of damaged files."""
+    """Return the shards of a folder and the faults of its damaged files. The shards are None if the folder is
+    unfinished or damaged."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
@@ -107,7 +110,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
         for split in SPLITS:
             file = _file(folder, split, number)
             touched = file.stat().st_mtime_ns if file.exists() else 0
-            # Sizes are always compared; checksums only for files modified after the index was written.
+            # Sizes are always compared. Checksums are compared only for files modified after the index was written.
             if why := _fault(file, record[split], dtype, checksum=touched >= written):
                 damage[file] = why
             newest = max(newest, touched)
@@ -125,7 +128,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
 
 
 def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
-    """Return what is wrong with a shard's file, or ""."""
+    """Return a phrase that says what is wrong with a file of a shard, or "" if it is right."""
     size = record.tokens * dtype.itemsize
     if not file.exists():
         return "was missing"
@@ -137,9 +140,9 @@ def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: boo
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
-    """Write the missing shards of a folder and the index, under the caller's lock.
+    """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
-    Return the faults of files that were complete once and are damaged now.
+    Return the faults of files that were complete before and are damaged now.
     """
     records, damage = _finished(folder, encoder.dtype)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
@@ -188,7 +191,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, ShardFile]], dict[Path, str]]:
-    """Return the complete shards by number, and the faults of damaged files."""
+    """Return the records of complete shards by shard number, and the faults of damaged files."""
     records: dict[int, dict[str, ShardFile]] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError):
@@ -224,7 +227,7 @@ class _ShardWriter:
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
-    """Yield the pieces of a corpus in batches large enough to keep all cores busy."""
+    """Yield the pieces of a corpus in batches that are large enough to keep all cores busy."""
     batch: PieceBatch = []
     characters = 0
     for document in corpus.documents():
@@ -252,7 +255,8 @@ def _checksum(tokens: NDArray[Any]) -> str:
 
 
 def _fingerprint(parts: list[tuple[str, NDArray[Any]]]) -> str:
-    """Return a hash of the tokens of both splits, each read as one sequence of 32-bit numbers."""
+    """Return a hash of the tokens of both splits. Tokens are hashed as 32-bit numbers, and cuts between shards have
+    no influence."""
     hashes = {split: blake2b(digest_size=16) for split in SPLITS}
     for split, tokens in parts:
         for first in range(0, len(tokens), 2**20):

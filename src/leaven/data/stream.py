@@ -1,9 +1,10 @@
-"""The n-th sample of an endless stream: a pure function of a source's tokens, the window length, the seed and n.
+"""Define an endless stream of samples. Sample n depends only on the tokens of the source, the window length, the seed
+and n.
 
-There is no state to save or to fast-forward: every rank of any layout reads the samples it needs by number, and a
-resumed run continues with the next number.
+A stream has no state to save or to fast-forward. In every layout, each rank reads the samples that it needs by their
+numbers, and a resumed run continues with the next number.
 
-Shape legend: N samples, T = seq_len.
+Shapes: N samples, T = seq_len.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Tokens(Protocol):
-    """A sequence of token ids in which documents follow each other. A numpy array satisfies this protocol."""
+    """The token ids of documents, one document after the other. A numpy array satisfies this protocol."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +34,7 @@ class Tokens(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Windows of ``seq_len`` tokens in random order, with a different order in each epoch.
+    """An endless stream of windows of ``seq_len`` tokens in random order. The order is different in each epoch.
 
     Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. Its last token is only a target, and is
     also the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus that do
@@ -46,7 +47,7 @@ class Stream:
     tokens: Tokens
     seq_len: int
     seed: int
-    skip: tuple[tuple[int, int], ...] = ()  # half-open ranges of samples to leave out, disjoint and in order
+    skip: tuple[tuple[int, int], ...] = ()  # half-open ranges of sample numbers to leave out, disjoint and sorted
 
     def __post_init__(self) -> None:
         _count_windows(self.tokens, self.seq_len, "training")
@@ -58,7 +59,7 @@ class Stream:
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids.
 
-        Inputs are all but the last token of a row, targets all but the first.
+        The inputs are all tokens of a row but the last; the targets are all but the first.
         """
         return self.samples(numbered(first, count, self.skip))
 
@@ -69,8 +70,8 @@ class Stream:
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the numbers of ``count`` samples from the ``first`` on, counting only samples that ``skip`` does not
-    leave out."""
+    """Return the numbers of ``count`` samples, beginning with sample ``first``. Only samples that ``skip`` does not
+    leave out are counted and returned."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -78,8 +79,8 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows spread evenly over the tokens, [N, T + 1]: at most ``limit_tokens`` in total, but at least one
-    window.
+    """Return windows that are spread evenly over the tokens, [N, T + 1]. They have at most ``limit_tokens`` tokens in
+    total, but there is at least one window.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -90,11 +91,13 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the image of each place in [0, size) under the permutation of its epoch, without computing other images.
+    """Return the position to which the permutation of its epoch moves each place in [0, size). Positions of other
+    places are not computed.
 
     The permutation is a Feistel network on Z_a x Z_b, with a x b just above ``size``. It is applied again until the
-    image is below ``size``: the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains". It shuffles but is not secure: the round function is a mixer, not a cipher.
+    result is below ``size``. These are the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002,
+    "Ciphers with arbitrary finite domains". The permutation is good for shuffling, but it is not secure: its round
+    function is a mixer, not a cipher.
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)
@@ -118,7 +121,7 @@ def _feistel(places: NDArray[np.uint64], keys: NDArray[np.uint64], a: np.uint64,
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return SplitMix64's output for each state (Steele, Lea and Flood 2014)."""
+    """Return the output of SplitMix64 for each state (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -135,18 +138,18 @@ def _count_windows(tokens: Tokens, seq_len: int, split: str) -> int:
     count = (len(tokens) - 1) // seq_len
     if count < 1:
         raise InputError(
-            f"the {split} split has {len(tokens):,} tokens, a window needs seq_len + 1 = {seq_len + 1:,}; "
-            + (f"set seq_len to {len(tokens) - 1:,} at most or add text" if len(tokens) > 1 else "add text")
+            f"the {split} split has {len(tokens):,} tokens, but a window needs seq_len + 1 = {seq_len + 1:,}; "
+            + (f"set seq_len to {len(tokens) - 1:,} or less, or add text" if len(tokens) > 1 else "add text")
         )
     return count
 
 
 IGNORED = -100
-"""The target that torch's cross-entropy does not count."""
+"""The target value of tokens that torch's cross-entropy ignores."""
 
 
 def isolated(windows: "Tensor", end_of_text: int) -> "tuple[Tensor, Tensor]":
-    """Return the document number of each input (from 0 within its window) and the targets, both [B, T].
+    """Return the document number of each input, counted from 0 in each window, and the targets. Both are [B, T].
 
     ``windows`` is [B, T + 1]. A document includes the end-of-text token after it. The target after that token is the
     start of an unrelated document, so it is set to `IGNORED`.

@@ -1,4 +1,4 @@
-"""Read each part of a corpus once to count and hash its documents, and cache the result until the part changes."""
+"""Count and hash the documents of each file or split of a corpus, and cache the results until it changes."""
 
 import json
 import time
@@ -13,33 +13,34 @@ from leaven.data.readers import Fault
 from leaven.storage import write
 
 FORMAT = 1
-"""Version of the cache; increase it when the same content would give a different survey."""
+"""Version of the cache file. Increase it when the same content would give a different result."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
 
-# Two writes within this time may leave the same modification time.
+# A second write within this time may not change the modification time.
 _SETTLED_NS = 2 * 10**9
 
 
 @dataclass(frozen=True)
 class Survey:
-    """The counts and hashes of the documents of one part, without blank documents."""
+    """The counts and hashes of the documents of one part, which is a file or a split. Blank documents are left
+    out."""
 
     documents: int
     bytes: int  # of UTF-8 text
-    digest: str  # hash of places and texts
+    digest: str  # hash of the places and texts of all documents
     lowest: int  # smallest hash of a key
     highest: int  # largest hash of a key
-    corrupt: int  # lines or rows that cannot be read
-    # 1 if the file cannot be read to its end. Nothing of it is used, since earlier text may be wrong as well: the
-    # checksum of a gzip file is at its end.
+    corrupt: int  # number of lines or rows that cannot be read
+    # 1 if the file cannot be read to its end, else 0. Its text is not used, because all of it may be wrong: the
+    # checksum of a gzip file is at the end of the file.
     broken: int
-    faults: tuple[str, ...]  # the first few errors, one line each
+    faults: tuple[str, ...]  # the first few faults, one line each
 
 
 class Tally:
-    """A running tally that counts documents and their bytes, and hashes their places and texts."""
+    """A running count of documents and bytes, and a running hash of the documents' places and texts."""
 
     def __init__(self) -> None:
         self.documents = self.bytes = 0
@@ -58,14 +59,15 @@ class Tally:
 
 
 def survey(part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
-    """Read a part from beginning to end. ``on_bytes`` is called with the bytes of text so far."""
+    """Read a part from beginning to end, and return its counts and hashes. ``on_bytes`` is called with the number of
+    bytes of text read so far."""
     tally = Tally()
     corrupt = highest = 0
     lowest = 2**64
     faults: list[str] = []
     for row in part.rows():
         if isinstance(row, Fault):
-            # A file name may not be valid UTF-8, but messages have to be.
+            # A file name may be invalid UTF-8, but messages must be valid.
             line = f"{row.where} {row.why}".encode(errors="replace").decode()
             if row.whole:
                 return Survey(0, 0, "", 2**64, 0, corrupt=0, broken=1, faults=(line,))
@@ -84,7 +86,7 @@ def survey(part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
 
 
 def key_place(key: str) -> int:
-    """Return the hash of a document's key, in [0, 2^64)."""
+    """Return the hash of a document's key as a number in [0, 2^64)."""
     return int.from_bytes(blake2b(encode_key(key), digest_size=8).digest(), "big")
 
 
@@ -94,10 +96,10 @@ def encode_key(key: str) -> bytes:
 
 
 class SurveyCache:
-    """A cache, in a file, of the surveys of a source's parts.
+    """A file that caches the surveys of a source's parts.
 
-    A part is surveyed again if its entry cannot be read, or says that the part was broken, because the part may have
-    been repaired without a change of its stamp.
+    A part is surveyed again if its entry in the cache cannot be read, or if the entry says that the part was broken.
+    A broken part may have been repaired without a change of its stamp.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -109,7 +111,7 @@ class SurveyCache:
 
     def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
         """Return the survey of a part. It comes from the cache if the part's stamp has not changed and was old enough
-        when it was cached."""
+        when the survey was cached."""
         stamp, now = part.stamp(), time.time_ns()
         if (found := self._cached(part.key, stamp)) is None:
             found, self._changed = survey(part, on_bytes), True

@@ -23,37 +23,37 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 TRAINING_BYTES = 2**26
-"""About how much text a BPE is trained on at most. Training takes 0.1 s for each MB on two cores."""
+"""About the largest amount of text that a BPE is trained on. Training takes 0.1 s per MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document, the unit in which text is encoded."""
+    """A piece of a document. Text is encoded piece by piece."""
 
-    validation: bool  # which split the document belongs to
+    validation: bool  # whether the document belongs to validation
     text: str
-    last: bool  # whether the document ends with it
+    last: bool  # whether this is the last piece of the document
 
 
 class Encoded(NamedTuple):
-    """The token ids of some pieces that belong to the same split."""
+    """The token ids of pieces that belong to the same split."""
 
     ids: NDArray[Any]
-    documents: int  # that end in these pieces
+    documents: int  # number of documents that end in these pieces
     bytes: int  # of UTF-8 text
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of pieces of text. It adds an end-of-text token after every document."""
+    """An encoder that turns pieces of text into token ids. It adds an end-of-text token after every document."""
 
     tokenizer: "Tokenizer"
 
     @cached_property
     def vocab_size(self) -> int:
-        # Some ids may be unused; the embedding needs a row up to the largest.
+        # Some ids may be unused, but the embedding needs rows up to the largest id.
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -68,7 +68,7 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """Encode pieces and return the encoded (training, validation) pieces."""
+        """Encode pieces, and return the tokens of training pieces and the tokens of validation pieces."""
         # Text that looks like a special token is encoded as ordinary text.
         self.tokenizer.encode_special_tokens = True
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
@@ -87,14 +87,16 @@ class Encoder:
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
-    """Load the tokenizer from a file or from the Hub. Return None for "bpe", which is trained.
+    """Load a tokenizer from a file or from the Hub. Return None for "bpe", which has to be trained.
 
     Raises:
         InputError: if the tokenizer cannot be loaded, has more tokens than ``vocab_size``, or no end-of-text token.
     """
     if tokenizer == "bpe":
         if vocab_size < 257:
-            raise InputError(f"vocab_size {vocab_size} is too small for bpe: 256 bytes and {END_OF_TEXT} need 257")
+            raise InputError(
+                f"vocab_size {vocab_size} is too small for bpe; set 257 or more (256 bytes and {END_OF_TEXT})"
+            )
         return None
     path = fetch_tokenizer(tokenizer) if tokenizer.startswith(SCHEME) else Path(tokenizer).expanduser()
     try:
@@ -107,7 +109,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     library = _library()
     try:
         given: Tokenizer = library.Tokenizer.from_str(raw)
-    except Exception as error:  # tokenizers raises no narrower class
+    except Exception as error:  # tokenizers does not raise a narrower class
         raise InputError(f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error})") from None
     encoder = Encoder(given)
     if encoder.vocab_size > vocab_size:
@@ -123,7 +125,7 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
 
 
 def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProgress | None) -> "Tokenizer":
-    """Train a byte-level BPE of ``vocab_size`` tokens, or fewer if there are not enough pairs to merge."""
+    """Train a byte-level BPE with ``vocab_size`` tokens, or with fewer if there are not enough pairs to merge."""
     library = _library()
     meter = Meter(progress, "tokenizer", sum(corpus.n_bytes for corpus in corpora))
     tokenizer: Tokenizer = library.Tokenizer(library.models.BPE())
@@ -142,11 +144,11 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Yield the pieces of training documents that a tokenizer is trained on.
+    """Yield the pieces of training documents on which a tokenizer is trained.
 
-    Each source contributes at most an equal share of `TRAINING_BYTES`: every k-th piece if it has more text. The
-    weights of sources have no influence, so all mixtures of the same sources share a tokenizer, and their losses can
-    be compared.
+    Each source contributes at most an equal share of `TRAINING_BYTES`. A source with more text contributes every k-th
+    piece. The weights of sources have no influence, so all mixtures of the same sources have the same tokenizer, and
+    their losses can be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
@@ -164,9 +166,10 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 
 
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
-    """Yield a document in pieces, split at line ends if possible.
+    """Yield a document in pieces that end at line ends if possible.
 
-    A long text in one piece would use only one core, and encoding needs a hundred bytes of memory per token.
+    A long text in a single piece would be encoded by only one core, and encoding needs a hundred bytes of memory per
+    token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -178,8 +181,8 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let tokenizers use all cores inside the context and one thread afterwards, because threads make a later fork
-    hang."""
+    """Let the package tokenizers use all cores inside the block and one thread afterwards, because its threads would
+    make a later fork hang."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:
@@ -189,17 +192,17 @@ def parallel_tokenizers() -> Iterator[None]:
 
 
 def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
-    """Return the number of UTF-8 bytes of each token id; 0 for special tokens such as end-of-text.
+    """Return the number of UTF-8 bytes of each token id. Special tokens, for example end-of-text, have 0 bytes.
 
-    The numbers are exact for byte-level tokenizers. For tokenizers that write spaces as "▁" (SentencePiece) they are
-    exact except for a space that some add before a text. Return None for all others, whose tokens do not determine
-    the text.
+    The numbers are exact for byte-level tokenizers. For tokenizers that write spaces as "▁" (SentencePiece), they are
+    exact except for the space that some of them add before a text. Return None for all other tokenizers, because
+    their tokens do not determine the text.
     """
-    given: Tokenizer = _library("bits per byte need").Tokenizer.from_file(str(tokenizer))
+    given: Tokenizer = _library("computing bits per byte needs").Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
     vocabulary: dict[str, int] = given.get_vocab(with_added_tokens=False)
     if '"ByteLevel"' in decoder:
-        lengths = {number: len(token) for token, number in vocabulary.items()}  # a character stands for a byte
+        lengths = {number: len(token) for token, number in vocabulary.items()}  # each character represents one byte
     elif "▁" in decoder:
         lengths = {
             number: 1 if _BYTE.fullmatch(token) else len(token.replace("▁", " ").encode())
@@ -215,9 +218,10 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
 
 
 def bits_per_byte_factor(tokenizer: Path, targets: NDArray[np.int64]) -> float | None:
-    """Return the factor from a mean loss over these targets, in nats per token, to bits per byte.
+    """Return the factor that converts a mean loss over these targets, in nats per token, to bits per byte.
 
-    End-of-text tokens count in the loss but have no bytes. Return None if :func:`bytes_by_token` does.
+    End-of-text tokens count in the loss but have no bytes. Return None if the number of bytes of the tokens is not
+    known.
     """
     counts = bytes_by_token(tokenizer)
     n_bytes = 0 if counts is None else int(counts[targets].sum())
@@ -228,5 +232,5 @@ def _library(what: str = "turning text into tokens needs") -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise InputError(f"{what} tokenizers; pip install 'leaven[train]'") from None
+        raise InputError(f"{what} the package tokenizers; run: pip install 'leaven[train]'") from None
     return tokenizers

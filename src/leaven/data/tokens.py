@@ -1,8 +1,8 @@
-"""Turn the `[data]` of a recipe into token ids on disk, in a content-addressed cache.
+"""Turn the `[data]` section of a recipe into token ids in a cache on disk, which is addressed by content.
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
-``tokens`` (one folder for each pair of source and tokenizer). One process at a time writes to a folder; the others
-wait for it and map its files.
+``tokens`` (one folder for each pair of source and tokenizer). Only one process at a time writes to a folder; other
+processes wait and then read its files.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 FORMAT = 3
-"""Version of the cache; increase it when the same source would give different tokens or files."""
+"""Version of the cache. Increase it when the same source would give different tokens or files."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSet:
     """The tokens of all sources of a recipe. An end-of-text token follows every document."""
 
-    names: tuple[str, ...]  # of the sources, as in the recipe
+    names: tuple[str, ...]  # names of the sources, as in the recipe
     proportions: tuple[Fraction, ...]  # share of each source in the samples
     sources: tuple[Shards, ...]
-    vocab_size: int  # of the tokenizer
+    vocab_size: int  # number of tokens of the tokenizer
     end_of_text: int  # token id
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path
@@ -47,7 +47,7 @@ class TokenSet:
 
     @property
     def train(self) -> ShardedTokens:
-        """The training tokens of all sources, one source after the other; `stream` mixes them."""
+        """The training tokens of all sources, one source after the other. They are not mixed as in `stream`."""
         return ShardedTokens([shard for source in self.sources for shard in source.train.shards])
 
     @property
@@ -76,9 +76,9 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1]. The sources share the limit by their proportions.
+        """Return validation windows, [N, T + 1]. The limit is divided among the sources by their proportions.
 
-        Each source gives at least one window.
+        There is at least one window from each source.
 
         Raises:
             InputError: if a source does not fill one window.
@@ -91,7 +91,7 @@ class TokenSet:
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
-        """Return the number of epochs over each source in a run of ``tokens`` tokens."""
+        """Return how many epochs over each source a run of ``tokens`` tokens trains."""
         shares = zip(self.names, self.proportions, self.sources, strict=True)
         return {name: float(share * tokens) / len(source.train) for name, share, source in shares}
 
@@ -103,12 +103,14 @@ def prepare(
     progress: OnProgress | None = None,
     processes: int | None = None,
 ) -> TokenSet:
-    """Tokenise a recipe's `[data]`, or take the tokens from the cache if the same content was prepared before.
+    """Tokenise the text that the `[data]` section of a recipe names. If the same text was tokenised before, the
+    tokens come from the cache.
 
-    The cache folder is ``cache``, else ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-    ``progress`` is called with a stage (``reading``, ``tokenizer``, ``encoding``), the bytes done and the total
-    bytes. ``processes`` is how many processes encode the text, by default one per core if there is enough text. They
-    are spawned, so a script has to call this under ``if __name__ == "__main__"``.
+    The cache folder is ``cache``, or if that is not given ``$LEAVEN_CACHE``, or else ``leaven`` in
+    ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer`` or
+    ``encoding``), the number of bytes processed and the total number of bytes. ``processes`` is the number of
+    processes that encode the text, by default one per core if there is enough text. Processes are spawned, so a
+    script must call this function under ``if __name__ == "__main__"``.
 
     Raises:
         InputError: if a source, the tokenizer, the vocabulary or the cache folder cannot be used.
@@ -128,7 +130,7 @@ def prepare(
     except OSError as error:
         raise InputError(
             f"the cache folder {cache} cannot be used ({error.strerror or error}); "
-            "set LEAVEN_CACHE to a folder with room that can be written and locked"
+            "set LEAVEN_CACHE to a folder that can be written and locked and has enough space"
         ) from None
     skipped = [corpus.skipped for corpus in corpora if corpus.skipped]
     fingerprints = [source.fingerprint for source in sources]
@@ -151,7 +153,7 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the given tokenizer, or else a tokenizer trained on this text, as a file in the cache."""
+    """Return the given tokenizer, or else a tokenizer trained on this text: its path in the cache and its encoder."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)
@@ -168,7 +170,7 @@ def _tokenizer(
 
 
 def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
-    """Save a tokenizer in the folder named by its hash."""
+    """Save a tokenizer in a folder named by its hash, and return its path and its encoder."""
     raw = tokenizer.to_str(pretty=True).encode()
     path = folder / _hash(raw) / "tokenizer.json"
     if not path.exists() or path.read_bytes() != raw:
@@ -178,7 +180,8 @@ def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:
 
 
 def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
-    """Return the tokenizer whose hash is in the file ``name``, or None if tokenizer or file is missing or damaged."""
+    """Return the path and the encoder of the tokenizer whose hash is in the file ``name``. Return None if the file or
+    the tokenizer is missing or damaged."""
     from tokenizers import Tokenizer
 
     try:
