@@ -113,7 +113,7 @@ def entry(trials: list[StudyTrial]) -> dict[str, Any]:
         "params_active": model.params,
         "notes": [
             "not a published run: leaven's own, measured on a processor; it has no vote among the published",
-            "a base to transfer from: what it says of larger models, it says through the scaling rule",
+            "a base to transfer from: the scaling rule gives its values for larger models",
         ],
         "lineage": {"name": "leaven"} | source,
         "params": {"precision": "exact"} | recipe_file,

@@ -171,17 +171,20 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
     [
         ({"params": 0}, "--params 0: give 100 k to 10 T"),
         ({"tokens": 0}, "--tokens 0: give a count"),
-        ({"tokens": 1_000}, "fewer than 2,000 sequences of 128; give 256 k"),
+        ({"tokens": 1_000}, "fewer than 2,000 sequences of 128 tokens; give 256 k"),
         ({"vocab": 5}, "--vocab 5: give 257"),
         ({"params": 20 * 10**6, "tokens": B, "vocab": 10**6}, "has 192 M (+862%); give --vocab "),
         (
             {"reference": "olmoe-1b-7b"},
-            "a mixture of experts, and leaven builds dense ones of text; near it are olmo-1b",
+            "a mixture of experts, but leaven builds only dense models of text; take a run near it: olmo-1b",
         ),
-        ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; near it are"),
-        ({"reference": "cerebras-gpt-1.3b-mup"}, "is that of muP"),
-        ({"reference": "llama3-8b"}, "its batch or its length is not published"),
-        ({"reference": "llama2-70b", "tokens": 10**8}, "steps of 100 M tokens; give 800 M or more"),
+        ({"reference": "nemotron-4-15b"}, "it publishes no learning rate; take a run near it: "),
+        ({"reference": "cerebras-gpt-1.3b-mup"}, "is for muP"),
+        ({"reference": "llama3-8b"}, "its batch or its number of tokens is not published"),
+        (
+            {"reference": "llama2-70b", "tokens": 10**8},
+            "with the batch of --from llama2-70b, 4.00 M tokens; give 800 M or more",
+        ),
     ],
 )
 def test_bad_input_is_one_line(asked: dict[str, object], message: str) -> None:

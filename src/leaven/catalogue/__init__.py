@@ -1,1 +1,2 @@
-"""Published runs and empirical laws. Every number names its source, and says so where it is from memory."""
+"""Published training runs and empirical laws. Every number names its source, or says that it is quoted from
+memory."""

@@ -1,7 +1,7 @@
-"""The groups of values of a published run, each with its source and how reliable it is.
+"""Define the groups of values in the file of a published run. Each group states its source and how reliable it is.
 
-An unknown value is left out, never guessed. The field names are those of the files (``global_batch_tokens``,
-``zero_stage``); :class:`leaven.catalogue.run.PublishedRun` offers the values in leaven's own terms.
+A value that is unknown is left out, never guessed. Fields have the names of the files (``global_batch_tokens``,
+``zero_stage``); :class:`leaven.catalogue.run.PublishedRun` offers the values under leaven's names.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,7 +21,8 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
-    """The source of a value, and its confidence: read in that file, in notes about it, or known from memory."""
+    """The source of a value, and how it was obtained: read in the source itself, in notes about it, or from
+    memory."""
 
     source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
     confidence: Confidence
@@ -32,7 +33,10 @@ class Provenance(Part):
 
 
 class PublishedGroup(Provenance):
-    """Values from one source. ``exceptions`` have another source, ``derived`` were computed from other values."""
+    """Values from one source.
+
+    Fields in ``exceptions`` have another source; fields in ``derived`` were computed from other values.
+    """
 
     evidence: Evidence | None = None
     exceptions: dict[str, Provenance] = Field(default_factory=dict)
@@ -44,7 +48,7 @@ class PublishedGroup(Provenance):
 
 
 class Lineage(PublishedGroup):
-    """Where the run's learning rate comes from. Runs of one lineage have one vote."""
+    """The lineage of a run: runs of one lineage copied one another's learning rate and have one vote together."""
 
     name: str
     note: str | None = None
@@ -52,26 +56,26 @@ class Lineage(PublishedGroup):
 
 class Params(PublishedGroup):
     precision: Literal["exact", "rounded", "nominal"]
-    shape_check: str | None = None  # why the count from the shape differs; starts with "skip" if there is none
-    shape_excess: int | None = None  # parameters that the shape gives above an exact count
+    shape_check: str | None = None  # why the shape gives another count; "skip: ..." if the two cannot be compared
+    shape_excess: int | None = None  # the count that the shape gives, minus the published count
 
 
 class LayerwiseScaling(BaseModel):
-    """Widths that grow from the first layer to the last (OpenELM, arXiv 2404.14619, section 2.1)."""
+    """Layer sizes that grow from the first layer to the last (OpenELM, arXiv 2404.14619, section 2.1)."""
 
     model_config = Part.model_config
 
     ffn_multipliers: _Pair  # d_ff / d_model of the first and the last layer
-    qkv_multipliers: _Pair  # width of the queries / d_model, likewise
+    qkv_multipliers: _Pair  # width of the queries / d_model of the first and the last layer
     gqa_groups: int  # query heads that share a key
-    ffn_divisor: int  # every d_ff is a multiple of it
+    ffn_divisor: int  # every d_ff is a multiple of this number
 
 
 class PublishedArchitecture(PublishedGroup):
-    """The published architecture. It covers more than leaven builds: experts, latent attention, output norms, ALiBi.
+    """The published architecture, which may have parts that leaven's model does not support.
 
-    ``d_head`` is given only if it differs from ``d_model / n_heads``; ``norm_bias`` and ``qkv_bias`` only if they
-    differ from ``bias``.
+    Such parts are experts, latent attention, output norms and ALiBi. ``d_head`` is given only if it differs from
+    ``d_model / n_heads``, and ``norm_bias`` and ``qkv_bias`` only if they differ from ``bias``.
     """
 
     n_layers: int | None = None
@@ -107,7 +111,7 @@ class PublishedArchitecture(PublishedGroup):
     qkv_bias: bool | None = None
     attention: str | None = None
     layerwise_scaling: LayerwiseScaling | None = None
-    # Experts: the first n_dense_layers have an FFN of d_ff, the others n_experts of d_expert behind a router.
+    # Experts: the first n_dense_layers have one FFN of width d_ff; each later layer has n_experts of width d_expert.
     n_dense_layers: int | None = None
     n_experts: int | None = None
     experts_per_token: int | None = None
@@ -125,14 +129,14 @@ class PublishedArchitecture(PublishedGroup):
 
     @property
     def head_dim(self) -> int | None:
-        """The width of one head, also where it follows from d_model and n_heads."""
+        """Return the width of one head: ``d_head`` if it is given, else ``d_model / n_heads``."""
         if self.d_head is None and self.d_model and self.n_heads:
             return self.d_model // self.n_heads
         return self.d_head
 
 
 class PublishedData(PublishedGroup):
-    tokens_total: int | None = None  # consumed
+    tokens_total: int | None = None  # tokens that the run consumed
     tokens_planned: int | None = None
     tokens_in_dataset: int | None = None
     seq_len: int | None = None
@@ -142,7 +146,10 @@ class PublishedData(PublishedGroup):
 
 
 class BatchRamp(BaseModel):
-    """How the batch grew. ``none`` means that it did not grow; without a ramp this is not known."""
+    """How the batch of a run grew.
+
+    The kind ``none`` means that it did not grow. Without a ramp it is not known whether the batch grew.
+    """
 
     model_config = Part.model_config
 
@@ -196,7 +203,7 @@ class Optim(PublishedGroup):
     qk_clip_threshold: float | None = None
     dropout: float | None = None
     z_loss: float | None = None
-    z_loss_used: bool | None = None  # if its weight is not published
+    z_loss_used: bool | None = None  # given if the weight of the z-loss is not published
     moe_load_balance_loss: float | None = None
     moe_router_z_loss: float | None = None
     moe_bias_update_speed: float | None = None
@@ -228,7 +235,7 @@ class PublishedSchedule(PublishedGroup):
     constant_tokens: int | None = None
     total_steps: int | None = None
     total_samples: int | None = None
-    parametrisation: str | None = None  # only if peak_lr must not be compared: muP, Adafactor
+    parametrisation: str | None = None  # given only if peak_lr cannot be compared with other runs: muP, Adafactor
     note: str | None = None
 
 
@@ -260,23 +267,23 @@ class PublishedInit(PublishedGroup):
 
 
 class TunedBase(PublishedGroup):
-    """The study behind a base that leaven tuned itself. A run with this group is not a published one.
+    """The study in which leaven tuned a base. A run with this group is leaven's own, not a published one.
 
-    ``values`` and ``intervals`` are keyed by the paths of a recipe. Within an interval the loss stays within the
-    noise of the best, with all other values at their best.
+    ``values`` and ``intervals`` are keyed by the paths of a recipe. Any value within its interval gives a loss within
+    the noise of the best loss, if all other values stay at their best.
     """
 
-    rule: str  # scaling rule whose base coordinates the values are in
+    rule: str  # scaling rule for which the values were tuned
     trials: int
     noise_nats: float  # standard deviation of the loss over seeds
     loss: float  # validation loss in nats per token: mean over the confirmation runs
-    loss_interval: _Pair  # 95%
+    loss_interval: _Pair  # 95% confidence interval of the loss
     loss_runs: int
-    start_loss: float  # of the values that the search started from, mean over seeds
+    start_loss: float  # loss with the values from which the search started, mean over seeds
     start_runs: int
     values: dict[str, float]
     intervals: dict[str, _Pair]
-    at_end: Texts = ()  # values whose best is at the edge of the search: the optimum may lie beyond
+    at_end: Texts = ()  # paths of values that are best at the edge of the search: the optimum may lie beyond
 
 
 class PublishedPrecision(PublishedGroup):
@@ -301,7 +308,7 @@ class Parallel(PublishedGroup):
     micro_batch: int | None = None
     grad_accum: int | None = None
     shard_group: int | None = None  # accelerators that share one copy of the weights
-    replicas: int | None = None  # number of such groups
+    replicas: int | None = None  # number of shard groups
     sequence_parallel: bool | None = None
     framework: str | None = None
     note: str | None = None

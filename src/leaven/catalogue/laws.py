@@ -1,7 +1,8 @@
-"""Empirical laws (``laws.toml``): their values for a run, for another batch, and for a budget of FLOPs.
+"""Evaluate empirical laws (``laws.toml``): hyperparameters of a run, lr at another batch, best size for a FLOP
+budget.
 
-A law is a fit to published runs. Its units, its definition of N and the setting of the fit (``conditions``) belong to
-it; outside its fitted range it is a guess.
+A law is a fit to training runs. It is valid only in its own units, with its own definition of N, and in the setting
+in which it was fitted (``conditions``). Outside its fitted range it is a guess.
 """
 
 import math
@@ -32,7 +33,7 @@ ANY: Range = (0, math.inf)
 
 
 class Point(NamedTuple):
-    """The quantities that a law may depend on."""
+    """The quantities on which a law may depend."""
 
     params: float  # N
     tokens: float  # D
@@ -41,7 +42,7 @@ class Point(NamedTuple):
 
 
 class Power(Part):
-    """coefficient * N^params * D^tokens * C^compute * L^loss * unit, with N and D counted in ``per``."""
+    """A power law: coefficient * N^params * D^tokens * C^compute * L^loss * unit, with N and D divided by ``per``."""
 
     coefficient: float
     params: float = 0.0
@@ -52,7 +53,7 @@ class Power(Part):
     per: float = 1.0
 
     def at(self, point: Point) -> float:
-        """Return the value at a point."""
+        """Return the value of the law at a point."""
         return (
             self.coefficient
             * math.pow(point.params / self.per, self.params)
@@ -64,19 +65,19 @@ class Power(Part):
 
 
 class LogLinear(Part):
-    """intercept + slope * ln N."""
+    """A law that is linear in ln N: intercept + slope * ln N."""
 
     intercept: float
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return the value at a point, or None where it is not positive, so that the law gives no value."""
+        """Return the value of the law at a point, or None if it is not positive there and so means nothing."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
 
 class LossLaw(Part):
-    """L(N, D) = irreducible + a / N^alpha + b / D^beta, in nats per token, N with the embeddings."""
+    """L(N, D) = irreducible + a / N^alpha + b / D^beta: loss in nats per token, where N includes the embeddings."""
 
     irreducible: float
     a: float
@@ -89,10 +90,10 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def optimal_params(self, flops: float) -> float:
-        """Return the N of lowest loss on the budget 6 N D = ``flops``.
+        """Return the N with the lowest loss among all N and D with 6 N D = ``flops``.
 
-        It is G (C / 6)^(beta / (alpha + beta)) with G = (alpha a / (beta b))^(1 / (alpha + beta)) (arXiv 2203.15556,
-        equation 4).
+        That N is G (C / 6)^(beta / (alpha + beta)) with G = (alpha a / (beta b))^(1 / (alpha + beta)) (arXiv
+        2203.15556, equation 4).
         """
         both = self.alpha + self.beta
         scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
@@ -100,7 +101,7 @@ class LossLaw(Part):
 
 
 class FrontierLine(Part):
-    """N = params (C / flops)^exponent: a straight line in logarithms through a published point."""
+    """The best N for C FLOPs, a line in logarithms through a published point: N = params (C / flops)^exponent."""
 
     flops: float
     params: float
@@ -112,7 +113,7 @@ class FrontierLine(Part):
 
 
 class Fitted(Part):
-    """The ranges (lowest, highest) of a fit. A lowest of 0 means that the source does not give it."""
+    """The ranges of a fit, each as (lowest, highest). A lowest value of 0 means that the source does not state it."""
 
     params: Range = ANY
     tokens: Range = ANY
@@ -120,7 +121,7 @@ class Fitted(Part):
     tokens_per_param: Range = ANY
 
     def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
-        """Return every axis along which a point lies outside, the farthest first."""
+        """Return the axes on which a point lies outside the fitted ranges, the farthest first."""
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -136,7 +137,7 @@ class Fitted(Part):
 
 
 class Sourced(Part):
-    """The fields that every entry of ``laws.toml`` has besides its formula."""
+    """The fields that all entries of ``laws.toml`` have: name, conditions, source, reliability and fitted range."""
 
     name: str
     conditions: str
@@ -146,7 +147,7 @@ class Sourced(Part):
     fitted: Fitted = Fitted()
 
     def common_fields(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
-        """Return the fields that a :class:`LawRow` and an :class:`OptimumRow` share, for a point."""
+        """Return the fields that a :class:`LawRow` and an :class:`OptimumRow` have in common, for a point."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -162,25 +163,26 @@ class Sourced(Part):
 
 
 class Law(Sourced):
-    """A law about the hyperparameters of a run."""
+    """A law about the hyperparameters or the loss of a run."""
 
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
-    lr_batch: int | None = None  # the batch at which the lr holds, if the law has no batch of its own
-    lr_batch_exponent: float | None = None  # how the best lr moves with the batch in the law's own data
+    lr_batch: int | None = None  # the batch for which the lr is valid, if the law does not predict a batch
+    lr_batch_exponent: float | None = None  # the best lr grows with this power of the batch in the law's own data
     batch: Power | None = None  # tokens
-    batch_kind: BatchKind | None = None  # optimal: the best batch; critical: above it more saves little time
+    batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time
     loss: LossLaw | None = None
     tau: Power | None = None  # the best AdamW timescale B / (lr x weight decay x D), as a share of the run
-    says: str = ""  # the statement of a law without a number: how a value moves
-    form_of: str | None = None  # another form of this law, which is counted only once
+    says: str = ""  # what a law without a number states about how a value changes
+    form_of: str | None = None  # the law of which this is another form; only that law is counted
 
 
 class Frontier(Sourced):
-    """The best N for a budget of training FLOPs C = 6 N D.
+    """A law about the best N for a budget of C = 6 N D training FLOPs.
 
-    The approaches of one paper disagree: at Gopher's budget Chinchilla's first says 67B, its third 40B. The fit
-    behind the third did not converge (Besiroglu et al. 2024); the replication is near the first.
+    The approaches of one paper disagree: at Gopher's budget Chinchilla's first approach gives 67B, its third 40B. The
+    fit of the third approach did not converge (Besiroglu et al. 2024); their replication is close to the first
+    approach.
     """
 
     sizes: FrontierLine | LossLaw
@@ -192,7 +194,7 @@ FRONTIERS = tuple(map(Frontier.model_validate, _ENTRIES["frontier"]))
 
 
 def find_law(name: str) -> Law:
-    """Return the law of this name."""
+    """Return the law with this name."""
     return next(law for law in LAWS if law.name == name)
 
 
@@ -207,19 +209,19 @@ REPLICATION = _loss_law("Besiroglu 2024 replication")
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
-    """Return the values of every law for a run of ``tokens`` tokens with ``params`` parameters.
+    """Return the values of all laws for a run of ``tokens`` tokens with ``params`` parameters.
 
-    Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``: a good
-    approximation above 1B, but 45% too high for GPT-2 124M.
+    Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``. This is a
+    good approximation above 1B, but 45% too high for GPT-2 124M.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
 
     Raises:
-        InputError: if there are no parameters or no tokens.
+        InputError: if ``params`` or ``tokens`` is not above 0.
     """
     if params <= 0 or tokens <= 0:
-        raise InputError(f"no law covers {params:g} parameters and {tokens:g} tokens; both must be above 0")
+        raise InputError(f"no law covers {params:g} parameters and {tokens:g} tokens; give numbers above 0")
     chinchilla = find_law("Chinchilla 2022 loss").loss
     assert chinchilla
     loss = chinchilla.loss(params, tokens)
@@ -248,15 +250,17 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best AdamW timescale tau = B / (lr x weight decay x D) as a share of the run, with B and D in
-    tokens."""
+    """Return the best AdamW timescale by Power Lines: tau = B / (lr x weight decay x D), a share of the run.
+
+    B and D are the batch and the run in tokens.
+    """
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the batches of this kind in tokens, by law. Other forms of a law are left out."""
+    """Return the optimal (or the critical) batch in tokens by each law that predicts it, one form of each law."""
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }
@@ -268,12 +272,12 @@ def critical_batch(laws: Iterable[LawRow]) -> float:
 
 
 def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
-    """Return a law's lr at a batch by several rules that disagree, or None if it has no lr.
+    """Return a law's lr converted to another batch by several rules that disagree, or None if the law predicts no lr.
 
-    ``noise`` is the noise scale in tokens. The rules: ``square_root`` for Adam below the critical batch (the SDE of
-    Malladi et al. 2022, arXiv 2205.10287); ``linear`` for SGD there (McCandlish et al. 2018), and for AdamW at fixed
-    decay if its timescale is to stay; ``surge`` for Adam, falling above the noise scale (arXiv 2405.14578); ``own``
-    as in the law's data.
+    ``square_root`` is for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287).
+    ``linear`` is for SGD below the critical batch (McCandlish et al. 2018), and for AdamW at a fixed decay if its
+    timescale is to stay the same. ``surge`` is for Adam: the lr falls above the noise scale, ``noise`` tokens (arXiv
+    2405.14578). ``own`` is fitted to the law's own data.
     """
     if law.lr is None or law.lr_batch_tokens is None:
         return None
@@ -289,12 +293,12 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
-    """Return the best D / N for a budget of training FLOPs by every frontier."""
+    """Return the best tokens per parameter for a budget of training FLOPs, one value for each frontier law."""
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 
 def compute_optimal(flops: float) -> list[OptimumRow]:
-    """Return the best size and duration for a budget of training FLOPs by every frontier.
+    """Return the best size and duration for a budget of training FLOPs, one row for each frontier law.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']
@@ -307,7 +311,7 @@ def compute_optimal(flops: float) -> list[OptimumRow]:
         params = frontier.sizes.optimal_params(flops) if flops > 0 else 0.0
         tokens = flops / 6 / params if params else 0.0
         if params < 1 or tokens < 1:
-            raise InputError(f"no law covers {flops:g} FLOPs: not enough for one parameter; type for example 1e22")
+            raise InputError(f"{flops:g} FLOPs are not enough for one parameter and one token; give for example 1e22")
         found.append(
             OptimumRow(
                 **frontier.common_fields(params, tokens, flops),

@@ -1,13 +1,13 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
-A template is a list of parts with fields as in ``str.format``. A part with a field that is None or unknown is left
-out. Besides Python's formats a field may have:
+A template is one part or a list of parts. A part has fields as in ``str.format``; it is left out if one of its fields
+is None or unknown. Besides Python's formats a field may have one of these:
 
-- ``q``: a quantity, ``1.5 B``;
-- ``names``, ``listed``, ``size``: all values separated by commas or bars; their number;
-- ``each FORMAT``, ``range FORMAT``, ``count FORMAT``: of votes, each one's value; middle and extremes; how many
-  agree;
-- ``if``, ``unless``: print nothing; leave the part out unless, or if, the field is true.
+- ``q``: a quantity such as ``1.5 B``; ``n DIGITS``: a number in that many significant digits;
+- ``names``, ``listed``: all values, separated by commas or by bars; ``size``: the number of values;
+- ``each FORMAT``: every vote as a name and a value; ``range FORMAT``: the middle, lowest and highest vote; ``count
+  FORMAT``: how many votes agree, and the others;
+- ``if``, ``unless``: print nothing, and leave the part out if the field is false (``if``) or true (``unless``).
 """
 
 import string
@@ -21,7 +21,7 @@ from leaven.recipe.units import format_number, format_quantity
 
 
 class _LeftOut(Exception):
-    """Raised for a part that is left out."""
+    """Raised while a part is filled in, to leave that part out."""
 
 
 class _Formatter(string.Formatter):
@@ -75,12 +75,12 @@ _FORMATTER = _Formatter()
 
 @cache
 def templates(folder: Path = Path(__file__).parent) -> dict[str, dict[str, Any]]:
-    """Return the templates of a folder's ``messages.toml``, by section and key."""
+    """Return the templates in a folder's ``messages.toml``, by section and key."""
     return tomllib.loads((folder / "messages.toml").read_text(encoding="utf-8"))
 
 
 def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message, without those that are left out."""
+    """Return the filled-in parts of a message, without the parts that are left out."""
     found = []
     for template in [message] if isinstance(message, str) else message:
         try:
@@ -91,15 +91,15 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a message of ``messages.toml``."""
+    """Return the filled-in parts of a message in ``messages.toml``."""
     return filled(templates()[section][key], facts)
 
 
 def sentence(section: str, key: str, facts: Mapping[str, Any]) -> str:
-    """Return a message of ``messages.toml`` in one line."""
+    """Return a filled-in message of ``messages.toml`` as one line."""
     return "; ".join(parts(section, key, facts))
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section without fields."""
+    """Return the messages of a section whose messages have no fields, by key."""
     return dict(templates()[section])

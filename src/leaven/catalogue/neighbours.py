@@ -1,7 +1,9 @@
-"""The published runs near a size and their values: the one notion of a neighbour, for starters and findings.
+"""Find the published runs near a model's size, its neighbours, and combine their values.
 
-A lineage (runs that copied one another's learning rate) has one vote, its nearest run. Values are keyed by the paths
-of a recipe (:mod:`leaven.catalogue.terms`). A middle is a median of logarithms: half and twice are equally far.
+Starters and findings use the same neighbours. A lineage is a group of runs that copied one another's learning rate;
+it has one vote, the vote of its nearest run. Values are keyed by the paths of a recipe
+(:mod:`leaven.catalogue.terms`). The middle of several values is the median of their logarithms: half a value and
+twice the value are equally far from it.
 """
 
 import math
@@ -19,14 +21,14 @@ from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError
 
 FACTOR = 4.0
-"""Runs within this factor of a size are near it; others say little about its lr and batch."""
+"""A run within this factor of a size is near it. Runs farther away say little about lr and batch at that size."""
 NEAREST = 3
-"""Minimum number of lineages that vote, however far away: one lineage alone decides nothing."""
+"""At least this many lineages vote, however far away they are, so that no lineage decides alone."""
 EDGE = 1.5
 """If fewer than `NEAREST` lineages are within `FACTOR`, weights reach 0 at this factor beyond the farthest voter."""
 LEAST_WEIGHT = 1e-6
 """Weight of a vote at the edge; not 0, so that a single vote still counts."""
-# An octave of tokens counts as an eighth of one of parameters: published choices hardly depend on the tokens.
+# In a distance, twice the tokens count an eighth of twice the parameters: published choices hardly depend on tokens.
 _TOKEN_WEIGHT = 0.125
 
 
@@ -43,7 +45,7 @@ def of_size(params: int) -> list[PublishedRun]:
 def first_of_each(
     runs: Iterable[PublishedRun], group: Callable[[PublishedRun], str] = lambda run: run.lineage.name
 ) -> list[PublishedRun]:
-    """Return the first run of each lineage (or other group), in their order."""
+    """Return the first run of each lineage, or of each group that ``group`` names, in the order of ``runs``."""
     first: dict[str, PublishedRun] = {}
     for run in runs:
         first.setdefault(group(run), run)
@@ -59,19 +61,20 @@ def nearest(
     stack: Stack | None = None,
     kind: Kind = "dense",
 ) -> list[tuple[PublishedRun, float]]:
-    """Return the runs nearest in stack, size and duration, with their distance in octaves of parameters.
+    """Return the published runs nearest to a model, each with its distance in octaves of parameters.
 
-    Only runs within ``factor`` of the size, those with the same stack first; if there are none, the nearest of all.
-    First comes the best run of each lineage, then the others, each in that order. Runs whose learning rate means
-    something else are left out (:attr:`PublishedRun.lr_comparable`); a stack with another optimizer selects the
-    learning rates of that optimizer.
+    Only runs within ``factor`` of the size are returned; if there are none, all runs are. The nearest run of each
+    lineage comes first, then the other runs. In both parts, runs with the same stack precede others, and nearer runs
+    (in size and in duration) precede runs farther away. Runs whose learning rate cannot be compared are left out
+    (:attr:`PublishedRun.lr_comparable`). If ``stack`` names another optimizer than Adam, only its runs are compared.
 
     Raises:
-        InputError: if there are no parameters or no tokens, or no run of this kind has a learning rate to compare.
+        InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
+            has a learning rate that can be compared.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
-    if not factor >= 1:  # nor nan
+    if not factor >= 1:  # also true for nan
         raise InputError(f"a factor of {factor:g} excludes every size; give at least 1, for example 4")
     stack = stack or Stack()
     optimizers = same_lr_meaning(stack.optimizer or "adamw")
@@ -81,7 +84,9 @@ def nearest(
         if run.kind == kind and run.comparable_lr(optimizers) and run.tokens
     ]
     if not found:
-        raise InputError(f"no published {kind} run with {listed(optimizers)} has a learning rate to compare")
+        raise InputError(
+            f"no published {kind} run with {listed(optimizers)} has a learning rate that can be compared"
+        )
     within = [pair for pair in found if size_ratio(pair[0], params) <= factor]
     ranked = sorted(within or found, key=lambda pair: (bool(within) and not stack.fits(pair[0].stack), pair[1]))
     best = {run.id for run in first_of_each(run for run, _ in ranked)}
@@ -89,7 +94,7 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return the row of ``leaven recipes nearest``, at a distance from a model of ``params`` parameters."""
+    """Return a run's row of ``leaven recipes nearest``, at a distance from a model of ``params`` parameters."""
     ratio = size_ratio(run, params)
     return NearRun(
         **run.summary().model_dump(),
@@ -103,7 +108,8 @@ def near_run(run: PublishedRun, distance: float, params: int, factor: float, wan
 
 @dataclass(frozen=True)
 class Votes:
-    """A value chosen from several (their middle, or the most frequent one), and the value of each voter."""
+    """The values of several voters (runs or laws), and the value chosen from them: the middle or the most
+    frequent."""
 
     value: Any
     by: Mapping[str, Any]  # run id or name of a law -> its value
@@ -118,16 +124,20 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the most frequent value, the first if several are equally frequent; None without votes."""
+    """Return the votes with their most frequent value as the choice, or None if there are no votes.
+
+    If several values are equally frequent, the first is chosen.
+    """
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the median of the logarithms, weighted if weights are given.
+    """Return the votes with their middle as the choice: the median of the logarithms, weighted if ``weights`` is
+    given.
 
-    The weighted median is where half of the weight is below. Each vote sits at the middle of its own weight, with
-    linear interpolation between votes, so equal weights give the ordinary median and a vote with weight 0 changes
-    nothing.
+    The weighted median has half of the weight below it. Each vote is placed at the middle of its own weight, and the
+    values between votes are interpolated linearly. So equal weights give the ordinary median, and a vote with weight
+    0 changes nothing.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -145,21 +155,23 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest run of each lineage to a size. A ``reference`` decides every value it publishes, the others the
-    rest."""
+    """The nearest run of each lineage to a size.
+
+    A ``reference`` run alone decides every value that it publishes; the neighbours decide the others.
+    """
 
     params: int
-    ranked: tuple[PublishedRun, ...]  # all lineages: those within `FACTOR` first, of these those of the same stack
+    ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first, and among these the runs with the same stack
     reference: PublishedRun | None = None
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
-        """The runs within `FACTOR` of the size, as ranked."""
+        """Return the runs within `FACTOR` of the size, in the order of ``ranked``."""
         return tuple(run for run in self.ranked if size_ratio(run, self.params) <= FACTOR)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """The runs that vote, the nearest in size first: those within `FACTOR`, at least `NEAREST`."""
+        """Return the runs that vote, the nearest in size first: those within `FACTOR`, but at least `NEAREST`."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -172,9 +184,10 @@ class Neighbours:
         return {id: terms(run) for id, run in self.table.items()}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return values by run id, for a path of a recipe or a function.
+        """Return the known values of the runs that vote, by run id; only the reference's value, if the reference has
+        one.
 
-        If the reference has a value, only that is returned.
+        ``what`` is a path of a recipe, or a function of a run.
         """
         known = {
             id: value
@@ -186,18 +199,19 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the weighted middle of values by run id."""
+        """Return the middle of values by run id, in which nearer runs have more weight."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the most frequent value; if several are equally frequent, that of the nearest run."""
+        """Return the most frequent value at a path; if several are equally frequent, the value of the nearest run."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
-        """Return the weights of votes by run id.
+        """Return the weight of each run's vote, by run id.
 
-        A weight is 1 at the model's size and falls to 0 with the logarithm of the size ratio, so that no value jumps
-        when a lineage enters. Weights are equal with a reference, or if no run is within `FACTOR`.
+        A weight is 1 at the model's size and falls to 0 linearly with the logarithm of the size ratio. So no value
+        jumps when a lineage enters the range. All weights are equal if there is a reference, or if no run is within
+        `FACTOR`.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -209,14 +223,14 @@ class Neighbours:
         }
 
     def sources(self, ids: Iterable[str]) -> list[str]:
-        """Return each run with the source of its learning rate."""
+        """Return one line for each run: its id and the sources of its learning rate."""
         return [f"{id}: {'; '.join(self.table[id].lr_sources)}" for id in ids if id in self.table]
 
 
 def neighbours(
     params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
 ) -> Neighbours:
-    """Return the published dense runs near a size that have a comparable learning rate.
+    """Return the neighbours of a size: of each lineage the nearest dense run with a comparable learning rate.
 
     Runs with AdamW, pre-norm and the given QK-norm come first.
     """

@@ -1,4 +1,4 @@
-"""One published run: groups of values with their sources, and the same values under leaven's names."""
+"""One published training run: groups of values with their sources, and the same values under leaven's names."""
 
 import math
 from typing import Annotated, Any, Literal, NamedTuple
@@ -36,30 +36,30 @@ _DECAYS: dict[str, Decay] = {
     "cosine_then_constant": "cosine",
     "linear": "linear",
     "wsd": "wsd",
-    "multi_step": "wsd",  # constant, then down late: the nearest of our shapes
+    "multi_step": "wsd",  # constant, then steps down late: the nearest of leaven's shapes
     "constant_then_rsqrt": "inverse_sqrt",
     "constant": "constant",
 }
-# Sources and free text: not values of the run.
+# Keys of sources and of free text, which are not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
 # Both names mean the same: a layer has two residual branches.
 _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates mean the same as this one's."""
+    """Return the optimizers whose learning rates can be compared with learning rates of this optimizer."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
 class Stack(NamedTuple):
-    """Norm placement, QK-norm and optimizer; None where it does not matter."""
+    """Norm placement, QK-norm and optimizer. None means unknown in a run, and any value in a request."""
 
     norm_placement: NormPlacement | None = None
     qk_norm: bool | None = None
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether another stack has every value that this one names. Adam and AdamW count as one optimizer."""
+        """Return whether another stack has every value that this one states; Adam and AdamW count as equal."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -68,22 +68,22 @@ class Stack(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The stack in one line, for example ``output, qk-norm, adamw``; unknown values are omitted."""
+        """Return the stack as one line, for example ``output, qk-norm, adamw``, without unknown values."""
         qk_norm = {True: "qk-norm", False: "no qk-norm", None: None}[self.qk_norm]
         return ", ".join(part for part in (self.norm_placement, qk_norm, self.optimizer) if part)
 
 
 class PublishedRun(Part):
-    """A published run, or a base that leaven tuned itself (:attr:`tuning`).
+    """A published run, or a base that leaven tuned itself (which has :attr:`tuning`).
 
-    The groups hold the values of the source; the properties have leaven's names and units. A property is None if the
-    value is not known.
+    The groups contain the values as the source states them; the properties have leaven's names and units. A property
+    is None if its value is not known.
     """
 
     id: str
     family: str
     organisation: str
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # of the release or the start
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # month of the release or of the start
     kind: Kind
     status: Literal["succeeded", "succeeded-with-interventions"]
     params_total: int
@@ -110,22 +110,22 @@ class PublishedRun(Part):
 
     @property
     def batch_tokens(self) -> int | None:
-        """The final global batch in tokens."""
+        """Return the final global batch in tokens."""
         return self.batch.global_batch_tokens if self.batch else None
 
     @property
     def constant_batch(self) -> bool:
-        """Whether the source states that the batch did not grow."""
+        """Return whether the source states that the batch did not grow."""
         return bool(self.batch and self.batch.rampup and self.batch.rampup.kind == "none")
 
     @property
     def ramp(self) -> BatchRamp | None:
-        """How the batch grew; None if it did not, or if that is not known."""
+        """Return how the batch grew, or None if it did not grow or if that is not known."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
     @property
     def batch_grew(self) -> bool | None:
-        """Whether the last batch was larger than the first. A batch that only dipped did not grow."""
+        """Return whether the last batch was larger than the first, or None if that is not known."""
         if self.ramp is None:
             return False if self.constant_batch else None
         stages = [stage["tokens"] for stage in self.ramp.stages or () if "tokens" in stage]
@@ -133,7 +133,7 @@ class PublishedRun(Part):
 
     @property
     def ramp_start_tokens(self) -> int | None:
-        """The first batch of the ramp."""
+        """Return the first batch of the ramp in tokens."""
         ramp, seq_len = self.ramp, self.data.seq_len if self.data else None
         if ramp is None:
             return None
@@ -143,13 +143,13 @@ class PublishedRun(Part):
 
     @property
     def ramp_start(self) -> float | None:
-        """The first batch of the ramp as a share of the last."""
+        """Return the first batch of the ramp as a share of the final batch."""
         start = self.ramp_start_tokens
         return start / self.batch_tokens if start and self.batch_tokens else None
 
     @property
     def ramp_tokens(self) -> int | None:
-        """The tokens after which the batch has its full size."""
+        """Return the number of tokens after which the batch has its full size."""
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
@@ -168,11 +168,11 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """False if the learning rate means something else: muP, or an optimizer other than Adam(W)."""
+        """Return whether the learning rate can be compared: not with muP, and only with Adam or AdamW."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Return whether the run has a learning rate of one of these optimizers that multiplies a plain update."""
+        """Return whether the run has an lr of one of these optimizers, without a parametrisation such as muP."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -187,9 +187,9 @@ class PublishedRun(Part):
 
     @property
     def warmup_fraction(self) -> float | None:
-        """Warm-up tokens over the tokens of the run.
+        """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up in steps is converted with the final batch, and only if the batch did not grow.
+        A warm-up in steps is converted with the final batch, but only if the batch is not known to have grown.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -202,7 +202,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """The nearest of leaven's decay shapes."""
+        """Return leaven's decay shape that is nearest to the published one."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
@@ -211,9 +211,9 @@ class PublishedRun(Part):
 
     @property
     def residual_init_std(self) -> float | None:
-        """Standard deviation of the matrices that write to the residual stream, for the run's own depth.
+        """Return the init std of the matrices that write to the residual stream, at the run's own depth.
 
-        None where it is not known, or where it differs by layer (``mitchell``).
+        Return None if it is not known or differs from layer to layer (``mitchell``).
         """
         init, n_layers = self.init, self.arch.n_layers
         if init is None or init.residual_std is not None or init.std is None:
@@ -228,26 +228,26 @@ class PublishedRun(Part):
 
     @property
     def aspect(self) -> float | None:
-        """d_model / n_layers."""
+        """Return d_model / n_layers."""
         return self.arch.d_model / self.arch.n_layers if self.arch.d_model and self.arch.n_layers else None
 
     @property
     def mlp_ratio(self) -> float | None:
-        """d_ff / d_model."""
+        """Return d_ff / d_model."""
         return self.arch.d_ff / self.arch.d_model if self.arch.d_ff and self.arch.d_model else None
 
     @property
     def query_groups(self) -> float | None:
-        """Query heads per key-value head."""
+        """Return the number of query heads per key-value head."""
         return self.arch.n_heads / self.arch.n_kv_heads if self.arch.n_heads and self.arch.n_kv_heads else None
 
     @property
     def stack(self) -> Stack:
-        """Norm placement, QK-norm and optimizer: they influence a learning rate more than the size does."""
+        """Return norm placement, QK-norm and optimizer, which influence a learning rate more than the size does."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
 
     def summary(self) -> RunSummary:
-        """Return the row of ``leaven recipes list``."""
+        """Return the row of ``leaven recipes list`` for this run."""
         return RunSummary(
             id=self.id,
             params=self.params_total,

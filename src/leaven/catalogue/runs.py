@@ -1,7 +1,8 @@
-"""Published training runs, one TOML file each in ``runs/``; every group of values has its source.
+"""Read the published training runs. Each run is a TOML file in ``runs/``, in which every group of values has its
+source.
 
-The folder also holds the bases that leaven tuned itself: they have a group ``[tuning]`` and no vote. To add a run,
-add a file. Its name is the run's id; the groups are those of :mod:`leaven.catalogue.groups`.
+The folder also contains the bases that leaven tuned itself; they have a group ``[tuning]`` and no vote. To add a run,
+add a file. The file's name is the run's id; the groups are defined in :mod:`leaven.catalogue.groups`.
 """
 
 import difflib
@@ -25,7 +26,7 @@ def load_runs() -> tuple[PublishedRun, ...]:
 
 
 def own_runs() -> tuple[PublishedRun, ...]:
-    """Return the small runs that leaven tuned itself, from the smallest to the largest: bases to transfer from."""
+    """Return the small runs that leaven tuned itself as bases to transfer from, from the smallest to the largest."""
     return tuple(run for run in _load(FOLDER) if run.tuning is not None)
 
 
@@ -33,7 +34,7 @@ def find_run(id: str) -> PublishedRun:
     """Return one run by its id: a published run, or a base that leaven tuned itself.
 
     Raises:
-        InputError: if there is no such run; names the ids most like it.
+        InputError: if there is no such run; the message names the ids most similar to ``id``.
     """
     path = FOLDER / f"{id}.toml"
     known = sorted(file.stem for file in FOLDER.glob("*.toml"))
@@ -43,7 +44,7 @@ def find_run(id: str) -> PublishedRun:
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the three known names most similar to an unknown one."""
+    """Return the three known names most similar to ``name``."""
     return difflib.get_close_matches(name.lower(), sorted(known), n=3, cutoff=0.0)
 
 
@@ -52,7 +53,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
-    """Return the values in which two runs differ, by dotted path; None where a value is not known."""
+    """Return the values in which two runs differ, by dotted path; an unknown value is None."""
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
     return [
@@ -62,7 +63,7 @@ def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
     ]
 
 
-@cache  # the checks of one recipe read the runs hundreds of times
+@cache  # the checks of a single recipe load the runs hundreds of times
 def _load(folder: Path) -> tuple[PublishedRun, ...]:
     return tuple(sorted((_read(path) for path in folder.glob("*.toml")), key=lambda run: (run.params_total, run.id)))
 
@@ -78,7 +79,7 @@ def _read(path: Path) -> PublishedRun:
 
 
 def _explain(error: ValidationError) -> str:
-    """Return all errors by field: ``optim.beta2: Input should be a valid number``."""
+    """Return all errors in one line, each with its field: ``optim.beta2: Input should be a valid number``."""
     found = []
     for one in error.errors(include_url=False):
         where = ".".join(map(str, one["loc"]))

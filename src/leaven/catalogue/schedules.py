@@ -1,4 +1,4 @@
-"""Batch ramps, warm-ups and cooldowns of published runs."""
+"""Derive batch ramps, warm-ups and cooldowns of published runs from the values in their files."""
 
 import math
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from leaven.recipe.batch import BatchStage, Ramp
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the first batch of published ramps as a share of the last, and their length as a share of the run, by
-    run id.
+    """Return the starts and the lengths of published batch ramps, both by run id.
 
-    Each family has one vote, its largest run: a team chooses its own ramp, even if it copies a learning rate.
+    A start is the first batch as a share of the last; a length is a share of the run. Each family has one vote, its
+    largest run, because a team chooses its own ramp even if it copies a learning rate.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -31,10 +31,11 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[BatchStage, ...] | None:
-    """Return a run's batch growth for a run of ``tokens`` up to ``batch`` tokens, or None if too little is published.
+    """Return a run's batch growth, adapted to a run of ``tokens`` tokens that ends with batches of ``batch`` tokens.
 
-    Sizes are multiples of ``unit``, which divides ``batch``. Every increment or stage comes at
-    the same share of the run. At the run's own length, batch and sequence length nothing changes.
+    Every increment or stage comes at the same share of the run. Batch sizes are multiples of ``unit``, which divides
+    ``batch``. At the published length, batch and sequence length the growth is the published one. Return None if too
+    little is published.
     """
     ramp, length = run.ramp, run.tokens
     if not (run.batch_grew and ramp and length):
@@ -66,7 +67,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
 
 
 def stage_begins(run: PublishedRun) -> list[float] | None:
-    """Return the tokens consumed before each stage of the run, or None if one is not published."""
+    """Return how many tokens the run had consumed before each stage, or None if that is not published."""
     begins, steps = [0.0], 0
     for before, stage in pairwise((run.ramp and run.ramp.stages) or ()):
         if "from_tokens" in stage:
@@ -82,7 +83,10 @@ def stage_begins(run: PublishedRun) -> list[float] | None:
 
 
 def warmup_tokens(run: PublishedRun) -> float | None:
-    """Return the run's warm-up in tokens; a warm-up in steps is converted with the batches of those steps."""
+    """Return the run's warm-up in tokens, if it is known.
+
+    A warm-up in steps is converted with the batches of those steps.
+    """
     if run.warmup_fraction is not None and run.tokens:
         return run.warmup_fraction * run.tokens
     steps, begins = run.schedule.warmup_steps if run.schedule else None, stage_begins(run)
@@ -96,7 +100,7 @@ def warmup_tokens(run: PublishedRun) -> float | None:
 
 
 def cooldown_share(run: PublishedRun) -> float | None:
-    """Return the share of the run that a final cooldown took; None if the schedule is not wsd."""
+    """Return the share of the run that the final cooldown took, or None without a published wsd schedule."""
     schedule = run.schedule
     if schedule is None or schedule.shape != "wsd":
         return None

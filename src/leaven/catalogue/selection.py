@@ -1,4 +1,4 @@
-"""Filters of `leaven recipes list`: ``--params 1B..10B``, ``--where schedule.shape=cosine``."""
+"""Select runs with the filters of `leaven recipes list`: ``--params 1B..10B``, ``--where schedule.shape=cosine``."""
 
 import math
 import operator
@@ -21,7 +21,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
 }
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(\S.*?)\s*")
-# Properties of a run that are not paths of its file.
+# Properties of a run that a condition can name although they are not paths of its file.
 _PROPERTIES = (
     "tokens",
     "batch_tokens",
@@ -37,23 +37,26 @@ _PROPERTIES = (
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition on a value: ``optim.beta2 >= 0.99``. A run without the value never meets it, not even ``!=``."""
+    """A condition such as ``optim.beta2 >= 0.99``.
+
+    A run without that value never meets the condition, not even with ``!=``.
+    """
 
     path: str
     operator: str
     text: str  # the value to compare with
 
     def matches(self, values: Sequence[Any]) -> list[bool]:
-        """Return which of the values of runs meet the condition.
+        """Return for each of the runs' values whether it meets the condition.
 
         Raises:
-            InputError: if the condition's value cannot be compared with them.
+            InputError: if the condition's text cannot be compared with these values.
         """
         wanted, compare = self._wanted(values), _OPERATORS[self.operator]
         return [compare(value.lower() if isinstance(value, str) else value, wanted) for value in values]
 
     def _wanted(self, values: Sequence[Any]) -> Any:
-        """Return the condition's value in the type of the values of runs."""
+        """Return the condition's text, converted to the type of the runs' values."""
         path, text = self.path, self.text
         match values[0]:
             case bool():
@@ -96,7 +99,7 @@ def parse_range(path: str, written: str) -> list[Condition]:
     """Parse ``1B..10B``, ``..10B`` or ``1B..`` as conditions on a path; both ends are included.
 
     Raises:
-        InputError: if the text is not a range, or an empty one.
+        InputError: if the text is not a range, or if the range is empty.
     """
     low, dots, high = (part.strip() for part in written.partition(".."))
     if not dots or not (low or high):
@@ -108,10 +111,10 @@ def parse_range(path: str, written: str) -> list[Condition]:
 
 
 def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> list[PublishedRun]:
-    """Return the runs that meet all conditions, in their order.
+    """Return the runs that meet all conditions, in the given order.
 
     Raises:
-        InputError: if a condition names a path, or compares with a value, that no run has.
+        InputError: if no run has the path of a condition, or the value that it requires.
     """
     known = {run.id: values(run) for run in runs}
     kept = {run.id for run in runs}
@@ -129,13 +132,13 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
 
 
 def values(run: PublishedRun) -> dict[str, Any]:
-    """Return every value that a condition can name, by its path."""
+    """Return every value of a run that a condition can name, by its path."""
     own = {name: getattr(run, name) for name in _PROPERTIES}
     return run.flat() | {name: value for name, value in own.items() if value is not None}
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return the three known paths most similar to an unknown one; in any group if it names no group."""
+    """Return the three known paths most similar to ``path``, in any group if ``path`` names none."""
     if "." in path:
         return closest(path, known)
     by_last: dict[str, list[str]] = {}

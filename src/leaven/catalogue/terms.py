@@ -1,4 +1,4 @@
-"""Published runs and recipes in the same terms, the paths of a recipe, to compare them."""
+"""Express published runs and recipes in the same terms, the paths of a recipe, so that they can be compared."""
 
 import tomllib
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from leaven.recipe.recipe import Recipe, flatten
 class _Term(NamedTuple):
     of_run: Callable[[PublishedRun], Any]
     of_recipe: Callable[[Recipe], Any]
-    published: tuple[str, ...]  # the paths of a run's file that state this
+    published: tuple[str, ...]  # the paths in a run's file that state this value
 
 
 def _warmup_tokens(run: PublishedRun) -> int | None:
@@ -21,7 +21,10 @@ def _warmup_tokens(run: PublishedRun) -> int | None:
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch of the ramp and the tokens after which the batch has its full size."""
+    """Return the first batch in tokens, and after how many tokens the batch has its full size.
+
+    Both are None if the batch does not grow.
+    """
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -34,16 +37,17 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer, with L2 decay distinguished from decoupled decay.
+    """Return the optimizer; Adam with L2 decay gets a name of its own.
 
-    In papers Adam may mean AdamW. A recipe's adam adds its decay to the gradient, as no published run did.
+    A paper may write Adam and mean AdamW. In a recipe, ``adam`` adds the decay to the gradient, which no published
+    run did.
     """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
 
 L2_DECAY = "adam, L2 decay"
-# Values of a run that are not simply read at that path.
+# Values of a run that are not simply read at one path of its file.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.d_head": lambda run: run.arch.head_dim,
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
@@ -54,7 +58,7 @@ _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "schedule.decay": lambda run: run.decay,
     "schedule.min_lr_ratio": lambda run: run.min_lr_ratio,
 }
-# Values of a recipe that are not simply read at their path.
+# Values of a recipe that are not simply read at the path itself.
 _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "params": lambda recipe: recipe.model.params,
     "model.rope_theta": lambda recipe: recipe.model.rope_theta if recipe.model.positions == "rope" else None,
@@ -67,7 +71,7 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 
 def reader(path: str) -> Callable[[Any], Any]:
-    """Return a function that reads a path; None where a step of it is absent."""
+    """Return a function that reads the value at a dotted path, or None if a part of the path is missing."""
 
     def read(source: Any) -> Any:
         for name in path.split("."):
@@ -89,11 +93,11 @@ def diff_in_terms(
     b: PublishedRun | Recipe,
     resolved: Callable[[Recipe], dict[str, Any]] = lambda recipe: {},
 ) -> list[RecipeDifference]:
-    """Return the values in which a run or recipe differs from another; None where a value is not known.
+    """Return the values in which two runs or recipes differ; an unknown value is None.
 
-    ``resolved`` gives, by path, the values that a recipe's parameters get: a recipe is written in base coordinates, a
-    published run states what its parameters got. Values without a counterpart on the other side come last, under
-    their own path.
+    A recipe is written in base coordinates, but a published run states what its parameters got. ``resolved``
+    therefore returns, by path, the values that a recipe's parameters get. Values that only one side can state come
+    last, under their own paths.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
@@ -116,7 +120,10 @@ def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield the values that only one of the two kinds can have, unless they are those of an ordinary run."""
+    """Yield path and value of everything that only a run, or only a recipe, can state.
+
+    Usual values (the defaults of a recipe, and what every leaven model has) are left out.
+    """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
         for path, value in flatten(of.model_dump(mode="json", exclude_defaults=True)).items():

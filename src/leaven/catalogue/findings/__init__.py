@@ -1,7 +1,7 @@
-"""Compare a recipe with the published runs: where it leaves their range, and which runs show it.
+"""Compare a recipe with the published runs: report each value outside their range, and name runs to compare it with.
 
-To add a check: an entry in ``checks.toml`` (limits, message), a function in ``quantities.py`` (how it is read), and a
-planted fault that it finds in ``tests/catalogue``.
+To add a check, write its limits and its message in ``checks.toml``, a function in ``quantities.py`` that computes
+what is compared, and a test in ``tests/catalogue`` with a fault that the check finds.
 """
 
 import math
@@ -31,25 +31,29 @@ _MEASURED = re.compile(r"(\S+: )?study ")  # start of the reason that `leaven tu
 
 @dataclass(frozen=True)
 class Check:
-    """An entry of ``checks.toml``."""
+    """A check of ``checks.toml``: the value that it compares, its limits, and the message of its findings."""
 
     name: str
-    reads: str  # the values of a recipe that it reads
-    path: str  # path of the value that a finding is about
+    reads: str  # the values of a recipe that the check reads
+    path: str  # path of the value to which a finding refers
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Bounds | None = None
     outside: Bounds | None = None
     far: Bounds | None = None
-    source: str = "the published runs"  # in addition to the runs that a finding names
-    hidden: str | None = None  # the quantity of the hidden matrices that is compared
-    value: str | None = None  # or the path of the value in the recipe
-    run: str | None = None  # path of the value in a published run
-    wanted: Sequence[float] = ()  # suggestions: what the hidden matrices should get
-    set: Sequence[Suggestion] = ()  # suggestions: what to write
-    far_from_runs: Literal["note", "skip"] | None = None  # where no published run is near the recipe's size
+    source: str = "the published runs"  # evidence in addition to the runs that a finding names
+    hidden: str | None = None  # compare this quantity of the hidden matrices, for example beta1
+    value: str | None = None  # or compare the recipe's value at this path
+    run: str | None = None  # with the value at this path in a published run
+    wanted: Sequence[float] = ()  # suggested values for the hidden matrices
+    set: Sequence[Suggestion] = ()  # suggested changes of the recipe, by path
+    far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
 
     def read(self, case: Case) -> Reading | None:
-        """Return what the function of this name in `quantities` reads, if there is one, completed by this entry."""
+        """Return what this check compares in a recipe, or None if there is nothing to compare.
+
+        If `quantities` has a function with the check's name, that function reads the quantity. This entry of
+        ``checks.toml`` then fills in what the function leaves out.
+        """
         far = not case.neighbours
         if far and self.far_from_runs == "skip":
             return None
@@ -70,7 +74,8 @@ class Check:
         return replace(reading, **completed)
 
     def distance(self, value: float) -> float:
-        """Return the value as it is compared between runs: of a beta the horizon 1 / (1 - beta) in steps."""
+        """Return what is compared: for a beta its horizon 1 / (1 - beta) in steps, for other values the value
+        itself."""
         if self.hidden not in ("beta1", "beta2"):
             return value
         return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
@@ -87,19 +92,20 @@ CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encodin
 def findings(
     recipe: Recipe, resolve: Callable[[Recipe], Sequence[CheckedRow]], corpus_tokens: int | None = None
 ) -> list[FindingRow]:
-    """Return the findings of every check, the farthest outside first; each suggestion has been tried.
+    """Return the findings of all checks, the most severe first, with only the suggestions that work.
 
-    ``resolve`` returns what the parameters of a recipe get. ``corpus_tokens`` is the number of tokens of the text, if
-    known; else one epoch is assumed.
+    Every suggestion is tried. It is kept if it removes its finding and causes no new fault; suggestions that cause
+    the fewest notes come first. ``resolve`` returns the rows of a recipe's parameter table. ``corpus_tokens`` is the
+    number of tokens in the text, or None if it is unknown; then the run is assumed to be one epoch.
     """
     found = _all(Case(recipe, resolve(recipe), corpus_tokens))
     known = {one.check: one.severity for one in found}
 
     def added_notes(suggestion: Suggestion, check: str) -> int | None:
-        """Return how many notes a suggestion adds; or None if it does not fix its finding or adds another fault."""
+        """Return how many notes a suggestion causes, or None if its finding stays or a new fault appears."""
         try:
             changed = recipe.replace(suggestion)
-        except ValueError:  # the changed recipe is invalid, or its base's shape is
+        except ValueError:  # the changed recipe is invalid, or the shape of its base is
             return None
         left = {one.check: one.severity for one in _all(Case(changed, resolve(changed), corpus_tokens))}
         worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]
@@ -126,7 +132,7 @@ def _all(case: Case) -> list[FindingRow]:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return what a check finds in a recipe, or None if the value is usual. The suggestions are not tried."""
+    """Return what a check finds in a recipe, or None if the value is usual. The suggestions are not tried yet."""
     reading = check.read(case)
     if reading is None:
         return None
@@ -139,7 +145,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
         low, high = limits.usual
 
         def within(value: float, bounds: tuple[float, float]) -> bool:
-            """Return whether a value is within bounds, up to the rounding of published values."""
+            """Return whether a value is within bounds, with a tolerance because published values are rounded."""
             least, most = map(check.distance, bounds)
             return (least if least <= 0 else least / _ROUNDING) <= check.distance(value) <= most * _ROUNDING
 

@@ -1,6 +1,7 @@
-"""The recipe and the published runs as a check sees them, and suggestions that change a value.
+"""Prepare a recipe and the published runs for the checks, and write the changes that a check suggests.
 
-The compared values are those that the matrices get after the scaling rule, as in a published run.
+Values of the recipe are compared after the scaling rule has been applied to them, because a published run states the
+values that its matrices got.
 """
 
 import math
@@ -24,12 +25,12 @@ Suggestion = Mapping[str, Any]
 
 VOTES = 5
 """A finding names at most this many lineages."""
-# Runs within these factors (in batch, if known) are alike: a value that one of them had is not a mistake.
+# A run within all these factors of the recipe is alike. A value that a run alike has is reported as a note only.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
 class CheckedRow(Protocol):
-    """A row of the resolved parameter table: the values of one parameter."""
+    """A row of the resolved parameter table: the values of one parameter that a check can read."""
 
     @property
     def role(self) -> Role: ...
@@ -53,7 +54,7 @@ class CheckedRow(Protocol):
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe, the rows of its parameter table, and the tokens of its text, if known."""
+    """The recipe to check, the rows of its parameter table, and the number of tokens in its text, if known."""
 
     recipe: Recipe
     rows: Sequence[CheckedRow]
@@ -73,19 +74,21 @@ class Case:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Dense runs with a learning rate of Adam(W), the nearest in size first."""
+        """Return the dense runs with a learning rate of Adam or AdamW, the nearest in size first."""
         known = (run for run in load_runs() if run.kind == "dense" and run.lr_comparable)
         return tuple(sorted(known, key=lambda run: size_ratio(run, self.params)))
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """The nearest run of each lineage, at most five, those with the same stack first; empty if none is near this
-        size."""
+        """Return the nearest run of up to five lineages near the recipe's size, runs with the same stack first.
+
+        Nothing is returned if no run is within a factor of 4 of the size.
+        """
         return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Ids of runs with this recipe's size, lr, batch and stack."""
+        """Return the ids of runs that have nearly this recipe's size, lr and batch, and the same stack."""
         stack = Stack("pre", self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -97,42 +100,48 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """Return the median of a quantity over the matrices of the blocks: single modules may differ on purpose."""
+        """Return the median of a quantity over the matrices of all blocks: single modules may differ on purpose."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
     @cached_property
     def init_std(self) -> float:
-        """Std of the matrices that read the residual stream and start from random numbers; 0 if there are none."""
+        """Return the median init std of the matrices that read the residual stream; 0 if all of them start from
+        zeros."""
         reads = [row for row in self.rows if row.role is Role.HIDDEN_WEIGHT and row.module not in BRANCH_ENDS]
         return median([row.init_std for row in reads if row.init_std] or [0.0])
 
     @cached_property
     def residual_std(self) -> float:
-        """Root mean square std of the matrices that write to the residual stream, with their branch's multiplier."""
+        """Return the root mean square init std of the matrices that write to the residual stream.
+
+        Each std is multiplied by the multiplier of its branch.
+        """
         ends = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Hyperparameters by path as the hidden matrices get them; the recipe has them in base coordinates."""
+        """Return the hyperparameters as the scaling rule gives them to the hidden matrices, by their paths in a
+        recipe."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the values of the neighbours, sorted."""
+        """Return the neighbours' values of a quantity, sorted; neighbours that do not publish it are left out."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest published value."""
+        """Return the smallest and the largest value of a quantity in the published runs."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return a suggestion that gives the hidden matrices ``wanted``: the value at the base, in two digits.
+        """Return a suggestion: the value to write so that the hidden matrices get ``wanted`` after the scaling rule.
 
-        ``to`` is ``math.ceil`` or ``math.floor`` if ``wanted`` is the end of a range and the value must lie inside.
+        ``to`` rounds the value to two digits: ``math.ceil`` or ``math.floor`` if ``wanted`` ends a range that the
+        value must not leave.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -147,12 +156,12 @@ class Case:
         return {path: float(f"{to(round(exact / unit, 6)) * unit:.2g}")}
 
     def sequences(self, tokens: float) -> int:
-        """Return the tokens of the nearest whole number of sequences, at least one."""
+        """Return ``tokens`` rounded to a whole number of sequences, at least one."""
         seq_len = self.recipe.model.seq_len
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """Return a suggestion for a batch of about this many tokens, without the ramp or stages up to the old one."""
+        """Return a suggestion for a constant batch of about ``tokens`` tokens; it removes the ramp or the stages."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:
@@ -160,17 +169,17 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return a suggestion for a run of this many tokens, which also shortens a longer warm-up."""
+        """Return a suggestion for a run of ``tokens`` tokens; a warm-up that is longer is cut to 1% of the run."""
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
 
 
 @cache
 def critical_batches(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
-    """Return the critical batch by each law, in tokens."""
+    """Return the critical batch in tokens by each law that predicts it."""
     return batches(evaluate(params, tokens, params_non_embedding=non_embedding), "critical")
 
 
 def ratio(a: float, b: float) -> float:
-    """Return the factor between two values, at least 1; infinite if only one is 0."""
+    """Return the factor between two values, at least 1; infinite if exactly one of them is 0."""
     return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)

@@ -1,7 +1,7 @@
-"""How each check reads its quantity from a recipe and from a published run, and what it suggests.
+"""Compute what each check compares, in a recipe and in a published run, and the changes that it suggests.
 
-A function has the name of its check and returns None if there is nothing to compare. It leaves out what its entry in
-``checks.toml`` states: fixed limits, the published value, suggestions, messages.
+A function has the name of its check and returns None if there is nothing to compare. It omits what the check's entry
+in ``checks.toml`` states: fixed limits, the published value, suggestions, messages.
 """
 
 import math
@@ -21,14 +21,16 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # usual for runs of any length
-# Tokens of a batch below which a higher beta2 is usual: it averages over as many tokens (Porian et al. 2024, arXiv
-# 2406.19146).
+# In batches of up to this many tokens a higher beta2 is usual, because it averages over more steps and so over about
+# as many tokens as at a larger batch (Porian et al. 2024, arXiv 2406.19146).
 _SMALL_BATCH = 2**18
 
 
 class CheckLimits(NamedTuple):
-    """The ranges of a check: a value beyond ``usual`` is a note, beyond ``outside`` outside, beyond ``far`` far
-    outside."""
+    """The ranges of a check.
+
+    A value is reported as a note beyond ``usual``, as outside beyond ``outside``, and as far outside beyond ``far``.
+    """
 
     usual: Bounds
     outside: Bounds
@@ -36,28 +38,29 @@ class CheckLimits(NamedTuple):
 
 
 def upward(usual: float, outside: float, far: float) -> CheckLimits:
-    """Return limits for a quantity that cannot be too small."""
+    """Return limits without a lower end, for a quantity that cannot be too small."""
     return CheckLimits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One quantity of a recipe beside the published runs.
+    """One quantity of a recipe and what it is compared with.
 
-    Without limits, here or in ``checks.toml``, a finding is a note: the choice has caused trouble in published runs.
+    If neither the reading nor ``checks.toml`` has limits, the finding is always a note: the choice has caused trouble
+    in published runs.
     """
 
     value: float | None = None
     of_run: OfRun | None = None
     limits: CheckLimits | None = None
-    suggestions: Sequence[Suggestion] = ()  # what to set, by preference
-    facts: Mapping[str, Any] | None = None  # for the message, in addition to `value`, `low` and `high`
-    runs: Iterable[PublishedRun] | None = None  # named by the finding; by default the nearest with a usual value
-    did_so: Sequence[PublishedRun] = ()  # of a note: runs with such a value
-    bounds: tuple[float | None, float | None] = (None, None)  # of a note: the usual range
-    factor: float | None = None  # of a note: how far outside of it
+    suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
+    facts: Mapping[str, Any] | None = None  # fields of the message besides `value`, `low` and `high`
+    runs: Iterable[PublishedRun] | None = None  # runs to name; by default the nearest with a usual value
+    did_so: Sequence[PublishedRun] = ()  # only without limits: runs with this unusual value
+    bounds: tuple[float | None, float | None] = (None, None)  # only without limits: the usual range
+    factor: float | None = None  # only without limits: how far the value is outside the usual range
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
-    path: str | None = None  # if it differs from `checks.toml`
+    path: str | None = None  # path of the finding, if it is not the one in `checks.toml`
 
 
 def size(case: Case) -> Reading | None:
@@ -77,12 +80,13 @@ def size(case: Case) -> Reading | None:
 
 
 def lr(case: Case) -> Reading | None:
-    """Compare lr with the neighbours.
+    """Compare the lr with the lrs of the neighbours.
 
-    A value is outside if it is beyond all of theirs, and over three times or under a third of their median.
+    The lr is outside if it is beyond all lrs of the neighbours, and also over three times or under a third of their
+    median.
 
-    A published lr is one for all parameters. If the rule gives the hidden matrices another lr than the embedding, the
-    one nearest to the published median is compared.
+    A published run has one lr for all parameters. If the scaling rule gives the hidden matrices another lr than the
+    embedding, the lr nearest to the published median is compared.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -104,7 +108,7 @@ def lr(case: Case) -> Reading | None:
 
 
 def qk_norm(case: Case) -> Reading | None:
-    """Report an lr above those of runs of this size without QK-norm."""
+    """Report that QK-norm is missing if the lr is above the lr of every neighbour without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -120,14 +124,14 @@ def qk_norm(case: Case) -> Reading | None:
 
 
 def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
-    """Return published instabilities described with these words: the run, what happened, what was done."""
+    """Return the published instabilities described with ``words``: the run, what happened, what was done."""
     return [
         (run, one.what, one.action) for run in load_runs() for one in run.instabilities if words in one.what.lower()
     ]
 
 
 def z_loss(case: Case) -> Reading | None:
-    """Report an lr 1.5 times above those of runs of this size without a z-loss."""
+    """Report an lr more than 1.5 times the highest lr of the neighbours that had no z-loss."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -144,7 +148,10 @@ def z_loss(case: Case) -> Reading | None:
 
 
 def beta2(case: Case) -> Reading:
-    """Compare beta2. Adam's default of 0.999 is rare among runs with batches of half a million tokens."""
+    """Compare beta2.
+
+    Adam's default of 0.999 is usual at small batches, but rare in runs with half a million tokens a batch.
+    """
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     small = CheckLimits((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
     return Reading(
@@ -154,10 +161,10 @@ def beta2(case: Case) -> Reading:
 
 
 def weight_decay(case: Case) -> Reading | None:
-    """Compare the weight decay as it is written, if no rule moves it.
+    """Compare the weight decay, unless the scaling rule changes it.
 
-    A rule that lowers the lr with the width raises the decay by the same factor; then the check of the
-    timescale compares both together.
+    A rule that lowers the lr with the width raises the decay by the same factor. In that case the check of the
+    timescale compares lr and decay together.
     """
     value, tuned = case.hidden("weight_decay"), case.recipe.hyperparameters
     moved = value and ratio(value, tuned.weight_decay) > 1.02
@@ -165,19 +172,21 @@ def weight_decay(case: Case) -> Reading | None:
 
 
 def l2_decay(case: Case) -> Reading | None:
-    """Report ``adam`` with a weight decay.
+    """Report the optimizer ``adam`` with a weight decay.
 
-    It adds the decay to the gradient, where Adam divides it by the gradient's size. The effect depends on the
-    gradients, so published decays cannot be compared. In papers Adam may mean AdamW.
+    This optimizer adds the decay to the gradient, and Adam divides the sum by the gradient's size. The effect of the
+    decay thus depends on the gradients and cannot be compared with published decays. Papers may write Adam and mean
+    AdamW.
     """
     adam = case.recipe.hyperparameters.optimizer == "adam"
     return Reading() if adam and case.hidden("weight_decay") else None
 
 
 def timescale(case: Case) -> Reading | None:
-    """Compare the timescale of weight decay, B / (lr x decay x D), with the best one by Power Lines.
+    """Compare the timescale of weight decay, B / (lr x decay x D), with the best timescale by Power Lines.
 
-    All runs except GPT-NeoX-20B (33 times) lie within 0.34 and 10.9 of it.
+    B and D are the batch and the run in tokens. The timescale of published runs is 0.34 to 10.9 times the best one,
+    except for GPT-NeoX-20B with 33 times.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -217,7 +226,10 @@ def decay_of_gains(case: Case) -> Reading | None:
 
 
 def decay_of_embeddings(case: Case) -> Reading | None:
-    """Report decay of an embedding, unless it is tied to the unembedding: then it decays like any matrix."""
+    """Report weight decay of an embedding that is not tied to the unembedding.
+
+    A tied embedding decays like any other matrix.
+    """
     decays = [row.weight_decay for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding"]
     if not any(decays) or case.recipe.model.embedding_norm:
         return None
@@ -254,7 +266,7 @@ def steps(case: Case) -> Reading:
         return run.tokens / run.batch_tokens if run.tokens and run.batch_tokens else None
 
     smaller = case.tokens / 10_000
-    # Half of it, too, in case rounding to whole sequences leaves too few steps.
+    # Half that batch is suggested as well, in case rounding to whole sequences leaves too few steps.
     batches = [case.with_batch(smaller), case.with_batch(smaller / 2)]
     return Reading(
         value=float(case.recipe.steps),
@@ -284,7 +296,7 @@ def epochs(case: Case) -> Reading | None:
 
 
 def batch(case: Case) -> Reading | None:
-    """Compare the batch, only upward: a small batch costs time, not quality."""
+    """Report a batch larger than the neighbours' batches. A small batch is no fault: it costs time, not quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
@@ -297,7 +309,10 @@ def batch(case: Case) -> Reading | None:
 
 
 def critical_batch(case: Case) -> Reading:
-    """Compare the batch with the median critical batch of the laws; outside is more than any published run had."""
+    """Compare the batch with the median of the laws' critical batches.
+
+    The batch is outside if it exceeds that median by a larger factor than in any published run.
+    """
 
     def of_run(run: PublishedRun) -> float | None:
         if not (run.batch_tokens and run.tokens):
@@ -320,7 +335,7 @@ def no_ramp(case: Case) -> Reading | None:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
-        """Return the batch of a run that had it from the first step."""
+        """Return the batch of a run that had its full batch from the first step, else None."""
         return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
     most, start = case.published(of_run)[1], case.sequences(case.batch / 8)
@@ -364,9 +379,10 @@ def ramp_length(case: Case) -> Reading | None:
 
 
 def warm_up(case: Case) -> Reading:
-    """Compare the warm-up: outside is under 0.1% of the run or over a tenth.
+    """Compare the length of the warm-up: 0.1% to 10% of the run is usual.
 
-    A short one is usual if it still has the 2,000 steps that most runs have.
+    A warm-up under 0.1% is outside, but only a note if it has the 2,000 steps of most runs. A longer one is outside
+    if it takes a larger share than in every published run.
     """
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
@@ -394,9 +410,10 @@ def final_lr(case: Case) -> Reading:
 
 
 def init_std(case: Case) -> Reading | None:
-    """Compare the init std in units of sqrt(1 / (3 d)), that of MT-NLG 530B and BLOOM-176B.
+    """Compare the init std with sqrt(1 / (3 d)), the std of MT-NLG 530B and BLOOM-176B at their width d.
 
-    Fan-in, 1 / sqrt(d), is 1.73 of it and the largest rule; BigScience's 104B diverged at 3.7.
+    The largest published rule, fan-in with 1 / sqrt(d), gives 1.73 times this std. BigScience's 104B model diverged
+    at 3.7 times.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, math.sqrt(1 / (3 * case.recipe.model.d_model))
     if not std:
@@ -417,9 +434,9 @@ def init_std(case: Case) -> Reading | None:
 
 
 def residual_std(case: Case) -> Reading | None:
-    """Compare the std of matrices that write to the residual stream with the std of those that read it.
+    """Compare the std of matrices that write to the residual stream with the std of matrices that read it.
 
-    The ratio is multiplied by sqrt(2 L), which makes it 1 in GPT-2.
+    The ratio of the two is multiplied by sqrt(2 L), for L layers, so that it is 1 for GPT-2.
     """
     if not case.init_std:
         return None
@@ -446,7 +463,10 @@ def residual_std(case: Case) -> Reading | None:
 
 
 def dropout(case: Case) -> Reading | None:
-    """Report dropout on a text seen once, which cannot be memorised; ``--corpus-tokens`` gives the text's length."""
+    """Report dropout if the text is seen only once and thus cannot be memorised.
+
+    The option ``--corpus-tokens`` states the length of the text.
+    """
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -456,7 +476,7 @@ def dropout(case: Case) -> Reading | None:
 
 
 def precision(case: Case) -> Reading | None:
-    """Report fp16. leaven always scales the loss, but fp16 overflows where bf16 does not."""
+    """Report fp16: leaven always scales the loss, but fp16 still overflows where bf16 does not."""
     if case.recipe.precision.compute != "fp16":
         return None
     unstable = _unstable("fp16")

@@ -1,1 +1,1 @@
-"""A recipe to start from: `leaven new`."""
+"""Derive a recipe to start from, a starter recipe, out of published runs and laws (`leaven new`)."""

@@ -1,7 +1,7 @@
-"""The scale at which a starter's hyperparameters are written: the proxy's, that of a tuned base, or the target's own.
+"""Choose the scale for which the hyperparameters are written: the proxy, a tuned base, or the target itself.
 
-Where nothing is published near a size, leaven uses its own tuned bases: small recipes written by ``leaven tune``, in
-``catalogue/bases``, whose values belong to their own scale.
+If nothing is published near a size, leaven uses its own tuned bases. These are small recipes in ``catalogue/bases``
+that ``leaven tune`` wrote; their values are valid at their own scale.
 """
 
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ SAME_DURATION = 4.0
 
 @dataclass(frozen=True)
 class StarterBase:
-    """The scale that the hyperparameters of a starter belong to."""
+    """The scale for which the hyperparameters of a starter recipe are written, and the advice about tuning."""
 
     scale: StarterScale
     batch_tokens: int
     tuning: TuningAdvice
-    tuned: Recipe | None = None  # the tuned base whose values are used
+    tuned: Recipe | None = None  # the tuned base whose values are used, if any
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
-    """Choose the proxy's scale if one is worth tuning, else the target's own."""
+    """Choose the scale for the hyperparameters: a tuned base, a proxy that is worth tuning, or the target itself."""
     if at.reference:
         if request.proxy:
             raise InputError(
-                f"--proxy with --from {at.reference.id}: that run's values stay unchanged; leave out one of the two"
+                f"--proxy with --from {at.reference.id}: the values of this run are not tuned; leave out one option"
             )
         return StarterBase(at, batch, TuningAdvice(None, sentence("tuning", "reference", {"id": at.reference.id})))
     if request.proxy == 0:
@@ -65,12 +65,15 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
 
 @cache
 def tuned_bases() -> tuple[Recipe, ...]:
-    """Return all bases, from small to large."""
+    """Return all tuned bases, from small to large."""
     return tuple(sorted((read_recipe(path) for path in FOLDER.glob("*.toml")), key=lambda base: base.model.params))
 
 
 def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
-    """Return the largest base, at most half a model's size, that is near enough to transfer from, or None."""
+    """Return the largest tuned base from which values can be transferred to a model, or None.
+
+    A base has at most half the model's parameters, and about as many tokens per parameter.
+    """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
         size, own = base.model.params, base.data.tokens / base.model.params
@@ -90,7 +93,7 @@ def _at_base(model: ModelShape, base: Recipe) -> bool:
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Set the hyperparameters and the share of the warm-up to those of a base."""
+    """Set the hyperparameters to those of a tuned base, and the warm-up to the same share of the run."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

@@ -1,4 +1,4 @@
-"""The batch of a starter and the ramp up to it."""
+"""Choose the batch of a starter recipe and the ramp up to that batch."""
 
 import math
 from collections.abc import Sequence
@@ -17,21 +17,22 @@ BATCH_TOKENS_EXPONENT = 0.46
 """Exponent with which the batch grows with the tokens: the middle of Step Law 0.57, Zhang 0.47, Power Lines 0.46 and
 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""A batch leaves at least this many steps; `leaven recipes check` reports fewer than 1,000."""
+"""The batch is chosen so that the run has at least this many steps; `leaven recipes check` reports runs of fewer than
+1,000."""
 FEWEST_STEPS = 200
-"""A run with the batch of a reference is refused below this number of steps."""
+"""A run with the batch of a reference run is refused if it has fewer steps than this."""
 LARGEST_CONSTANT = 8_400_000
 """Tokens of the largest batch that well-documented runs had from their first step (OLMo 2 13B and 32B). Runs with
-larger ones reached them with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not say."""
+larger batches reached them with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not state how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 
 
 def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
-    """Choose the batch: the reference's, or between the laws and the neighbours.
+    """Choose the batch: the batch of the reference run, or a value between the laws' and the neighbours' values.
 
     Raises:
-        InputError: if the run is too short for the batch of the reference.
+        InputError: if the run is too short for the batch of the reference run.
     """
     seq_len, run, laws = at.model.seq_len, at.reference, batches(at.laws, "optimal")
     critical = critical_batch(at.laws)
@@ -41,8 +42,8 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
         batch = sequences * seq_len
         if at.tokens < FEWEST_STEPS * batch:
             raise InputError(
-                f"--from {run.id}: its batch of {format_quantity(batch)} tokens makes {at.tokens // batch} steps of "
-                f"{format_quantity(at.tokens)} tokens; give {format_quantity(FEWEST_STEPS * batch)} or more"
+                f"--tokens {format_quantity(at.tokens)}: only {at.tokens // batch} steps with the batch of --from "
+                f"{run.id}, {format_quantity(batch)} tokens; give {format_quantity(FEWEST_STEPS * batch)} or more"
             )
         evidence, message = at.evidence(laws, lambda run: None, batch), "batch of the reference"
         facts: dict[str, Any] = {"own": own if own != sequences else None, "sequences": sequences}
@@ -71,7 +72,7 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose whether and how the batch grows: as in the reference, else as most families of this size do."""
+    """Choose whether and how the batch grows: as in the reference run, or else as in most families of this size."""
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
     sequences = batch // seq_len
@@ -121,7 +122,7 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         draft.amend("batch.tokens", no_ramp=about)
         draft.step("ramp", voters, "no ramp", about=about, no_share=ramps, steps=_steps(draft, at))
         return
-    # Small starts limit data parallelism, so of the published starts the larger ones are nearer.
+    # Starts below 1/16 of the batch are not among the choices, because a small batch limits data parallelism.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
     ramp = Ramp(start_tokens=first, increment_tokens=first, over_tokens=max(round(length * at.tokens), 1))
@@ -139,20 +140,21 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 
 
 def _steps(draft: StarterDraft, at: StarterScale) -> int:
-    """Return the number of steps of the run with its ramp."""
+    """Return the number of steps of the run, including those of its ramp."""
     return BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(at.tokens)
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return the nearest number, at most a sixteenth away, that a power of two of the GPUs divides."""
+    """Return the number nearest to ``sequences``, at most a sixteenth away, that a power of two of the GPUs
+    divides."""
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the nearest number of sequences 2^k or 3 x 2^k that is not above ``most``.
+    """Return the number of sequences nearest to ``wanted`` tokens that is 2^k or 3 x 2^k and at most ``most`` tokens.
 
-    If the number of GPUs has an odd factor, that factor replaces the 3.
+    If the number of GPUs has an odd factor, the number is this factor times 2^k.
     """
     odd = gpus
     while odd % 2 == 0:

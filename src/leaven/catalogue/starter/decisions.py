@@ -1,6 +1,6 @@
-"""A starter recipe while it is derived: each value is decided once, with its evidence, in numbered steps.
+"""Build a starter recipe in numbered steps: each value is decided once, and the evidence for it is kept.
 
-Evidence is data (votes, bounds, facts). The sentences are in ``catalogue/messages.toml``.
+The evidence is data (votes, bounds, numbers). The sentences about it are in ``catalogue/messages.toml``.
 """
 
 import math
@@ -22,7 +22,7 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class LawVotes(Votes):
-    """The values of laws, and how many of the laws apply within their fitted range."""
+    """The values that laws predict, the value chosen from them, and the number of laws within their fitted range."""
 
     inside: int
 
@@ -32,18 +32,18 @@ class LawVotes(Votes):
 
     @property
     def weight(self) -> float:
-        """Weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
+        """Return the weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
         return (1 + self.inside / self.count) / 4
 
 
 @dataclass(frozen=True)
 class StarterScale:
-    """A scale (model and tokens) at which values are chosen, and the evidence there."""
+    """A scale (model and tokens) for which values are chosen, with the neighbours and the laws there."""
 
     near: Neighbours
     model: ModelShape
     tokens: int
-    gpus: int = 1  # the batch must divide over them
+    gpus: int = 1  # the batch must divide over these GPUs
 
     @property
     def reference(self) -> PublishedRun | None:
@@ -55,7 +55,7 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """The values of each law at this scale, one form of each law."""
+        """Return the values of all laws at this scale, one form of each law."""
         model = self.model
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]
@@ -63,8 +63,11 @@ class StarterScale:
     def evidence(
         self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
     ) -> "Evidence":
-        """Return the values of laws, by their names, and of neighbours; ``own`` is the reference's value, if it has
-        one."""
+        """Return the values of one quantity by laws and by neighbours.
+
+        ``laws`` has the value of each law by its name, and ``of_run`` returns the value of a neighbour. If ``own``,
+        the value of the reference run, is given, it replaces the neighbours' values.
+        """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
             runs = Votes(own, {self.reference.id: own})
@@ -76,7 +79,7 @@ class StarterScale:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The values of laws and of published runs for one quantity."""
+    """The values of one quantity by laws and by published runs, with their sources."""
 
     laws: LawVotes
     runs: Votes
@@ -84,24 +87,24 @@ class Evidence:
 
     @property
     def middle(self) -> float:
-        """The weighted middle of laws and runs, in logarithms."""
+        """Return the weighted mean, in logarithms, of the laws' middle and the runs' middle."""
         weight = self.laws.weight
         return math.exp(weight * math.log(self.laws.value) + (1 - weight) * math.log(self.runs.value))
 
     @property
     def spread(self) -> float:
-        """The factor between the largest and the smallest value."""
+        """Return the largest value divided by the smallest."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One value of a starter recipe and its evidence."""
+    """One value of a starter recipe and the evidence for it."""
 
-    path: str  # of the recipe
+    path: str  # path of the value in the recipe
     value: Any
     facts: Mapping[str, Any]  # votes, bounds and numbers, by their names in the message
-    message: str  # key of its message
+    message: str  # key of the message with the reason
 
     @property
     def reason(self) -> str:
@@ -115,9 +118,10 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return a step of the derivation.
+    """Return one step of the derivation.
 
-    ``values`` are the values that it set, by path; ``lines`` its reasons; ``sources`` the runs and laws it used.
+    ``values`` are the values that the step set, by path. ``lines`` give the reasons; ``sources`` are the runs and
+    laws used.
     """
     once = list(dict.fromkeys(sources))
     return DerivationRow(
@@ -127,7 +131,10 @@ def derivation_step(
 
 @dataclass
 class StarterDraft:
-    """The decisions so far, the steps, and the factors by which sources of uncertain values differ."""
+    """An unfinished starter recipe: its decisions and steps so far.
+
+    ``spreads`` has the factors by which the sources of an uncertain value differ.
+    """
 
     reference: str | None = None  # id of the run whose values are used
     document: dict[str, Any] = field(default_factory=dict)
@@ -137,28 +144,28 @@ class StarterDraft:
     _open: dict[str, Any] = field(default_factory=dict)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value. ``message`` is the key of its reason, by default its path."""
+        """Set a value. ``message`` is the key of the message with its reason; the default is the value's path."""
         set_path(self.document, path, value)
         known = {"value": value, "reference": self.reference} | facts
         self.decisions[path] = Decision(path, value, known, message or path)
         self._open[path] = value
 
     def amend(self, path: str, **facts: Any) -> None:
-        """Add facts to a decision."""
+        """Add facts to the decision about a value."""
         decision = self.decisions[path]
         self.decisions[path] = replace(decision, facts={**decision.facts, **facts})
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set a value between laws and published runs, and close its step."""
+        """Set a value that was chosen between laws and published runs, and finish its step."""
         self.spreads[title] = evidence.spread
         self.decide(path, value, message, laws=evidence.laws, runs=evidence.runs, **facts)
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Close a step: it holds the values decided since the previous one.
+        """Finish a step, which contains the values decided since the previous step.
 
-        The fields of its lines are ``facts``, else the facts of these decisions (of the first that has one), else
-        values of the recipe.
+        The fields of its message are filled from ``facts``, then from the facts of these decisions (the first one
+        that has the field), then from the values of the recipe.
         """
         known: dict[str, Any] = dict(self.document)
         for path in reversed(self._open):
@@ -169,11 +176,11 @@ class StarterDraft:
 
     @property
     def why(self) -> dict[str, str]:
-        """The reason of each value, by its path."""
+        """Return the reason for each value, by the value's path."""
         return {path: decision.reason for path, decision in self.decisions.items()}
 
     def recipe(self) -> Recipe:
-        """Return the recipe of the decisions.
+        """Return the recipe with the decided values.
 
         Raises:
             ValidationError: if the values cannot be combined.
@@ -183,12 +190,12 @@ class StarterDraft:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A recipe, how it was derived, and whether to tune a proxy of it first."""
+    """A recipe, how it was derived, and the advice whether to tune a proxy first."""
 
     recipe: Recipe
     steps: tuple[DerivationRow, ...]
     tuning: TuningAdvice
 
     def add(self, title: str, lines: Sequence[str]) -> "Derivation":
-        """Return the derivation with one more step, which sets no value."""
+        """Return the derivation with one more step that sets no value."""
         return replace(self, steps=(*self.steps, derivation_step(len(self.steps) + 1, title, lines)))

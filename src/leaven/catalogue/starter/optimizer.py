@@ -1,4 +1,4 @@
-"""Learning rate, schedule, moments, decay and initialisation of a starter."""
+"""Choose learning rate, schedule, moments, decay and initialisation of a starter recipe."""
 
 import math
 from dataclasses import dataclass
@@ -16,17 +16,18 @@ from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
-"""Exponent of published lrs with size within a lineage: GPT-3's table -0.32, LLaMA's -0.33; Porian's law: -0.36."""
+"""The lr changes with this power of the size within a lineage: GPT-3 -0.32, LLaMA -0.33; in Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
-"""Largest factor by which the batch moves a published lr."""
+"""Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
 """The lr stays within the range of the neighbours' lrs, moved to this size and batch, widened by this factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
-"""Laws that `leaven laws` shows but that do not vote: transformers of 2019 at one batch and one duration."""
+"""Laws that `leaven laws` shows but that have no vote: fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""Tokens per parameter from which the lr falls linearly to 0: at 111 M to 1.7 B parameters that is better than a
-cosine to a tenth from 20 on, and the more so the longer the run (Bergsma et al. 2025, arXiv 2502.15938)."""
+"""From this many tokens per parameter on, the lr falls linearly to 0. At 111 M to 1.7 B parameters and 20 or more
+tokens per parameter this is better than a cosine to a tenth; in longer runs the gain is larger (Bergsma et al. 2025,
+arXiv 2502.15938)."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,
@@ -38,16 +39,17 @@ ADAM = {
 
 
 def batch_factor(batch: int, published: int | None) -> float:
-    """Return the factor on a published lr for another batch: the square root of the ratio, bounded.
+    """Return the factor that converts a published lr to another batch: the square root of the ratio, within bounds.
 
-    Batches of runs of the same size differ by up to a factor of a hundred: without a bound the lr would move too far.
+    Batches of runs of the same size differ by up to a factor of a hundred: without bounds the lr would change too
+    much.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
-    """Choose the peak lr at a scale; ``where`` names the scale."""
+    """Choose the peak lr for a scale. ``where`` names the scale in the messages."""
     run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     evidence = at.evidence(
@@ -71,7 +73,7 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
 
 @dataclass(frozen=True)
 class _Warmup:
-    """A published warm-up: in steps of a constant batch, or in tokens if the batch grew."""
+    """The length of a published warm-up: in steps if the batch was constant, in tokens if it grew."""
 
     steps: float
     tokens: float | None
@@ -88,10 +90,10 @@ def _warmup(run: PublishedRun) -> _Warmup | None:
 
 
 def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose warm-up and decay.
+    """Choose the warm-up and the decay of the lr.
 
     Raises:
-        InputError: if the warm-up of the reference is longer than the run.
+        InputError: if the warm-up of the reference run is longer than the whole run.
     """
     near, tokens = at.near, at.tokens
     lengths: dict[str, _Warmup] = near.values(_warmup)
@@ -102,7 +104,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     if warmup >= tokens:
         raise InputError(
             f"--tokens {format_quantity(tokens)}: the warm-up of --from {', '.join(votes.by)} alone takes "
-            f"{format_quantity(warmup)}; give more"
+            f"{format_quantity(warmup)}; give more tokens than that"
         )
     draft.decide(
         "schedule.warmup_tokens",
@@ -119,7 +121,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 
 
 def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
-    """Choose the shape of the decay and its floor, as a share of the peak."""
+    """Choose the shape of the lr's decay, and the final lr as a share of the peak."""
     near = at.near
     decay = near.most("schedule.decay")
     assert decay is not None
@@ -141,7 +143,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
 
 
 def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) -> None:
-    """Choose moments, decay, clipping and initialisation."""
+    """Choose betas, eps, weight decay, clipping and initialisation."""
     near, run = at.near, at.reference
     draft.decide("hyperparameters.optimizer", "adamw")
     voters: list[str] = []
@@ -175,7 +177,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std of hidden matrices by published rules, by name."""
+    """Return the std that each published rule gives the hidden matrices, by the rule's name."""
     return {
         "mt-nlg sqrt(1/(3d))": math.sqrt(1 / (3 * width)),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),

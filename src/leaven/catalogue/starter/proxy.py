@@ -1,9 +1,9 @@
-"""Which proxy to tune before a run, what that costs, and when not to tune at all.
+"""Choose the proxy to tune before a run, estimate what tuning costs, and decide when not to tune at all.
 
-A proxy is a smaller model of the same family with as many tokens per parameter and as many steps as the target: batch
-and tokens shrink by the same factor. The batch and token columns of the scaling rule then cancel, so that nothing
-depends on the duration exponent, the least certain one. Hyperparameters are written at the proxy's scale, and the
-rule moves them up in width and depth.
+A proxy is a smaller model of the same family with as many tokens per parameter and as many steps as the target: its
+batch and its tokens are smaller by the same factor. The scaling rule's changes for batch and for tokens then cancel,
+so that nothing depends on the duration exponent, the least certain one. Hyperparameters are written for the proxy,
+and the rule changes them for the target's width and depth.
 """
 
 import math
@@ -17,8 +17,8 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 SMALLEST = 50_000_000
-"""Parameters of the smallest proxy with published evidence: 50 M carried a search to 7.2 B, and 58 M "costs a little"
-against 483 M (arXiv 2512.22382, as its readers report)."""
+"""Parameters of the smallest proxy with published evidence: values found at 50 M were used at 7.2 B, and the best lr
+at 58 M "costs a little" at 483 M (arXiv 2512.22382, as its readers report)."""
 SAFE = 136_000_000
 """Parameters from which a tuned lr was also the best at 483 M (same source)."""
 SMALL_FACTOR = 32
@@ -34,7 +34,7 @@ LEAST_WIDTH, LEAST_DEPTH = 32, 2
 """Minimum width and blocks of a proxy; leaven's own runs were not narrower."""
 TRIALS = (64, 48, 32, 24, 16)
 LEAST_SEQUENCES = 4
-"""Minimum sequences in the batch of a proxy: a batch of one or two is a poor approximation of the target's share."""
+"""Minimum sequences in the batch of a proxy: rounding to one or two would change the number of steps too much."""
 SHARE = 0.10
 """A search should cost at most this share of the run."""
 WORTH = 0.24
@@ -43,26 +43,26 @@ times in leaven's own measurement (docs/log.md)."""
 GPU_FLOPS = 4e14
 """FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
-"""Largest factor between the requested size of a proxy and its own."""
+"""Largest factor between the requested size of a proxy and the size of its shape."""
 ENOUGH_LINEAGES = 3
-"""With so many published lineages near a size, its published values are worth using."""
+"""If this many published lineages are near a size, their published values are worth using."""
 
 
 @dataclass(frozen=True)
 class Proxy:
-    """A model to tune in place of the target."""
+    """A smaller model to tune in place of the target."""
 
     shape: ModelShape
     batch_tokens: int
     tokens: int
     trials: int
     cost: float  # of all trials, as a share of the target's training FLOPs
-    evidence: str  # what is known of proxies of this size
+    evidence: str  # what is known about proxies of this size
 
 
 @dataclass(frozen=True)
 class TuningAdvice:
-    """Whether to tune, and why. ``proxy`` is None if the published values are the better choice."""
+    """Whether to tune a proxy, and why. ``proxy`` is None if the published values are the better choice."""
 
     proxy: Proxy | None
     reason: str
@@ -71,14 +71,14 @@ class TuningAdvice:
 def choose_proxy(
     model: ModelShape, batch_tokens: int, tokens: int, lineages: int, size: int | None = None
 ) -> TuningAdvice:
-    """Return the proxy of a target, or the reason for none.
+    """Return the proxy to tune for a target, or the reason not to tune.
 
     Args:
-        lineages: how many published lineages are near the target's size.
-        size: parameters of the proxy that the user asks for; the evidence is stated, not enforced.
+        lineages: number of published lineages near the target's size.
+        size: parameters of the proxy, if the user requests a size; it is used even if evidence speaks against it.
 
     Raises:
-        InputError: if there is no shape of about ``size`` parameters to transfer from.
+        InputError: if the family has no shape of about ``size`` parameters to transfer from.
     """
     if size is not None:
         shape = proxy_shape(model, size)
@@ -123,21 +123,24 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the most trials that cost at most ``SHARE``, or the fewest; ``each`` is a trial's share of the run."""
+    """Return the largest number of trials that costs at most ``SHARE`` of the run, else the smallest number.
+
+    ``each`` is the cost of one trial as a share of the run.
+    """
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
 def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
     """Return the smaller shape of the family nearest to ``params`` and to the target's proportions, or None.
 
-    It has at least ``least`` parameters.
+    The shape has at least ``least`` parameters.
     """
 
     def off(size: int, width: int, depth: int) -> float:
-        """Return how far a shape is from the wanted one.
+        """Return how far a shape is from the requested size and proportions.
 
-        A proxy that is too narrow counts more than one that is too shallow: rules are exact for large widths, and
-        CompleteP's base has two blocks (arXiv 2505.01618).
+        A shape that is too narrow counts as farther than one that is too shallow: rules are exact for large widths,
+        while CompleteP's base has only two blocks (arXiv 2505.01618).
         """
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
         return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)
@@ -148,9 +151,10 @@ def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelSh
 
 
 def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """Yield parameters, width and depth of the family's shapes of at most half the size, within the tested ratios.
+    """Yield parameters, width and depth of every shape that a proxy can have.
 
-    The head dimension, the query heads per key-value head and d_ff / d_model stay the same.
+    A proxy has at most half the size, and its width and depth are within the tested ratios. The head dimension, the
+    query heads per key-value head and d_ff / d_model stay the same.
     """
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = model.params / 2, model.d_model / model.n_layers
@@ -166,7 +170,7 @@ def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
 
 
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
-    """Return the model at another width and depth, with a round d_ff near the same proportion."""
+    """Return the model at another width and depth, with d_ff in nearly the same proportion and rounded."""
     exact = model.d_ff * width % model.d_model == 0
     step = 32 if width >= 128 else 8
     d_ff = None if exact else max(round(model.d_ff * width / model.d_model / step), 1) * step

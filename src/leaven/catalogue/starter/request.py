@@ -1,4 +1,4 @@
-"""The request of `leaven new`: its limits, and the published runs that can be a reference."""
+"""Check the options of `leaven new`, and find the published run that ``--from`` names."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from leaven.recipe.units import format_quantity
 
 LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
-# Groups whose values a recipe has under other paths.
+# Groups of a run's file whose values a recipe has under other paths.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
 @dataclass(frozen=True)
 class StarterRequest:
-    """A request of `leaven new`."""
+    """The options of `leaven new`."""
 
     name: str
     params: int
@@ -30,13 +30,13 @@ class StarterRequest:
     source: str = "python-stdlib"
     vocab: int | None = None
     seq_len: int | None = None
-    reference: str | None = None  # id of a published run whose values are used together
-    gpus: int = 1  # the batch must divide over them
+    reference: str | None = None  # id of a published run whose values are all used together
+    gpus: int = 1  # the batch must divide over these GPUs
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
     text_tokens: int | None = None  # tokens of the text, if known
 
     def validate(self) -> None:
-        """Check the ranges of the counts.
+        """Check that all counts are in range.
 
         Raises:
             InputError: if a count is out of range.
@@ -60,10 +60,10 @@ class StarterRequest:
 
 
 def find_reference(id: str) -> PublishedRun:
-    """Return a run to take values from: dense, with a comparable learning rate, a known batch and length.
+    """Return a run to take values from: dense, with a comparable learning rate, and with a known batch and length.
 
     Raises:
-        InputError: if there is no such run, or it lacks one of these; names others.
+        InputError: if there is no such run, or if it lacks one of these properties; the message names other runs.
     """
     run = find_run(id)
     lacks = _lacks(run)
@@ -71,21 +71,21 @@ def find_reference(id: str) -> PublishedRun:
         return run
     others = nearest(run.params_active, run.tokens or 20 * run.params_active, limit=20)
     usable = [other.id for other, _ in others if _lacks(other) is None][:3]
-    raise InputError(f"--from {id}: {lacks}; near it are {listed(usable)}")
+    raise InputError(f"--from {id}: {lacks}; take a run near it: {listed(usable)}")
 
 
 def _lacks(run: PublishedRun) -> str | None:
     schedule = run.schedule
     if run.kind != "dense":
         what = "a mixture of experts" if run.kind == "moe" else "a model with vision"
-        return f"{what}, and leaven builds dense ones of text"
+        return f"{what}, but leaven builds only dense models of text"
     if schedule is None or schedule.peak_lr is None:
         return "it publishes no learning rate"
     if not run.lr_comparable:
         how = schedule.parametrisation or run.optimizer or "an unknown optimizer"
-        return f"its learning rate {schedule.peak_lr:g} is that of {how}, which means something else to AdamW"
+        return f"its learning rate {schedule.peak_lr:g} is for {how} and cannot be used with plain AdamW"
     if run.batch_tokens is None or run.tokens is None:
-        return "its batch or its length is not published, without which its learning rate says little"
+        return "its batch or its number of tokens is not published, so its learning rate says little"
     if run.arch.d_model is None or run.arch.n_layers is None:
         return "its shape is not published"
     return None

@@ -1,4 +1,4 @@
-"""The shape of a starter: the neighbours' proportions at the requested size, with sizes that divide.
+"""Choose the shape of a starter recipe from the neighbours' proportions, in sizes that divide evenly.
 
 Symbols: N parameters, d width, L layers, f width of the MLP, V vocabulary.
 """
@@ -22,7 +22,7 @@ from leaven.recipe.units import format_quantity, parse_quantity
 TOLERANCE = 0.03
 """A shape should be within this share of the requested parameters."""
 VOCABULARIES = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
-"""Vocabularies that divide by 128 and by every tensor-parallel degree up to 8."""
+"""Vocabulary sizes that are divisible by 128 and by every tensor-parallel degree up to 8 that is a power of two."""
 VOCABULARY_SHARE = 0.25
 """Largest share of the parameters that one matrix of the vocabulary may take."""
 TIED_SHARE = 0.08
@@ -35,22 +35,25 @@ SMALL_ASPECT = 16.0
 """Largest d / L where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
 2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
 RECENT = "2024"
-"""Sequence length and shared key-value heads depend more on the year than on the size: runs from this year decide."""
+"""Runs from this year on decide sequence length and shared key-value heads, which depend more on year than on
+size."""
 LEAST_SEQUENCES_A_BATCH = 64
-"""A batch holds at least so many sequences: a proxy's batch, a small share of it, is still whole sequences."""
+"""A batch has at least this many sequences, so that the much smaller batch of a proxy still has whole sequences."""
 SHORTEST = 128
 _DEEPEST = 200
-_UNEVEN = (0.0, 0.1, 0.03, 0.1)  # by the remainder of the layers by 4
-# (from this width on, multiples of this): from 4,096 on, heads of 128 divide by 8, the GPUs of a node.
+_UNEVEN = (0.0, 0.1, 0.03, 0.1)  # what the number of layers modulo 4 adds to the cost of a shape
+# (least width, unit): from this width on, widths are multiples of this unit. From 4,096 on, the heads of 128 then
+# divide by 8, the GPUs of a node.
 _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
 
 
 class Proportions(NamedTuple):
-    """Proportions of a shape: ``aspect`` is d / L, ``ff_ratio`` is f / d.
+    """The proportions of a shape: ``aspect`` is d / L, ``ff_ratio`` is f / d.
 
-    Key-value heads are given by their number, or as query heads per key-value head (``group``).
+    The key-value heads are given by their number (``n_kv_heads``) or by the query heads per key-value head
+    (``group``).
     """
 
     aspect: float
@@ -58,19 +61,19 @@ class Proportions(NamedTuple):
     d_head: int
     group: int = 1
     n_kv_heads: int | None = None
-    width: int | None = None  # of the reference run: allowed even if it is not round
+    width: int | None = None  # the reference run's width, which is allowed even if it is not round
 
     @property
     def unit(self) -> int:
-        """The number that the width is a multiple of."""
+        """Return the number of which the width must be a multiple."""
         return self.d_head * (self.n_kv_heads or self.group)
 
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
-    """Return f / d at which a block has 12 d^2 parameters: 4, or 8/3 for a gated MLP (Shazeer 2020, arXiv
-    2002.05202).
+    """Return the f / d at which a block has 12 d^2 parameters: 4, or 8/3 with a gated MLP.
 
-    Parameters saved by sharing key-value heads go to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
+    See Shazeer 2020, arXiv 2002.05202. Parameters that shared key-value heads save are added to the MLP, as in Llama
+    2 70B (3.5) and Llama 3 405B (3.25).
     """
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation == "swiglu" else 2)
 
@@ -81,18 +84,21 @@ def usual_width(params: int, aspect: float) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the size nearest to ``usual`` or the largest below it whose matrix takes at most `VOCABULARY_SHARE`."""
+    """Return the vocabulary size nearest to ``usual``, or the next smaller one whose matrix is not too large.
+
+    The matrix may have at most `VOCABULARY_SHARE` of the parameters.
+    """
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
 
 
 def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
-    """Return the shape within `TOLERANCE` of ``params`` with the nearest proportions, or the nearest in size if none
-    is.
+    """Return the shape with the nearest proportions of those within `TOLERANCE` of ``params`` parameters.
 
-    ``fixed`` are the other fields of a :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or
-    0.6% in d_ff. Layers that 2 pipeline stages cannot share count as 10% in d / L, those that 4 cannot share as 3%.
+    If no shape is within it, return the one nearest in size. ``fixed`` has the other fields of a :class:`ModelShape`.
+    An error of 1% in size counts as much as 3% in d / L or 0.6% in d_ff. A number of layers that does not divide by 2
+    (for pipeline stages) counts as 10% in d / L; one that divides by 2 but not by 4 counts as 3%.
     """
 
     def cost(shape: ModelShape, size: int) -> tuple[bool, float]:
@@ -125,7 +131,7 @@ def _shapes(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Ite
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return round multiples of the heads within a factor of 3 of the usual width."""
+    """Return the widths to try: round multiples of the heads, within a factor of 3 of the usual width."""
     unit = proportions.unit
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -134,7 +140,10 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Return multiples of 32 to 256 within an eighth of the ratio, the nearest first."""
+    """Return the MLP widths to try at width ``d``, the nearest to the usual ratio first.
+
+    They are multiples of 32 to 256 within an eighth of the ratio.
+    """
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
@@ -143,10 +152,10 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
 
 
 def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Choose the shape of a starter.
+    """Choose the shape of a starter recipe.
 
     Raises:
-        InputError: if no shape is near the size; names a vocabulary or a size that fits.
+        InputError: if no shape is near the size; the message names a vocabulary or a size that works.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
@@ -193,7 +202,7 @@ def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
-    """Return a run's choices, as far as leaven supports them."""
+    """Return the architecture choices of a run (norm, activation, positions, ...) that leaven supports."""
     known = {name: value for name in _CHOICES if (value := terms(run).get(f"model.{name}")) is not None}
     if known.get("positions") not in get_args(Positions):
         known.pop("positions", None)
@@ -203,7 +212,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the rope_theta that most runs of more than ``SHORT`` positions use, and their ids."""
+    """Return the rope_theta that most runs of more than ``SHORT`` positions have, and the ids of these runs."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -212,7 +221,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _own_shape(run: PublishedRun, fixed: dict[str, Any]) -> ModelShape | None:
-    """Return the run's own shape, or None if a size is not published or n_heads x d_head is not d_model."""
+    """Return the run's own shape, or None if a part of it is not published or n_heads x d_head is not d_model."""
     arch = run.arch
     if not (arch.d_model and arch.n_layers and arch.n_heads and arch.n_kv_heads and arch.d_ff):
         return None
@@ -237,13 +246,13 @@ def _proportions(near: Neighbours, aspect: float, width: float, activation: str)
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size, those from `RECENT` on if there are any."""
+    """Return the newest run of each lineage near the size, only from `RECENT` on if there are any."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
 
 def _groups(near: Neighbours) -> dict[str, float]:
-    """Return query heads per key-value head of the recent runs, by id."""
+    """Return the query heads per key-value head of the recent runs, by run id."""
     return {run.id: run.query_groups for run in _recent(near) if run.query_groups}
 
 
@@ -260,9 +269,10 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the sequence length of the recent neighbours.
+    """Return the requested sequence length, or the middle of the recent neighbours' lengths.
 
-    It is shortened until `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws suggest.
+    The middle is shortened to a power of two of which `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws
+    predict.
     """
     if request.seq_len:
         return request.seq_len
@@ -275,7 +285,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Record the reasons of a shape from :func:`choose_shape`, and its step."""
+    """Record the values of a shape from :func:`choose_shape` and the reasons for them as one step."""
     run, heads, lengths = near.reference, model.n_heads, _lengths(near)
     aspects = middle(near.values(lambda run: run.aspect))
     aspect = {"aspect": model.d_model / model.n_layers, "aspects": aspects}

@@ -1,16 +1,17 @@
-"""Derive a recipe for a size and a duration from published runs and laws (`leaven new`), with a reason for every
+"""Derive a recipe for a size and a duration from published runs and laws (`leaven new`), with a reason for each
 value.
 
 The method, whose steps are in the modules of this package:
 
-- Shape, batch, ramp and schedule are chosen at the target. Learning rate, moments, decay and init are chosen at the
-  *base*: the proxy to tune, or the target itself if tuning is not worth its cost. The scaling rule moves them up from
-  there.
-- A lineage of published runs has one vote. Runs within a factor of 4 of the size vote, or else the nearest three
-  lineages; the farther a run, the less it weighs.
-- What depends on size or duration is moved before it is averaged: a neighbour's lr with its size and batch, its batch
-  with its tokens, a law's lr with the batch.
-- Laws and neighbours as groups weigh the same: neither has been right alone.
+- Shape, batch, ramp and schedule are chosen for the target. Learning rate, moments, decay and init are chosen for the
+  *base*: the proxy to tune, or the target itself if tuning is not worth its cost. The scaling rule then changes them
+  for the target.
+- Each lineage of published runs has one vote. The lineages within a factor of 4 of the size vote, or the nearest
+  three if there are fewer; a run that is farther away has less weight.
+- Values that depend on size or duration are converted before they are averaged: a neighbour's lr to this size and
+  batch, its batch to these tokens, a law's lr to this batch.
+- All laws together weigh as much as all neighbours together, since neither group has been right alone; laws outside
+  their fitted range weigh less.
 """
 
 from pydantic import ValidationError
@@ -31,20 +32,20 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
-"""Sequences that the shortest run has."""
+"""Sequences in the shortest run that is accepted."""
 MOST_EPOCHS = 4
-"""Epochs up to which repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
+"""Up to this many epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 PROCESSOR_PARAMS = 20_000_000
 """Up to this size models are also trained on CPUs, most of which compute bf16 at half the speed of fp32."""
 
 
 def starter(request: StarterRequest) -> Derivation:
-    """Return the target's recipe and its derivation. The same request gives the same result.
+    """Return the target's recipe and how it was derived. Equal requests give equal results.
 
-    The planner chooses the layout later.
+    The layout is for one process; the planner chooses another one later.
 
     Raises:
-        InputError: if size or duration are out of range, or the reference cannot be used.
+        InputError: if size or duration are out of range, or if the reference run cannot be used.
     """
     request.validate()
     run = find_reference(request.reference) if request.reference else None
@@ -58,8 +59,9 @@ def starter(request: StarterRequest) -> Derivation:
     decide_shape(draft, request, near, model)
     if request.tokens < LEAST_SEQUENCES * model.seq_len:
         raise InputError(
-            f"--tokens {format_quantity(request.tokens)} are fewer than {LEAST_SEQUENCES:,} sequences of "
-            f"{model.seq_len:,}; give {format_quantity(LEAST_SEQUENCES * model.seq_len)}, or a shorter --seq-len"
+            f"--tokens {format_quantity(request.tokens)}: fewer than {LEAST_SEQUENCES:,} sequences of "
+            f"{model.seq_len:,} tokens; give {format_quantity(LEAST_SEQUENCES * model.seq_len)} or more, "
+            "or a shorter --seq-len"
         )
     _choose_duration(draft, request, near, model)
     scale = StarterScale(near, model, request.tokens, request.gpus)
@@ -79,13 +81,13 @@ def starter(request: StarterRequest) -> Derivation:
     try:
         return Derivation(_with_defaults(draft), tuple(draft.steps), base.tuning)
     except ValidationError as error:
-        raise InputError(f"these values do not make a recipe: {explain(error)}") from None
+        raise InputError(f"these values cannot be combined in a recipe: {explain(error)}") from None
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """Return a recipe with the hyperparameters and schedule of a starter of its shape, batch and length.
+    """Return a recipe with the schedule and hyperparameters that `leaven new` would choose, without tuning.
 
-    They are chosen at that scale and nothing is tuned.
+    They are chosen for the shape, batch and length of this recipe.
     """
     at = StarterScale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
@@ -145,8 +147,10 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
-    """Choose the precision and the scale that the values belong to: the proxy's, the reference's, or the target's
-    own."""
+    """Choose the precision, and record the scale for which values are written.
+
+    This is the scale of a proxy, a tuned base, the reference run, or the target itself.
+    """
     model, run, shape = at.model, at.reference, base.scale.model
     if model.params <= PROCESSOR_PARAMS:
         draft.decide("precision.compute", "fp32", "precision of a small model")
@@ -184,7 +188,7 @@ def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) ->
 
 
 def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
-    """Choose the settings of [stability], and list what is least certain."""
+    """Choose checkpoints, evaluations and the reaction to loss spikes, and list the least certain values."""
     tokens, runs = at.tokens, at.near.runs
     unstable = [run.id for run in runs if run.instabilities]
     draft.decide("stability.on_spike", "rollback", runs=len(runs), unstable=unstable or None, count=len(unstable))
@@ -203,7 +207,7 @@ def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase)
 
 
 def _with_defaults(draft: StarterDraft) -> Recipe:
-    """Return the finished recipe, with reasons also for values that neither laws nor neighbours decide."""
+    """Return the finished recipe, with reasons also for the values that neither laws nor neighbours decide."""
     recipe = draft.recipe()
     defaults = constants("defaults")
     values = flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"why"}))
