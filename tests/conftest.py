@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,22 @@ def tiny_file(tiny_text: str, tmp_path: Path) -> Path:
     path = tmp_path / "tiny.toml"
     path.write_text(tiny_text)
     return path
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials train in threads: starting a process takes seconds."""
+
+    class Pool(nullcontext[Any]):
+        def __enter__(self) -> "Pool":
+            return self
+
+        def submit(self, function: Callable[..., Any], *arguments: object, **named: object) -> "Future[Any]":
+            future: Future[Any] = Future()
+            future.set_result(function(*arguments, **named))
+            return future
+
+    monkeypatch.setattr("leaven.tuning.service.study.Pool", Pool)
 
 
 @dataclass(frozen=True)

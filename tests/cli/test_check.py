@@ -1,9 +1,9 @@
 """leaven check from the command line: what it refuses, what it finds too little to judge, and what it writes."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Verb
 from tests.verification.test_long_checks import pretend
 from tests.verification.test_sweeps import losses
 
@@ -11,8 +11,6 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer as transferred
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("name", ["coordinates", "gradients"])

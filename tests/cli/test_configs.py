@@ -1,15 +1,13 @@
 """leaven export config and leaven import config."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Verb
 from tests.interop.configs.recipes import LLAMA
 
 from leaven.recipe.files import read_recipe
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture

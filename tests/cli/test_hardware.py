@@ -22,14 +22,10 @@ def test_the_list_marks_unverified_numbers(leaven: Verb) -> None:
     assert set(accelerators()) <= lines.keys()
     assert "*" not in lines["H100-SXM-80GB"]
     assert lines["A800-SXM-80GB"].count("*") == 7  # all seven numbers; nobody measured a matmul
-    assert "remembered" in out
 
 
 def test_one_accelerator_with_its_sources(leaven: Verb) -> None:
-    _, out, _ = leaven("hardware", "h100 pcie")
-    assert out.split()[0] == "H100-PCIe-80GB"
-    assert "80% of the peak is assumed" in out
-    assert out.count("read in another's") == 4
+    assert leaven("hardware", "h100 pcie")[1].split()[0] == "H100-PCIe-80GB"
     _, document, _ = leaven("hardware", "H100-80GB", "--json")
     found = json.loads(document)
     assert (found["peak_tflops"]["fp8"], found["matmul_tflops"]["tf32"], found["multiprocessors"]) == (
@@ -39,12 +35,3 @@ def test_one_accelerator_with_its_sources(leaven: Verb) -> None:
     )
     assert {source["group"] for source in found["sources"]} >= {"peak", "memory", "board", "link", "network"}
     assert json.loads(leaven("hardware", "cpu", "--json")[1])["name"] == "cpu"
-
-
-def test_a_wrong_file_of_the_user_is_one_line(leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text("[Z9]\npeak = { bf17 = 400 }")
-    monkeypatch.setenv("LEAVEN_ACCELERATORS", str(path))
-    code, out, err = leaven("hardware")
-    assert (code, out) == (2, "")
-    assert err == f"error: {path}: [Z9] peak.bf17: no such key; did you mean bf16?\n"

@@ -2,17 +2,15 @@
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from benchmarks.starters import PAGE, renewed
+from tests.cli.conftest import Verb
 
 from leaven.catalogue.runs import find_run
 from leaven.recipe.files import read_recipe
 from leaven.scaling.table import resolve
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import typer
 from benchmarks.quoted import PAGES, renewed
-from tests.cli.conftest import Verb
 from tests.views.planned import RYE
 
 from leaven.cli.plan import by_measurement
@@ -64,35 +63,6 @@ def test_the_page_repeats_the_command(rye, leaven, tmp_path):
         "--set batch.tokens=2097152 --set data.tokens=20_000_000_000"
     )
     assert "20 B tokens" in html
-
-
-def test_a_published_run_is_planned_by_its_id(leaven, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = tmp_path / "bloom.html"
-    code, out, _ = leaven("plan", "bloom-176b", "--gpus", "384xA100-80GB", "--layout", "tp=4,pp=12,mbs=2", "-o", page)
-    assert code == 0
-    assert "dp 8 · tp 4 · pp 12" in out
-    assert "<h1>bloom-176b</h1>" in page.read_text(encoding="utf-8")
-
-
-def test_units_of_a_cpu_are_processes(rye, leaven):
-    shape = [f"model.{key}" for key in ("n_layers=2", "d_model=256", "n_heads=2", "n_kv_heads=2", "d_ff=512")]
-    sets = [word for override in (*shape, "batch.tokens=16384") for word in ("--set", override)]
-    code, out, _ = leaven("plan", rye, "--gpus", "cpu", "--price", "2.5", *sets)
-    assert code == 0
-    assert "memory / process  " in out
-    assert "tokens/s/process" in out
-    assert re.search(r"budget  +\d,\d{3}\.\d days · [\d,]+ process-h", out)
-    assert re.search(r"[\d,]+ \(no currency given\) at 2\.50 a process-h", out)
-    assert "GPU" not in out
-
-
-def test_a_budget_with_an_assumed_mfu(leaven: Verb) -> None:
-    text = leaven("plan", "--budget", "8xH100 x 3d", "--mfu", "0.4")[1]
-    assert "20 tokens a parameter" in text
-    assert "8xH100-SXM-80GB · one node · 72 h 00 · 576 GPU-h" in text
-    assert text.splitlines()[-1].startswith("next       leaven new ")
-    assert "accuracy" not in text  # nothing was planned
 
 
 def test_a_measurement_calibrates_later_plans(tiny: Recipe, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,13 +67,6 @@ def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> 
     assert (json.loads(near[1])["warnings"], near[2]) == ([], "")
 
 
-def test_transfer_warns_of_a_dropped_ramp_and_of_adam(leaven: Verb, tiny_file: Path) -> None:
-    ramp = "batch.ramp={start_tokens = 128, increment_tokens = 64, over_tokens = 2_000}"
-    changes = ("--set", ramp, "--set", "hyperparameters.optimizer=adam")
-    shown = document(leaven("transfer", tiny_file, "--batch-tokens", "32", "--width", "32", *changes, "--json"))
-    assert {"ramp", "optimizer"} <= {warning["about"] for warning in shown["warnings"]}
-
-
 def test_transfer_like_puts_tuned_values_into_the_target(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     small, like, out = read_recipe(tiny_file), tmp_path / "target.toml", tmp_path / "tuned.toml"
     changes = {"name": "target", "model": small.model.scaled(32, 4).model_dump(), "data.tokens": 40_960}

