@@ -118,15 +118,9 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _is_gone(pid: int) -> bool:
-    if os.name == "nt":
-        return True  # on Windows, a file that is open cannot be removed anyway
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return pid == os.getpid()  # if it is this process, a killed process had the same id before
+    from psutil import pid_exists  # slow to import
+
+    return pid == os.getpid() or not pid_exists(pid)  # a killed process may have had this process's id
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:

@@ -102,9 +102,8 @@ def test_peak_memory_counts_freed_tensors_until_it_is_reset() -> None:
 
 def test_free_memory_is_within_the_limit_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_memory(CPU) < 2**50
-    monkeypatch.setattr(devices, "_PROC", tmp_path)
+    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=4000 * 1024))
     monkeypatch.setattr(devices, "_CGROUP", tmp_path)
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
     assert free_memory(CPU) == 4000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("500000\n")

@@ -28,7 +28,7 @@ def demo(
     json_output: JsonOption = False,
 ) -> None:
     from leaven.demo.demo import SIZES, Demo, DemoStopped
-    from leaven.training.device import cores
+    from leaven.planning.this_machine import cores
 
     if size not in SIZES:
         raise InputError(f"--size {size}: choose from {', '.join(SIZES)}")

@@ -81,8 +81,8 @@ def tune(
     import torch
 
     from leaven.planning.flops import flops_per_token
+    from leaven.planning.this_machine import cores
     from leaven.recipe.units import parse_quantity
-    from leaven.training.device import cores
     from leaven.tuning.algorithm.trust_region import Axes
     from leaven.tuning.service.search_plan import known_runs
     from leaven.tuning.service.stores import StoreGone

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
 
 from leaven.data.tokenizer import Encoded, Encoder, TextPiece, parallel_tokenizers
+from leaven.planning.this_machine import cores
 from leaven.recipe.errors import InputError
 
 PieceBatch = list[TextPiece]
@@ -28,8 +29,7 @@ _encoder: Encoder
 def processes_for(n_bytes: int) -> int:
     """Return the number of processes that encode the text: one per available core, or fewer if there is little
     text."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, n_bytes // BYTES_A_PROCESS))
+    return max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
 
 
 @contextmanager
@@ -93,14 +93,19 @@ def _start(encoder: Encoder) -> None:
     global _encoder  # noqa: PLW0603
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    exit_with_parent()
 
 
-def _leave_with_parent() -> None:
+def exit_with_parent() -> None:
+    """End this process as soon as the process that started it has ended."""
     parent = parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(1)
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _encode(batch: PieceBatch) -> tuple[Encoded, Encoded]:

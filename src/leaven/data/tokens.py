@@ -185,7 +185,7 @@ def _kept(folder: Path, name: Path) -> tuple[Path, Encoder] | None:
     from tokenizers import Tokenizer
 
     try:
-        path = folder / name.read_text() / "tokenizer.json"
+        path = folder / name.read_text(encoding="ascii") / "tokenizer.json"
         raw = path.read_bytes()
     except (OSError, ValueError):
         return None

@@ -3,12 +3,13 @@
 :func:`trainable_here` and :func:`cluster_for` are rough estimates, without a plan.
 """
 
-import ctypes
 import math
 import os
 import platform
 from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from leaven.documents.catalogue import NumberSource
 from leaven.planning.accelerators import Accelerator
@@ -23,14 +24,9 @@ _GPU_FLOPS = 1e15  # per second, dense bf16
 _GPU_BYTES = 60 * 2**30  # of 80 GiB, what is left beside activations
 
 
-def physical_memory() -> int:
-    """Return the bytes of memory of this machine."""
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # Windows: MEMORYSTATUSEX has its own size first and the total physical memory at byte 8.
-    status = ctypes.create_string_buffer((64).to_bytes(4, "little"), 64)
-    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # type: ignore[attr-defined]
-    return int.from_bytes(status.raw[8:16], "little")
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
@@ -57,7 +53,7 @@ def this_machine() -> Accelerator:
         name="cpu",
         peak_tflops=rate,
         best_matmul_tflops=None,
-        memory_gib=round(physical_memory() / 2**30, 1),
+        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
         memory_tb_s=0.01 * cores,
         link_gb_s=10.0 * cores,
         network_gb_s=1.0,

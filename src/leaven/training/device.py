@@ -6,7 +6,6 @@ causal MFU (which counts half of the attention FLOPs) and the HFU (which also co
 """
 
 import ctypes
-import os
 import platform
 import re
 import sys
@@ -19,13 +18,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 
 from leaven import __version__
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import known_device, parse_cluster
-from leaven.planning.this_machine import physical_memory, processor
+from leaven.planning.this_machine import cores, processor
 from leaven.recipe.errors import out_of_memory
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 MEASURING_SECONDS = 0.5
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
-_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,19 @@ def peak_memory(device: torch.device) -> int:
     process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    import resource  # not on Windows
-
+    try:
+        import resource  # not on Windows
+    except ImportError:
+        used = psutil.Process().memory_info()
+        return int(getattr(used, "peak_wset", used.rss))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def held_memory(device: torch.device) -> int:
-    """Return the bytes in use now, as :func:`peak_memory` counts them. For a CPU, this works only on Linux."""
+    """Return the bytes in use now, as :func:`peak_memory` counts them."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError):
-        return int((_PROC / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return peak_memory(device)
+    return psutil.Process().memory_info().rss
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -190,7 +191,7 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):
-        (_PROC / "self" / "clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def free_memory(device: torch.device) -> int:
@@ -199,15 +200,11 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         )
-    free = physical_memory()
-    with suppress(OSError):
-        if available := re.search(r"MemAvailable:\s*(\d+)", (_PROC / "meminfo").read_text()):
-            free = int(available[1]) * 1024
     limits = (
         _cgroup_room("memory.max", "memory.current", ""),
         _cgroup_room("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/"),
     )
-    return min([free, *(room for room in limits if room is not None)])
+    return min([psutil.virtual_memory().available, *(room for room in limits if room is not None)])
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
@@ -226,17 +223,12 @@ def machine() -> dict[str, Any]:
     return {
         "processor": processor(),
         "cores": cores(),
-        "memory_gib": round(physical_memory() / 2**30, 1),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": version("torch"),
         "leaven": __version__,
     }
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def keep_freed_memory() -> None:

@@ -1,8 +1,5 @@
 """Trains runs in worker processes with one thread each, and replaces workers that die."""
 
-import os
-import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -10,24 +7,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from leaven.data.pool import ctrl_c_blocked
+from leaven.data.pool import ctrl_c_blocked, exit_with_parent
 from leaven.recipe.recipe import Recipe
 
 Result = TypeVar("Result")
 
 
-def start(parent: int) -> None:
+def start() -> None:
     """Initialise a worker process: use one thread, and exit when the parent does."""
     import torch
 
     torch.set_num_threads(1)
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-
-
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
+    exit_with_parent()
 
 
 def run_in(folder: Path, recipe: Recipe) -> float | None:
@@ -53,7 +44,7 @@ class Pool:
         self._executor = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start, initargs=(os.getpid(),))
+        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start)
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
         with ctrl_c_blocked():  # the executor may start a process

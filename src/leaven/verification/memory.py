@@ -13,12 +13,12 @@ from typing import Any
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
 from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
 from leaven.planning.memory import GIB, Memory, stage_memory
+from leaven.planning.this_machine import cores
 from leaven.planning.trainable import require_trainable
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.training.device import cores
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.worker import Pool
 from leaven.verification.dry_run import StepMemory, dry_run

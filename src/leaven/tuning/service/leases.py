@@ -12,11 +12,14 @@ import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
+import psutil
 from optuna.storages import BaseStorage
 
 BEATS = 4  # heartbeats in a lease
@@ -94,33 +97,33 @@ class Leases:
 
 
 def process(pid: int) -> str:
-    """Return a globally unique name of a process, ``boot/namespace:pid:start``.
-
-    Without /proc the name has only the pid, and nobody can tell whether the process is alive.
-    """
-    return f"{_boot()}:{pid}:{_started(pid)}"
+    """Return a globally unique name of a process, ``machine:pid:start``."""
+    return f"{_machine()}:{pid}:{_started(pid)}"
 
 
 def _ended(identity: str) -> bool:
-    """Return whether a process has certainly ended, which only its own machine and boot can tell. A zombie has
-    ended."""
-    boot, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
-    return boot != "" and boot == _boot() and _started(int(pid)) != start
+    """Return whether a process has certainly ended, which only its own machine can tell. A zombie has ended."""
+    machine, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
+    return machine == _machine() and _started(int(pid)) != start
 
 
-def _boot() -> str:
+@cache
+def _machine() -> str:
+    """Return a name for the set of processes that this process can see: boot and process namespace on Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""
+    except OSError:  # another system; without a network card the number is random, and only heartbeats tell
+        return f"{uuid.getnode():x}"
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in ticks since the boot, or "" if it has ended. Pids alone are reused."""
+    """Return the start time of a process in 1/100 s, or "" if it has ended. Pids alone are reused."""
     try:
-        # Fields 3 and 22 of stat (man 5 proc), after the name, which may contain any character.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
+        # On Linux the kernel keeps the time since the boot; what psutil adds to it moves when the clock is set.
+        boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)
+        seconds = process.create_time() - boot
+        ended = process.status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
+    except psutil.NoSuchProcess:
         return ""
-    return "" if fields[0] in {"Z", "X"} else fields[19]
+    return "" if ended else str(round(seconds * 100))

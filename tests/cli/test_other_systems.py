@@ -1,0 +1,49 @@
+"""leaven runs where an operating system lacks what Linux has: here those modules and functions are hidden."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# A sitecustomize, so that worker processes have it too. psutil exists for every system and uses what this one has.
+HIDING = """
+import ctypes, os, signal, sys
+import psutil
+
+for module in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[module] = None
+for owner, names in (
+    (os, "sysconf sched_getaffinity sched_setaffinity statvfs getloadavg fork killpg getpgid setsid"),
+    (signal, "pthread_sigmask SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGCHLD SIGALRM setitimer"),
+    (ctypes, "windll"),
+):
+    for name in names.split():
+        if hasattr(owner, name):
+            delattr(owner, name)
+"""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "hiding"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HIDING)
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def test_verbs_work_without_what_only_unix_has(tiny_file: Path, tmp_path: Path, elsewhere: dict[str, str]) -> None:
+    few = ["--set", "data.tokens=1024", "--set", "evaluation.tokens=512"]
+    for verb in (
+        ["--help"],
+        ["plan", tiny_file, "--gpus", "cpu"],
+        ["train", tiny_file, "--run", tmp_path / "run", *few],
+        ["tune", tiny_file, "--study", tmp_path / "study", "--trials", "2", "--workers", "1", *few],
+    ):
+        command = [sys.executable, "-m", "leaven", *map(str, verb)]
+        done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{verb}: {done.stderr}"
+    assert (tmp_path / "run" / "metrics.jsonl").stat().st_size
+    assert (tmp_path / "study" / "best.toml").exists()
