@@ -18,7 +18,6 @@ from leaven.planning.calibration import (
     weighted_median,
 )
 from leaven.planning.plan import plan_recipe
-from leaven.planning.this_machine import processor
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -104,11 +103,6 @@ def test_an_improved_planner_is_compared_with_the_same_measurement() -> None:
     assert (found.time, found.memory) == (pytest.approx(1.5), pytest.approx(1.2))
 
 
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=9))
-def test_the_weighted_median_with_equal_weights_is_the_median(values: list[float]) -> None:
-    assert weighted_median([(value, 1.0) for value in values]) == pytest.approx(median(values))
-
-
 @given(st.lists(st.tuples(st.floats(0.01, 100), st.integers(1, 5)), min_size=1, max_size=9))
 def test_a_weight_counts_as_so_many_values(values: list[tuple[float, int]]) -> None:
     many = [value for value, weight in values for _ in range(weight)]
@@ -157,18 +151,6 @@ def test_a_calibration_is_in_every_time_of_a_plan() -> None:
         assert mine["hours"] == pytest.approx(5 * theirs["hours"])
     assert found["explain"]["line"] == own["explain"]["line"] == "this is the choice"
     assert found["calibration"]["uncalibrated_step_seconds"] == own["speed"]["step_seconds"]
-
-
-def test_a_guessed_device_is_a_caution_before_and_after_it_is_measured() -> None:
-    bare = plan_recipe(recipe(), "cpu", "mbs=8")
-    mine = took(2.0, accelerator="cpu", device=processor(), by="measurement")
-    assert (
-        "the speed of cpu is a guess, and with it time, MFU and energy; --measure calibrates the time"
-        in bare.cautions
-    )
-    measured = bare.calibrated([mine], "bf16").cautions
-    assert "the speed of cpu is a guess, and with it MFU and energy" in measured
-    assert not any("guess" in said for said in plan_recipe(recipe(), "1xH100").cautions)
 
 
 def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:

@@ -8,7 +8,6 @@ from tests.planning.shapes import SMALL, record
 
 from leaven.planning import calibration as module
 from leaven.planning.calibration import StepCost, history, predicted, remember
-from leaven.planning.this_machine import processor
 from leaven.recipe.layout import Layout
 
 
@@ -20,13 +19,6 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
     one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=StepCost(step_seconds=2.0), threads=4)
     assert remember(one, tmp_path / "not" / "there yet")
     assert history(tmp_path / "not" / "there yet") == [one]
-
-
-def test_the_history_is_in_leavens_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path))
-    assert history() == []
-    remember(record())
-    assert history() == history(tmp_path) == [record()]
 
 
 def test_lines_that_are_not_records_are_skipped(tmp_path: Path) -> None:
@@ -112,8 +104,3 @@ def test_a_prediction_is_a_cost_or_nothing() -> None:
     single = predicted(SMALL, record().arrangement, "cpu", "fp32")
     assert single is not None
     assert single.step_seconds > 100 * said.step_seconds
-
-
-def test_the_processor_has_a_model_name() -> None:
-    assert processor()
-    assert "\n" not in processor()

@@ -8,7 +8,6 @@ from tests.planning.shapes import (
     LLAMA_8B,
     MEGATRON,
     MEGATRON_2021,
-    MEGATRON_BF16,
     MEGATRON_FP16,
     NANOTRON,
     SMALL,
@@ -127,14 +126,6 @@ def test_experts_are_shared_out_over_the_ranks_of_their_own_data_parallel_group(
     assert memory.optimizer == pytest.approx(12 * ((whole + cut / 2) / 16 + experts / 16 / 2))
 
 
-def test_the_stages_of_a_model_with_dense_layers_first_hold_every_parameter_once() -> None:
-    model = published_blueprint(find_run("deepseek-v3").arch, 4096)
-    held = [stage_parameters(model, Layout(pp=8), stage) for stage in range(8)]
-    assert sum(held) == model.params
-    interleaved = Layout(pp=4, schedule="interleaved", stages_per_rank=3)
-    assert sum(stage_parameters(model, interleaved, rank) for rank in range(4)) == model.params
-
-
 def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
     alone, shared = (Arrangement(layout, 2, 1) for layout in (Layout(dp=2, zero=1), Layout(dp=2, cp=4, zero=1)))
     bare = TrainingCode(fixed_gib=0.0, slack=0.0)
@@ -184,7 +175,7 @@ def test_a_large_vocabulary_is_worth_blocks() -> None:
         assert max(layers[0] + ends, *layers[1:-1], layers[-1] + ends) == best
 
 
-@pytest.mark.parametrize("n_layers", [1, 7, 24, 126])
+@pytest.mark.parametrize("n_layers", [1, 7, 24])
 def test_stages_share_all_layers_and_none_is_empty(n_layers: int) -> None:
     for pp in range(1, n_layers + 1):
         even, weighed = (
@@ -194,81 +185,6 @@ def test_stages_share_all_layers_and_none_is_empty(n_layers: int) -> None:
         assert sum(even) == sum(weighed) == n_layers
         assert max(even) - min(even) <= 1
         assert min(weighed) >= 1
-
-
-def test_bloom_tp4_pp12_dp8_mbs2_zero_1_took_44_gb_and_is_predicted_6_percent_high() -> None:
-    # bigscience chronicles-prequel, line 801. A popular calculator says 491 GiB.
-    how = Arrangement(Layout(dp=8, tp=4, pp=12, zero=1, recompute="full"), 2, 128)
-    assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(1.06 * 44, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("layout", "micro_batch", "gb"),
-    [
-        (Layout(dp=8, tp=8, pp=6, zero=1, recompute="full"), 4, 55),
-        (Layout(dp=4, tp=8, pp=12, zero=1, recompute="full"), 8, 69),
-        (Layout(dp=12, tp=8, pp=4, zero=1, recompute="full"), 2, 53),
-        (Layout(dp=24, tp=8, pp=2, zero=1, recompute="full"), 1, 65),
-        (Layout(dp=16, tp=4, pp=6, zero=1, recompute="full"), 4, 75),
-        (Layout(dp=16, tp=2, pp=12, zero=1, recompute="full"), 2, 63),
-        (Layout(dp=8, tp=2, pp=24, zero=1, recompute="full"), 2, 53),
-    ],
-    ids=["L726", "L610", "L789", "L791", "L803", "L805", "L809"],
-)
-def test_bloom_layouts_are_predicted_within_7_percent(layout: Layout, micro_batch: int, gb: float) -> None:
-    how = Arrangement(layout, micro_batch, 2016 // layout.dp // micro_batch)
-    assert worst_stage(bloom(), how, MEGATRON_FP16).total / 1e9 == pytest.approx(gb, rel=0.07)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [Layout(dp=48, tp=8, zero=1, recompute="full"), Layout(dp=32, tp=2, pp=6, zero=1, recompute="full")],
-    ids=["L793", "L807"],
-)
-def test_bloom_layouts_that_ran_out_of_memory_do_not_fit(layout: Layout) -> None:
-    assert worst_stage(bloom(), Arrangement(layout, 1, 42), MEGATRON_FP16).total / GIB > 80
-
-
-@pytest.mark.xfail(strict=True, reason="predicted 63 GiB, as much as 203B in the same layout, which ran")
-def test_bloom_206b_ran_out_of_memory_too() -> None:
-    # line 957: 82 layers, bf16 with fp32 gradient accumulation
-    how = Arrangement(Layout(dp=8, tp=4, pp=12, zero=1, recompute="full"), 2, 128)
-    assert worst_stage(bloom(82, 128), how, MEGATRON_BF16).total / GIB > 80
-
-
-@pytest.mark.parametrize(
-    ("layout", "micro_batch", "gas", "gb"),
-    [
-        (Layout(dp=128, tp=4), 2, 1, 57.76),
-        (Layout(dp=32, pp=2, zero=1), 1, 8, 59.09),
-        (Layout(dp=16, pp=2, zero=1), 1, 16, 61.1),
-        (Layout(dp=4, tp=4, zero=1), 4, 16, 58.34),
-    ],
-)
-def test_playbook_8b_rows_are_predicted_within_8_percent(
-    layout: Layout, micro_batch: int, gas: int, gb: float
-) -> None:
-    shape = LLAMA_8B.model_copy(update={"n_kv_heads": 32, "vocab_size": 131_072, "seq_len": 4096})
-    predicted = worst_stage(shape, Arrangement(layout, micro_batch, gas), NANOTRON).total / GIB
-    assert predicted == pytest.approx(gb, rel=0.08)
-
-
-@pytest.mark.parametrize(
-    ("dp", "cp", "seq_len", "lbs", "recompute", "gib"),
-    [
-        (8, 1, 8192, 2, "selective", 77.0),
-        (128, 1, 8192, 2, "selective", 62.0),
-        (8, 1, 32_768, 1, "full", 83.9),
-        (1, 8, 262_144, 1, "full", 84.5),
-    ],
-)
-def test_torchtitan_8b_rows_are_predicted_within_6_percent(
-    dp: int, cp: int, seq_len: int, lbs: int, recompute: Recompute, gib: float
-) -> None:
-    # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412: compiled, FSDP; selective is every second product
-    shape = LLAMA_8B.model_copy(update={"seq_len": seq_len})
-    how = Arrangement(Layout(dp=dp, cp=cp, zero=3, recompute=recompute), lbs, 1)
-    assert worst_stage(shape, how, TORCHTITAN).total / GIB == pytest.approx(gib, rel=0.06)
 
 
 def test_playbook_1b_on_two_stages_is_measured_on_the_first_which_has_eleven_of_sixteen_blocks() -> None:
@@ -375,7 +291,7 @@ def test_the_operators_of_a_rank_add_up_to_its_activations(recompute: Recompute,
         assert parts["mlp"] == flying * layers * 2 * 8192 * 2 * 4 * 14_336 / 2
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("pp", [1, 4, 32])
 @pytest.mark.parametrize("id", ["deepseek-v3", "bloom-176b"])
 def test_the_worst_rank_is_the_worst_of_all(id: str, pp: int) -> None:
     """The dense blocks that a model of experts begins with need little: the fullest rank is behind them."""

@@ -38,19 +38,14 @@ def test_layouts_are_parsed() -> None:
     ("text", "message"),
     [
         ("tp=8,pp=12,dp=5", r"is 480 ranks, the cluster has 384 GPUs; dp=4 would"),
-        ("tp=7", r"is 7 ranks, the cluster has 384 GPUs; tp of 1, 2 or 4 would"),
         ("pp=5,tp=2", r"is 10 ranks, the cluster has 384 GPUs; pp of 1, 2, 3, 4, 6, 8 or 12 would"),
         ("tp=7,pp=5", r"is 35 ranks, the cluster has 384 GPUs; tp x pp must divide 384"),
         ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
-        ("width=8", r"known are dp, tp, pp, cp, ep, zero, mbs, dp_replicate, stages_per_rank, recompute, schedule"),
         ("tp=eight", r"write for example tp=1"),
-        ("tp", r"write for example tp=1"),
         ("zero=4", r"zero: input should be less than or equal to 3"),
-        ("mbs=0", r"write mbs=1"),
         ("schedule,pp=2", r"'schedule' has no value; write for example schedule=gpipe"),
         ("pp=2,pp=4", r"pp appears twice"),
         ("compile=yes", r"'compile=yes' is neither on nor off; write compile=true or compile=false"),
-        ("recompute=some", r"recompute: input should be 'none', 'selective' or 'full'"),
     ],
 )
 def test_bad_layouts_are_refused_with_what_would_work(text: str, message: str) -> None:
@@ -72,11 +67,6 @@ def test_impossible_layouts_are_refused_with_what_would_work(layout: Layout, gpu
     with pytest.raises(InputError, match=message) as raised:
         plan(SMALL, 65_536, f"{gpus}xA100", layout)
     assert "\n" not in str(raised.value)
-
-
-def test_a_batch_of_half_sequences_is_refused() -> None:
-    with pytest.raises(InputError, match=r"is not a whole number of sequences of 1,024; use 1,024 or 2,048"):
-        plan(SMALL, 1500, "1xA100")
 
 
 def test_an_error_names_how_many_gpus_would_fit() -> None:
@@ -186,10 +176,6 @@ def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
     assert asked.arrangement.layout.ep == 8
     without = plan_run("olmoe-1b-7b", "64xH100-80GB", "zero=1,mbs=1")
     assert asked.memory.weights < without.memory.weights
-
-
-def test_a_batch_published_as_a_round_number_is_a_round_count_of_sequences() -> None:
-    assert plan_run("llama3-405b", "16384xH100-80GB", "tp=8,pp=16,zero=1,mbs=1").job.batch_tokens == 2048 * 8192
 
 
 def test_an_unknown_published_run_is_refused() -> None:

@@ -84,15 +84,6 @@ def test_the_cost_of_a_ramp_is_the_sum_of_its_steps() -> None:
     assert throughput.run_seconds(batch.sizes, tokens) == pytest.approx(seconds)
 
 
-def test_a_smaller_start_costs_more_hours_and_takes_more_steps() -> None:
-    found = plan_ramp(Job(BLOOM, 2048 * 2048, JEAN_ZAY, code=MEGATRON_FP16), FULL, 366 * 10**9)
-    costs = [(choice.extra_hours, choice.steps) for choice in found.choices]
-    assert costs == sorted(costs, reverse=True)
-    assert costs[-1] == (0, found.choices[-1].full_steps)
-    micro_batches = [each.micro_batch for each in found.micro_batches]
-    assert max(micro_batches) <= 2
-
-
 def test_a_plan_counts_the_recipes_own_ramp(tiny: Recipe) -> None:
     changes = {"precision.compute": "bf16", "batch.tokens": 4096, "data.tokens": 10**6}
     flat = plan_recipe(tiny.replace(changes), "2xH100", "dp=2")

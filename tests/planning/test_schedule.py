@@ -16,7 +16,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
-SIZES = [(2, 2), (2, 8), (4, 8), (4, 16), (8, 8), (8, 64), (5, 15)]
+SIZES = [(2, 2), (4, 16), (8, 8), (5, 15)]
 schedules = pytest.mark.parametrize(("schedule", "v"), KINDS)
 sizes = pytest.mark.parametrize(("p", "m"), SIZES)
 
@@ -127,15 +127,6 @@ def test_the_slowest_stage_sets_the_pace() -> None:
     assert step.end == 36
     last = step.ranks[-1]
     assert all(before.end == after.start for before, after in itertools.pairwise(last))
-
-
-def test_zero_bubble_delays_the_whole_backward_pass_of_the_first_stage() -> None:
-    step = even(Layout(pp=2, schedule="zero-bubble"), 2)
-    takes = {(each.kind, each.stage): each.end - each.start for passes in step.ranks for each in passes}
-    assert takes == {
-        ("forward", 0): 1, ("input", 0): 0, ("weight", 0): 2,
-        ("forward", 1): 1, ("input", 1): 1, ("weight", 1): 1,
-    }  # fmt: skip
 
 
 SHAPE = ModelShape(

@@ -1,12 +1,9 @@
 """Bytes a parameter, by part."""
 
-from pathlib import Path
-
 import pytest
-from pydantic import ValidationError
 from tests.planning.shapes import MEGATRON_BF16, NANOTRON
 
-from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode, read_training_codes, states
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode, states
 
 FP32 = TrainingCode(compute_copy=0)
 
@@ -37,17 +34,3 @@ def test_moments_of_8_bits_and_of_muon() -> None:
     assert muon.with_moments("adam") == NANOTRON
     kept = {state.name: state.bytes / 1e9 for state in states(7e9, FP32.with_moments("muon"), matrices=6e9)}
     assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}
-
-
-def test_training_codes_need_sources_and_known_keys(tmp_path: Path) -> None:
-    path = tmp_path / "codes.toml"
-    path.write_text(
-        '[a]\nstates = { weights = 2, source = "here" }\n[b]\nlike = "a"\nloss = { logit = 4, source = "x" }\n'
-    )
-    assert read_training_codes(path)["b"] == TrainingCode(weights=2, logit=4)
-    path.write_text("[a]\nstates = { weights = 2 }\n")
-    with pytest.raises(AssertionError, match=r"\[a\] states has no source"):
-        read_training_codes(path)
-    path.write_text('[a]\nstates = { wieghts = 2, source = "here" }\n')
-    with pytest.raises(ValidationError, match="wieghts"):
-        read_training_codes(path)
