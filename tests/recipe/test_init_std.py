@@ -153,7 +153,7 @@ def test_init_std_and_a_named_init_do_not_go_together(tiny_text: str) -> None:
         Hyperparameters(lr=0.1)
     found = parse_recipe(tiny_text, "x", ["hyperparameters.init=wang", "hyperparameters.init_std="])
     assert found.hyperparameters.init == "wang"
-    with pytest.raises(InputError, match="the recipe does not have it"):
+    with pytest.raises(InputError, match="the recipe has no such value"):
         parse_recipe(tiny_text, "x", ["hyperparameters.init_sdt="])
     with pytest.raises(InputError, match="init: input should be 'rule', 'gpt2'.* not 'xavier'"):
         parse_recipe(tiny_text, "x", ["hyperparameters.init=xavier"])

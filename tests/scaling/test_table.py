@@ -125,7 +125,7 @@ def test_gains_and_biases_are_decayed_if_requested_with_multipliers_by_module(ti
         (
             "embedding",
             "residual",
-            "embedding does not end a branch and has no residual; attention.out and mlp.out do",
+            "embedding does not end a branch and has no residual multiplier; only attention.out and mlp.out have one",
         ),
     ],
 )

@@ -88,7 +88,7 @@ def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
 def test_bad_scales_are_refused(tiny: Recipe) -> None:
     with pytest.raises(InputError, match="--width: width 24 is not a multiple of .* 16 or 32 is"):
         transfer(tiny, width=24)
-    with pytest.raises(InputError, match="n_heads 2 does not divide into groups for n_kv_heads 3; 1, 2 would"):
+    with pytest.raises(InputError, match="n_heads 2 is not a multiple of n_kv_heads 3; set n_kv_heads to 1 or 2"):
         transfer(tiny, n_kv_heads=3)
     with pytest.raises(
         InputError, match="--batch-tokens 100 is not a multiple of the sequence length 32; give 96 or 128"

@@ -1,1 +1,1 @@
-"""The recipe of a run. Imports no other part of leaven."""
+"""The recipe of a run, and its files. This package imports no other package of leaven."""

@@ -4,6 +4,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Part(BaseModel):
-    """A frozen part of a recipe. Unknown keys are refused, and strings are not converted to numbers."""
+    """A part of a recipe. It cannot be changed, refuses unknown keys, and does not convert strings to numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,4 +1,4 @@
-"""The global batch and its ramp, as a pure function of tokens consumed."""
+"""The global batch and its growth, as a function of the tokens consumed so far."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
-# While the batch is smaller than the full one, the optimizer uses the full batch's values (fixed), or those that the
-# scaling rule gives for the smaller batch (scaled).
+# While the batch is smaller than the full batch, the optimizer uses the values for the full batch (fixed), or the
+# values that the scaling rule gives for the smaller batch (scaled).
 RampRule = Literal["fixed", "scaled"]
 
 
@@ -25,24 +25,27 @@ class Ramp(Part):
     start_tokens: Count  # the first batch
     increment_tokens: Count
     over_tokens: Count  # length of the ramp
-    rule: RampRule = "fixed"  # whether lr, betas, eps and weight decay move with the batch
+    rule: RampRule = "fixed"  # whether lr, betas, eps and weight decay change with the batch
 
 
 class BatchStage(Part):
-    """A batch size that holds from some point of the run."""
+    """A batch size that is used from a given point of the run on."""
 
-    from_tokens: int = Field(ge=0)  # tokens consumed
-    tokens: Count  # of the batch
+    from_tokens: int = Field(ge=0)  # tokens consumed before this stage
+    tokens: Count  # the batch of this stage
 
 
 class Batch(Part):
-    """The global batch and its growth. A batch that the micro-batch does not divide is split evenly."""
+    """The global batch, its growth, and the micro-batch.
+
+    If the micro-batch does not divide a batch, the batch is split as evenly as possible.
+    """
 
     tokens: Count
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
-    micro_batch: Count | Literal["auto"] = "auto"  # sequences per forward pass of a rank; auto: chosen at the start
+    micro_batch: Count | Literal["auto"] = "auto"  # sequences per forward pass of a rank; auto: timed at the start
 
     @model_validator(mode="after")
     def _validate_growth(self) -> "Batch":
@@ -59,28 +62,31 @@ class Batch(Part):
                 )
             if climb % self.ramp.increment_tokens:
                 raise ValueError(
-                    f"{climb:,} tokens from start to full batch are not a whole number of increments of "
-                    f"{self.ramp.increment_tokens:,}; choose an increment that divides them"
+                    f"the ramp grows by {climb:,} tokens, which is not a whole number of increments of "
+                    f"{self.ramp.increment_tokens:,}; choose increment_tokens so that it divides {climb:,}"
                 )
         if self.stages:
             starts = [stage.from_tokens for stage in self.stages]
             if starts[0] != 0 or starts != sorted(set(starts)):
-                raise ValueError(f"stages must start at 0 and increase, not {starts}")
+                raise ValueError(f"from_tokens of the stages must start at 0 and increase, not {starts}")
             if self.stages[-1].tokens != self.tokens:
                 raise ValueError(
-                    f"the last stage has {self.stages[-1].tokens:,} tokens, [batch] tokens says {self.tokens:,}; "
+                    f"the last stage has {self.stages[-1].tokens:,} tokens, but [batch] tokens is {self.tokens:,}; "
                     f"make them equal"
                 )
         return self
 
     @property
     def rule(self) -> RampRule:
-        """The rule of the ramp or of the stages."""
+        """Return the rule of the ramp or of the stages: ``fixed`` or ``scaled``."""
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (tokens consumed from which it holds, batch in tokens) in order, the first from 0."""
+        """Return the batch sizes in order, each as (tokens consumed when it begins, batch in tokens).
+
+        The first one begins at 0.
+        """
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
@@ -98,22 +104,22 @@ class Batch(Part):
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of one batch size."""
+    """Consecutive steps with the same batch size."""
 
     first_step: int
-    first_token: int  # tokens consumed before it
+    first_token: int  # tokens consumed before the segment
     batch_tokens: int
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The tokens that each step of an endless run consumes.
+    """The batch of every step of a run, without an end.
 
-    The batch of a step depends on the tokens consumed before it, so the sizes of all steps before step n add up to
-    ``tokens_at_step(n)`` exactly.
+    The batch of a step depends on the tokens consumed before that step. So the batches of all steps before step n add
+    up to ``tokens_at_step(n)`` exactly.
     """
 
-    sizes: tuple[tuple[int, int], ...]  # (tokens consumed from which it holds, batch in tokens)
+    sizes: tuple[tuple[int, int], ...]  # as :attr:`Batch.sizes`: (tokens consumed when it begins, batch in tokens)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -121,7 +127,7 @@ class BatchSchedule:
         for threshold, batch_tokens in self.sizes[1:]:
             last = segments[-1]
             steps = -(-(threshold - last.first_token) // last.batch_tokens)
-            if steps <= 0:  # skipped: one step of the segment before reached beyond it
+            if steps <= 0:  # the size before has no step, because a step before it ended beyond this threshold
                 segments[-1] = Segment(last.first_step, last.first_token, batch_tokens)
             else:
                 consumed = last.first_token + steps * last.batch_tokens
@@ -133,13 +139,16 @@ class BatchSchedule:
         return self.sizes[bisect_right(self.sizes, tokens, key=lambda size: size[0]) - 1][1]
 
     def tokens_at_step(self, step: int) -> int:
-        """Return the tokens consumed before step ``step`` (counted from 0)."""
+        """Return the tokens consumed before step ``step``. Steps are counted from 0."""
         index = bisect_right(self.segments, step, key=lambda segment: segment.first_step) - 1
         segment = self.segments[index]
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
-        """Return the first step that begins with at least ``tokens`` consumed: the number of steps of such a run."""
+        """Return the first step that begins with at least ``tokens`` consumed.
+
+        This is the number of steps of a run of ``tokens`` tokens.
+        """
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
         segment = self.segments[max(index, 0)]
         step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

@@ -11,15 +11,15 @@ from leaven.recipe.base import Part
 STDLIB_TOKENS = 3_000_000
 """Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""Largest number of samples after which a mixture repeats: the common denominator of its proportions."""
+"""The order of the sources repeats after at most this many samples, the common denominator of their shares."""
 
 
 class DataSource(Part):
-    """One of several sources of text."""
+    """One source of text, if a run has several."""
 
-    source: str  # as ``[data] source`` if there is only one
+    source: str  # in the form of ``[data] source`` with a single source
     weight: float = Field(default=1.0, gt=0)  # share of the samples, relative to the sum of all weights
-    text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that holds the text
+    text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text
 
 
 def _form(source: Any) -> str:
@@ -30,19 +30,21 @@ _Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
 
 
 class Data(Part):
-    """The sources of the text, and how much of it is consumed."""
+    """The sources of the text, the tokenizer, and the number of tokens to train on."""
 
     # python-stdlib, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
     tokenizer: str = "bpe"  # trained on the sources; or the path of a tokenizer.json, or hf://org/model
-    tokens: int = Field(gt=0)  # of the run; epochs are tokens / corpus tokens
-    seed: int = Field(default=0, ge=0)  # of the initialisation, the order of the data and the masks of dropout
-    # packed: end to end, each token sees all earlier tokens in its window; isolated: attention, positions and loss
-    # stop at the end of a document.
+    tokens: int = Field(gt=0)  # tokens to train on; the number of epochs is this / the tokens in the text
+    seed: int = Field(default=0, ge=0)  # seed of the initialisation, the order of the data and the masks of dropout
+    # packed: documents follow each other without gaps, and each token sees all earlier tokens in its window;
+    # isolated: attention, positions and loss stop at the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
-    corrupt_share: float = Field(default=0.001, ge=0, le=1)  # lines, and files, of a source that may be unreadable
+    corrupt_share: float = Field(
+        default=0.001, ge=0, le=1
+    )  # share of a source's lines or files that may be unreadable
 
     @model_validator(mode="after")
     def _validate_weights(self) -> "Data":
@@ -64,6 +66,6 @@ class Data(Part):
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:
-        """Each source's share of the samples. Decimal weights are exact: 0.1 is a tenth."""
+        """Return each source's share of the samples as an exact fraction: a weight of 0.1 is exactly a tenth."""
         weights = [Fraction(repr(source.weight)) for source in self.sources]
         return tuple(weight / sum(weights) for weight in weights)

@@ -2,14 +2,14 @@
 
 
 class InputError(ValueError):
-    """The input is wrong. The message is one line: what is wrong and what to type.
+    """An error in the user's input. Its message is one line: what is wrong and what to type.
 
-    The command line prints it and exits with code 2; nothing has been written.
+    The command line prints the message and exits with code 2. Nothing has been written.
     """
 
 
 class Settled(InputError):
-    """An input error that all processes of a run raise; only one of them prints it."""
+    """An input error that all processes of a run raise at once; only one process prints it."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -23,4 +23,4 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class ProcessLost(RuntimeError):
-    """A process of a distributed run has died or hangs. The run can be resumed."""
+    """The error that a process of a distributed run has died or hangs. The run can be resumed."""

@@ -1,4 +1,4 @@
-"""Recipe files: reading, overrides, writing with comments kept, and errors that say what to type."""
+"""Read, override and write recipe files. Writing keeps comments, and errors say what to type."""
 
 import math
 import os
@@ -21,7 +21,8 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
     """Return the recipe in a TOML file, with ``a.b=value`` overrides applied before validation.
 
     Raises:
-        InputError: with file, key and remedy, if the file cannot be read, is not TOML, or is not a recipe.
+        InputError: if the file cannot be read, is not TOML, or is not a recipe; the message names file, key and
+            remedy.
     """
     return parse_recipe(read_text(path), str(path), overrides)
 
@@ -32,15 +33,15 @@ def read_text(path: Path | str) -> str:
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
-        raise InputError(f"{path}: a folder, not a recipe file") from None
+        raise InputError(f"{path}: this is a folder, not a recipe file") from None
     except UnicodeDecodeError:
-        raise InputError(f"{path}: not a text file; a recipe is TOML in UTF-8") from None
+        raise InputError(f"{path}: this is not a text file; a recipe is TOML in UTF-8") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in TOML text; ``origin`` names the text in errors."""
+    """Return the recipe in a TOML text. ``origin`` names the text in error messages."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -75,19 +76,19 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
 
 
 def _take_out(document: dict[str, Any], path: str) -> None:
-    """Remove a key, for ``--set a.b=``."""
+    """Remove a key from a document, as ``--set a.b=`` requests."""
     *outer, last = split_path(path)
     part: Any = document
     for key in outer:
         part = part.get(key) if isinstance(part, dict) else None
     if not isinstance(part, dict) or last not in part:
-        raise InputError(f"--set {path}=: removes a value, but the recipe does not have it; leave out this --set")
+        raise InputError(f"--set {path}=: the recipe has no such value to remove; leave out this --set")
     del part[last]
 
 
 def explain(error: ValidationError) -> str:
-    """Return the first error of a validation as one line: ``[model] d_modle: no such key; did you mean d_model?``"""
-    # Report an unknown key before a missing one: it is usually the missing one misspelt.
+    """Return the first validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
+    # Report an unknown key before a missing key, because it is usually the missing key misspelt.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
     keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
@@ -107,12 +108,12 @@ def explain(error: ValidationError) -> str:
 
 
 def _suggestion(keys: list[str]) -> str:
-    """Return the known key most similar to the last one, or all keys of its part."""
+    """Return a hint for an unknown key: the known key most similar to it, or all known keys of its table."""
     part: Any = Recipe
     for key in keys[:-1]:
         field = part.model_fields.get(key) if _is_part(part) else None
         if field is None:
-            # A free name (a module): the part is the mapping's value type.
+            # The key is a free name (of a module), so the part is the value type of the mapping.
             continue
         candidates = [field.annotation, *_all_args(field.annotation)]
         part = next((candidate for candidate in candidates if _is_part(candidate)), None)
@@ -133,9 +134,10 @@ def _all_args(annotation: Any) -> list[Any]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML, with comments, order and spelling of the template where its values are unchanged.
+    """Return the recipe as TOML, in the form of ``template``.
 
-    Without a template every value is written, so that the file is a complete description.
+    Where values are unchanged, the template's comments, order and spelling are kept, and defaults that it omits stay
+    omitted. Without a template every value is written, so that the file describes the run completely.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
@@ -160,7 +162,7 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return a list of tables without defaults that the template leaves out; other values unchanged."""
+    """Return a list of tables without the defaults that the template omits; other values are returned unchanged."""
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)
@@ -171,7 +173,10 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container, changing only what differs."""
+    """Write nested values into a TOML container, and leave values that are equal as they are.
+
+    ``prune`` removes the keys that ``values`` does not have.
+    """
     if prune:
         for key in [key for key in target if key not in values]:
             del target[key]
@@ -193,26 +198,26 @@ def _plain(item: Any) -> Any:
 
 
 def _item(value: Any) -> Any:
-    """Return a TOML value; large counts are written in groups of three digits."""
+    """Return a value as TOML. Large counts are written in groups of three digits."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return tomlkit.integer(f"{value:_}")
     return value
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
-    """Write the file completely or not at all (a temporary file beside it, then a rename)."""
+    """Write a recipe file atomically: after a crash it is the old file or the new file."""
     write_text(path, render(recipe, template))
 
 
 def write_text(path: Path | str, text: str) -> None:
-    """Replace a file atomically: after a crash it holds the old text or the new one.
+    """Replace a file atomically: after a crash it contains the old text or the new text.
 
     Raises:
-        InputError: if it cannot be written; the old file is untouched.
+        InputError: if the file cannot be written; the old file is unchanged.
     """
     path = Path(path)
     if path.is_dir() or not path.name:
-        raise InputError(f"{path}: a folder; give the name of a file")
+        raise InputError(f"{path}: this is a folder; give the name of a file")
     try:
         storage.write(path, text.encode())
     except OSError as error:
@@ -220,7 +225,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
@@ -230,7 +235,7 @@ def make_folder(path: Path) -> None:
     """Create a folder and its parents.
 
     Raises:
-        InputError: if a file has this name, or the folder cannot be created.
+        InputError: if the path is a file, or if the folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -241,7 +246,7 @@ def make_folder(path: Path) -> None:
 
 
 def finite(document: Any) -> Any:
-    """Return a document that JSON can represent: numbers that are not finite become null."""
+    """Return a document that JSON can represent: numbers that are infinite or not a number become None."""
     if isinstance(document, dict):
         return {key: finite(inner) for key, inner in document.items()}
     if isinstance(document, list | tuple):

@@ -1,4 +1,4 @@
-"""Hyperparameters: values in base coordinates, multipliers by module and over depth."""
+"""The hyperparameters of a recipe: values in base coordinates, multipliers of modules, and multipliers over depth."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -18,13 +18,13 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """Factors of one module on the global values. A factor of 1.0 keeps every bit."""
+    """The factors by which the values of one module differ from the global values. A factor of 1.0 changes no bit."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
-    # Divide the half-life of the moment, beta ** m, so that beta stays within (0, 1): to first order they multiply
-    # 1 - beta.
+    # A multiplier m of a beta gives beta ** m, which stays within (0, 1). It divides the moment's half-life by m; to
+    # first order it multiplies 1 - beta by m.
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
@@ -32,10 +32,11 @@ class Multipliers(Part):
 
 
 class DepthProfile(Part):
-    """Multipliers at evenly spaced relative depths 0 .. 1, for any number of layers.
+    """Multipliers at evenly spaced relative depths from 0 to 1, for any number of layers.
 
-    Their logarithms are interpolated linearly: halfway between 1/4 and 4 is 1. They multiply those of the modules:
-    module and depth are searched as a sum of logarithms (Mlodozeniec et al. 2025).
+    Between these depths the logarithms are interpolated linearly: halfway between 1/4 and 4 is 1. A module's
+    multiplier is multiplied by the multiplier for its depth, so that a search treats both as a sum of logarithms
+    (Mlodozeniec et al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -48,7 +49,10 @@ class DepthProfile(Part):
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
-        """Return the multiplier of block ``layer`` of ``n_layers``; the first block is at depth 0, the last at 1."""
+        """Return the multiplier of block ``layer`` of ``n_layers``.
+
+        The first block is at depth 0, the last at depth 1.
+        """
         position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
         below = min(int(position), len(profile) - 1)
         above = min(below + 1, len(profile) - 1)
@@ -59,11 +63,11 @@ class DepthProfile(Part):
 
 
 class Clip(Part):
-    """Gradient clipping.
+    """How gradients are clipped.
 
-    ``global`` limits the norm over all parameters, ``per-module`` that of each module in each block separately.
-    ``running`` limits the global norm to ``limit`` times its running root mean square, which averages over as many
-    steps as Adam's second moment.
+    ``global`` limits the norm over all parameters. ``per-module`` limits the norm of each module in each block
+    separately. ``running`` limits the global norm to ``limit`` times its running root mean square, which averages
+    over as many steps as Adam's second moment does.
     """
 
     mode: Literal["global", "per-module", "running"]
@@ -71,7 +75,7 @@ class Clip(Part):
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Accept a plain number as the limit of the global mode."""
+        """Return a plain number as the limit of the global mode, and other values unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -79,13 +83,13 @@ class Clip(Part):
 
 
 class Hyperparameters(Part):
-    """The values that are right at ``[scaling].base``."""
+    """The hyperparameters in base coordinates: the values that are right at the scale ``[scaling].base``."""
 
     # adamw decouples the decay (each step shrinks a weight by lr x weight_decay); adam adds weight_decay x weight to
     # the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019, arXiv 1711.05101).
     optimizer: Literal["adamw", "adam"] = "adamw"
-    lr: Positive  # the peak
-    # rule: the scaling rule's init, which starts from init_std; or the name of a published one
+    lr: Positive  # peak learning rate
+    # rule: the scaling rule derives every standard deviation from init_std; or the name of a published init
     # (:data:`leaven.recipe.init_std.INITS`), which sets every standard deviation itself.
     init: InitName = "rule"
     init_std: Positive | None = None
@@ -104,11 +108,11 @@ class Hyperparameters(Part):
     def _validate_init(self) -> "Hyperparameters":
         if self.init == "rule" and self.init_std is None:
             names = ", ".join(INITS)
-            raise ValueError(f"init_std: missing; give it, or name a published init in its place: init = {names}")
+            raise ValueError(f"init_std: missing; give it, or name a published init instead: init = {names}")
         if self.init != "rule" and self.init_std is not None:
             raise ValueError(
                 f'init = "{self.init}" sets every standard deviation itself; take init_std out (on the command line: '
-                "--set hyperparameters.init_std=), multipliers of modules and depth still apply"
+                "--set hyperparameters.init_std=); multipliers of modules and depth still apply"
             )
         return self
 
@@ -124,7 +128,7 @@ class Hyperparameters(Part):
         """Check that modules with multipliers exist, and that each multiplier has an effect.
 
         Raises:
-            ValueError: with the module, and the most similar one if it does not exist.
+            ValueError: if not; the message names the module, and the most similar one if the module does not exist.
         """
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
@@ -133,14 +137,15 @@ class Hyperparameters(Part):
                     raise ValueError(reason)
 
     def refusal(self, known: Mapping[str, Role], module: str, quantity: str) -> str | None:
-        """Return why a module's multiplier is refused, or None if it has an effect."""
+        """Return why a multiplier of a module is refused, or None if it has an effect."""
         where = "hyperparameters.modules"
         if module not in known:
             close = get_close_matches(module, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
             return f"{where}: no module {module!r} in this model; {hint}"
         if quantity == "residual" and module not in BRANCH_ENDS:
-            return f"{where}: {module} does not end a branch and has no residual; {' and '.join(BRANCH_ENDS)} do"
+            ends = " and ".join(BRANCH_ENDS)
+            return f"{where}: {module} does not end a branch and has no residual multiplier; only {ends} have one"
         if known[module].is_matrix:
             return None
         if quantity == "init_std":

@@ -1,13 +1,13 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-Each gives the initial values of a model of any width and depth. A recipe that names one has no ``init_std``, and the
-scaling rule's factors on the init do not apply: :func:`require_one_rule` refuses a recipe in which both would change
-it. Multipliers of modules and of depth still apply. Gains start at 1 and biases at 0 in all of them. Where the
-original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full normal,
-whose std is the same within 1.4%.
+Each init applies to models of any width and depth. A recipe that names an init has no ``init_std``, and the scaling
+rule does not change its init: :func:`require_one_rule` refuses a recipe in which both would change it. Multipliers of
+modules and of depth still apply. In all inits, gains start at 1 and biases at 0. Where the original is truncated at 3
+sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full normal distribution, whose std
+differs by at most 1.4%.
 
-:data:`COMPARED` also has inits that a recipe cannot name, because they need another architecture or their own
-learning rates; they are there for comparison.
+:data:`COMPARED` also has inits that a recipe cannot name, because they need another architecture or special learning
+rates. They serve for comparison only.
 """
 
 import math
@@ -25,7 +25,7 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The values of a formula's letters: width d, layers L, layer l from 0, fan in f and fan out o of the matrix."""
+    """The letters of a formula: width d, layers L, layer l (from 0), fan in f and fan out o of the matrix."""
 
     d: int
     L: int
@@ -36,7 +36,7 @@ class MatrixPlace:
 
 @dataclass(frozen=True)
 class Formula:
-    """A standard deviation, as printed in the letters of :class:`MatrixPlace` and as a function."""
+    """A standard deviation: as text, in the letters of :class:`MatrixPlace`, and as a function."""
 
     text: str
     std: Callable[[MatrixPlace], float]
@@ -47,8 +47,8 @@ class Init:
     """A published initialisation.
 
     ``outputs`` applies to the matrices that write to the residual stream, ``inputs`` to all others. ``embedding`` and
-    ``unembedding`` are given if they differ from ``inputs``; a tied matrix starts as the unembedding. ``gated_in``:
-    in a gated MLP ``mlp.in`` starts like the outputs. ``modules`` are further exceptions.
+    ``unembedding`` are given if they differ from ``inputs``; a tied matrix is drawn like the unembedding. With
+    ``gated_in``, ``mlp.in`` of a gated MLP is drawn like the outputs. ``modules`` has further exceptions.
     """
 
     source: str
@@ -61,7 +61,7 @@ class Init:
 
     @property
     def text(self) -> str:
-        """The whole init in one line, as printed."""
+        """Return the formulas of this init in one line."""
         named = {"embedding": self.embedding, "outputs": self.outputs, "unembedding": self.unembedding}
         if self.gated_in:
             named["a gated mlp.in"] = self.outputs
@@ -71,7 +71,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Whether the std at the end of a branch depends on the depth of the model."""
+        """Return whether the std at the end of a branch depends on the depth of the model."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -88,7 +88,7 @@ class Init:
         return self.inputs
 
     def std(self, parameter: Parameter, n_layers: int, gated: bool) -> float:
-        """Return the initial standard deviation of one matrix of a model with ``n_layers`` blocks."""
+        """Return the initial standard deviation of one matrix in a model with ``n_layers`` blocks."""
         out, into = parameter.shape
         width = out if parameter.module in BRANCH_ENDS else into
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
@@ -202,11 +202,12 @@ SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
     """Check that a named init and a scaling rule do not both change the init between base and target.
 
-    Over width, every rule but ``standard`` has another power of the width in some module than a named init. Over
-    depth, a branch multiplier L^-alpha and a smaller init of the branch's last matrix would count the depth twice.
+    Over width, every rule but ``standard`` scales the init of some module by another power of the width than a named
+    init does. Over depth, a branch multiplier L^-alpha and a smaller init of the branch's last matrix would count the
+    depth twice.
 
     Raises:
-        ValueError: saying which two, and what to do.
+        ValueError: if both would change the init; the message names both and says what to do.
     """
     if init == "rule" or rule == "standard":
         return

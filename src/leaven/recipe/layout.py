@@ -1,4 +1,4 @@
-"""The layout: how a run is spread over ranks. Changing it does not change the loss, except in the last bits."""
+"""The layout: how a run is spread over ranks. Changing it changes the loss only in the last bits."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 class Layout(Part):
-    """How a run is laid out over accelerators: dp x cp x tp x pp ranks."""
+    """How a run is laid out over accelerators: dp x cp x tp x pp ranks, and what saves memory or time on each."""
 
     dp: int = Field(default=1, gt=0)  # data-parallel degree
     tp: int = Field(default=1, gt=0)  # tensor-parallel degree
@@ -22,8 +22,8 @@ class Layout(Part):
     dp_replicate: int = Field(default=1, gt=0)  # replicas: ZeRO shards over dp / dp_replicate ranks
     schedule: Pipeline = "1f1b"
     stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
-    recompute: Recompute = "none"  # in the backward pass
-    compile: bool = False  # torch.compile for each block: a minute at the start, faster steps, other last bits
+    recompute: Recompute = "none"  # activations that the backward pass computes again
+    compile: bool = False  # torch.compile for each block: costs a minute, speeds up steps, changes the last bits
     timeout_seconds: int = Field(default=600, gt=0)  # if a process keeps the others waiting longer, the run ends
 
     @model_validator(mode="after")
@@ -34,10 +34,11 @@ class Layout(Part):
             raise ValueError(f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}; take a divisor")
         if self.zero == 0 and self.dp_replicate > 1:
             raise ValueError(
-                "dp_replicate has no effect with zero = 0, which replicates everything; leave it out, or set zero"
+                "dp_replicate has no effect with zero = 0, which replicates everything; leave it out, or set zero to "
+                "1, 2 or 3"
             )
         if self.pp == 1 and (self.schedule != "1f1b" or self.stages_per_rank > 1):
-            raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or set pp")
+            raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or raise pp")
         if self.stages_per_rank > 1 and self.schedule in {"gpipe", "1f1b"}:
             raise ValueError(
                 f'schedule = "{self.schedule}" has one stage on a rank; set schedule = "interleaved", or '

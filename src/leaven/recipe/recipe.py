@@ -22,10 +22,10 @@ BATCH_RULES = ("complete-d-p",)
 
 
 class Start(Part):
-    """The start of training: the initial values of the parameter table, or given weights.
+    """Where training starts: from random weights, or from the weights of a given model.
 
-    With weights, the model starts with their function: the multipliers that the rule applies in the forward pass are
-    divided out of them (:func:`leaven.scaling.table.folding`).
+    Given weights are divided by the multipliers that the scaling rule applies in the forward pass, so that the model
+    starts as the same function (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format with a model of this shape.
@@ -37,7 +37,7 @@ class Start(Part):
 
 
 class Base(Part):
-    """The scale at which the hyperparameters were found. Proportions that are left out are the recipe's own."""
+    """The scale at which the hyperparameters were found. Proportions that are left out are taken from the recipe."""
 
     width: int = Field(gt=0)
     depth: int = Field(gt=0)
@@ -49,7 +49,10 @@ class Base(Part):
 
 
 class Scaling(Part):
-    """How the base values move with scale. Without a base the recipe is its own base: all ratios are 1."""
+    """How hyperparameters change from the base to the recipe's scale.
+
+    Without a base the recipe is its own base: all ratios are 1.
+    """
 
     rule: RuleName = "complete-d-p"
     # Splits 1/depth between the branch multiplier (depth^-alpha) and the learning rate (depth^(alpha-1)).
@@ -77,21 +80,24 @@ class Scaling(Part):
 
 
 class Precision(Part):
-    """Weights, gradients, moments, softmax and loss are fp32. fp16 uses a loss scale, because it loses small
-    gradients."""
+    """The precision of the matrix products.
+
+    Weights, gradients, moments, softmax and loss are always fp32. fp16 uses a loss scale, because otherwise small
+    gradients would become 0.
+    """
 
     compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the matrix products
 
 
 class Stability(Part):
-    """What happens at an anomaly during a run (:mod:`leaven.training.spikes`), and which checkpoints are kept."""
+    """What a run does at a loss spike (:mod:`leaven.training.spikes`), and which checkpoints it keeps."""
 
     # rollback: return to before the anomaly and skip its data; skip: do not apply a step with an outlier in loss or
     # gradient; stop; off.
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
-    max_rollbacks: int = Field(default=3, gt=0)  # per anomaly; then the run stops
+    max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one anomaly; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # over which the lr returns to its full value
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
     keep_every_tokens: int | None = Field(default=None, gt=0)  # the first checkpoint in each interval is kept forever
@@ -110,7 +116,10 @@ class Stability(Part):
 
 
 class EvaluationSettings(Part):
-    """Validation loss over ``tokens`` held-out tokens, evenly spread, every ``every_tokens`` and at the end."""
+    """When the validation loss is computed, and on how much text.
+
+    It is computed every ``every_tokens`` and at the end, on ``tokens`` tokens spread evenly over the held-out text.
+    """
 
     tokens: int = Field(default=131_072, gt=0)
     every_tokens: int | None = Field(default=None, gt=0)
@@ -120,15 +129,15 @@ Octaves = Annotated[float, Field(ge=-64, le=64)]  # a factor of 2^64 is more tha
 
 
 def _both_sides(value: Any) -> Any:
-    """Validate the octaves of a path; a plain number is the reach in both directions."""
+    """Return the range of octaves of a path as (low, high); a plain number is the distance in both directions."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError('write "path" = 2, octaves in both directions, or "path" = [-1, 3]; the path in quotes')
+        raise ValueError('write "path" = 2 for 2 octaves in both directions, or "path" = [-1, 3]; quote the path')
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
-            f"{low:g} to {high:g} octaves; 0 is the recipe's own value: the first must be below 0, the second above"
+            f"{low:g} to {high:g} octaves: the first number must be below 0, the recipe's own value, the second above"
         )
     return (low, high)
 
@@ -141,18 +150,18 @@ Ends = Annotated[
 
 
 class Tuning(Part):
-    """What ``leaven tune`` searches; it changes nothing in training. ``--space`` replaces only ``space``."""
+    """What ``leaven tune`` searches; training does not use it. The option ``--space`` replaces only ``space``."""
 
-    space: str | None = Field(default=None, min_length=1)  # as ``--space`` takes it
+    space: str | None = Field(default=None, min_length=1)  # a search space, as for ``--space``
     # How far each value is searched, in octaves from the recipe's value, or in tenths if it may be 0 (dropout,
-    # min_lr_ratio). Keys are paths of the recipe, or patterns with ``*``; the last that matches holds. They are
-    # searched in addition to ``space``.
+    # min_lr_ratio). Keys are paths of the recipe, or patterns with ``*``; the last key that matches a path applies.
+    # These values are searched in addition to those of ``space``.
     octaves: dict[str, Ends] = {}
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Tuning":
         if self.space is None and not self.octaves:
-            raise ValueError('it is empty; write space = "per-module", or a table octaves, or take it out')
+            raise ValueError('this table is empty; write space = "per-module", or a table octaves, or take it out')
         return self
 
 
@@ -161,7 +170,10 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
 class Recipe(Part):
-    """A run. Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` has what each parameter gets."""
+    """The complete description of a run.
+
+    Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` computes the values that each parameter gets.
+    """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
     model: ModelShape
@@ -201,7 +213,8 @@ class Recipe(Part):
             )
         if self.schedule.warmup_tokens > self.data.tokens:
             raise ValueError(
-                f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run of {self.data.tokens:,} tokens"
+                f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run; give at most its "
+                f"{self.data.tokens:,} tokens"
             )
         self.hyperparameters.require_modules(self.model.roles)
         try:
@@ -222,12 +235,13 @@ class Recipe(Part):
 
     @property
     def steps(self) -> int:
-        """Optimizer steps until at least ``data.tokens`` are consumed."""
+        """Return the number of optimizer steps until at least ``data.tokens`` are consumed."""
         return self.batches.first_step_at(self.data.tokens)
 
     @property
     def base(self) -> Base:
-        """The scale that the hyperparameters belong to: ``[scaling].base``, or the recipe's own."""
+        """Return the scale for which the hyperparameters are written: ``[scaling].base``, or the recipe's own
+        scale."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -237,7 +251,7 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """The model at the base, with the base's proportions where it states them."""
+        """Return the shape of the model at the base, with the proportions that the base states."""
         base = self.scaling.base
         if base is None:
             return self.model
@@ -246,7 +260,7 @@ class Recipe(Part):
         )
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
-        """Return a recipe with values changed by dotted path; a part set to None returns to its default."""
+        """Return a recipe with other values at the given dotted paths; a part set to None gets its default."""
         document = self.model_dump()
         for path, value in changes.items():
             set_path(document, path, value)
@@ -254,7 +268,10 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set ``a.b.c`` in nested mappings. Module names contain a dot: ``hyperparameters.modules.X.Y.lr``."""
+    """Set the value at a dotted path in nested mappings.
+
+    The name of a module may contain a dot: ``hyperparameters.modules.X.Y.lr``.
+    """
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -264,7 +281,7 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 def split_path(path: str) -> list[str]:
     """Return the keys of a dotted path.
 
-    Between ``modules.`` and the last key is the name of one module; after ``why.`` and ``tuning.octaves.`` is a path.
+    The name of a module is one key although it contains dots; so is all that follows ``why.`` or ``tuning.octaves.``.
     """
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
@@ -277,12 +294,12 @@ def split_path(path: str) -> list[str]:
 
 
 def short_path(path: str) -> str:
-    """Return a path in short form: ``embedding.lr`` for ``hyperparameters.modules.embedding.lr``."""
+    """Return the short form of a path: ``embedding.lr`` for ``hyperparameters.modules.embedding.lr``."""
     return path.removeprefix("hyperparameters.").removeprefix("modules.")
 
 
 def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one mapping from dotted path to value."""
+    """Return nested mappings as one mapping from dotted paths to values."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and value:
@@ -296,15 +313,15 @@ Difference = tuple[str, Any, Any]
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences of two recipes that change what is computed: (dotted path, value in a, value in b).
+    """Return the values in which two recipes differ, as (dotted path, value in a, value in b).
 
-    Name, reasons, layout and search settings are left out, because they do not change the numbers.
+    Name, reasons, layout and search settings are left out, because they do not change what is computed.
     """
     return _differences(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences that only reorder the same sums (the last bits): layout and micro-batch."""
+    """Return the differences in layout and micro-batch, which change only the order of sums and so the last bits."""
     return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedule as a function of the tokens consumed; it does not depend on the batch."""
+"""The learning-rate schedule as a function of the tokens consumed. It does not depend on the batch."""
 
 import math
 from typing import Literal
@@ -11,12 +11,12 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """Linear warm-up, then a decay: one factor on the peak lr of every parameter group."""
+    """A linear warm-up and then a decay, as one factor on the peak lr of all parameter groups."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # of the peak, at the end
-    # Share of the run that wsd cools down for (Hägele et al. 2024, arXiv 2405.18392: 20%, in the 1 - sqrt form).
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # final lr / peak lr
+    # Share of the run over which wsd cools down, in the form 1 - sqrt (Hägele et al. 2024, arXiv 2405.18392: 20%).
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")
@@ -26,10 +26,10 @@ class Schedule(Part):
         return self
 
     def multiplier(self, tokens: float, horizon: int) -> float:
-        """Return the factor on the peak lr once ``tokens`` of the ``horizon`` (both in tokens) are consumed.
+        """Return the factor on the peak lr after ``tokens`` of a run of ``horizon`` tokens.
 
-        It is 0 at the start of a warm-up, 1 at its end (unless that is the end of the run), and ``min_lr_ratio`` from
-        the horizon on. Exceptions: ``constant`` stays at 1, and ``inverse_sqrt`` has ``min_lr_ratio`` as a floor.
+        The factor is 0 at the start of a warm-up, 1 at its end (unless the run ends there), and ``min_lr_ratio`` from
+        the horizon on. Exceptions: ``constant`` stays at 1, and ``inverse_sqrt`` never falls below ``min_lr_ratio``.
         """
         if tokens < self.warmup_tokens:
             return max(tokens, 0) / self.warmup_tokens

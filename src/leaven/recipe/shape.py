@@ -1,7 +1,7 @@
-"""The shape of the model and its parameters.
+"""The shape of the model and the list of its parameters.
 
 Only this file knows which parameters a model has. The torch model, the parameter table and the planner use
-:meth:`ModelShape.parameters`, and a test compares the torch model with it name by name.
+:meth:`ModelShape.parameters`; a test compares the names in the torch model with this list.
 """
 
 import math
@@ -39,7 +39,7 @@ class Role(StrEnum):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, and not a gain or a bias."""
+        """Return whether a parameter of this role is a matrix, not a gain or a bias."""
         return self in {Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING}
 
 
@@ -48,9 +48,9 @@ class Parameter:
     """One tensor of the model."""
 
     name: str
-    shape: tuple[int, ...]  # of a matrix (fan out, fan in)
+    shape: tuple[int, ...]  # (fan out, fan in) for a matrix
     role: Role
-    module: str  # name of the module that it is tuned with
+    module: str  # name of the module whose multipliers apply
     layer: int | None = None  # index of the block; None outside the blocks
 
     @property
@@ -59,7 +59,7 @@ class Parameter:
 
 
 class ModelShape(Part):
-    """A decoder-only, pre-norm transformer. Every field is a count or a choice; none is tuned."""
+    """The shape of a decoder-only, pre-norm transformer: counts and choices of architecture."""
 
     n_layers: int = Field(gt=0)
     d_model: int = Field(gt=0)
@@ -97,8 +97,8 @@ class ModelShape(Part):
         if self.n_heads % self.n_kv_heads:
             divisors = [k for k in range(1, self.n_heads + 1) if self.n_heads % k == 0]
             raise ValueError(
-                f"n_heads {self.n_heads} does not divide into groups for n_kv_heads {self.n_kv_heads}; "
-                f"{', '.join(map(str, divisors))} would"
+                f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}; set n_kv_heads to "
+                f"{' or '.join(map(str, divisors))}"
             )
         if self.qk_norm_per_head and not self.qk_norm:
             raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")
@@ -111,7 +111,7 @@ class ModelShape(Part):
         return self.activation == "swiglu"
 
     def parameters(self) -> Iterator[Parameter]:
-        """Return every parameter in the order of the forward pass."""
+        """Yield every parameter in the order of the forward pass."""
         d, d_q, d_kv = self.d_model, self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         embedding = Role.TIED_EMBEDDING if self.tied_embeddings else Role.EMBEDDING
         yield Parameter("embedding.weight", (self.vocab_size, d), embedding, "embedding")
@@ -135,7 +135,7 @@ class ModelShape(Part):
                     for side, heads in (("query", self.n_heads), ("key", self.n_kv_heads)):
                         name, module = f"layers.{layer}.norm.{side}.weight", f"norm.{side}"
                         if self.qk_norm_per_head:
-                            # The heads do not share it, so it is an ordinary gain over the width.
+                            # Heads do not share this gain, so it is an ordinary gain over the width.
                             yield Parameter(name, (heads, self.d_head), Role.HIDDEN_NORM, module, layer)
                         else:
                             yield Parameter(name, (self.d_head,), Role.QK_NORM, module, layer)
@@ -162,12 +162,12 @@ class ModelShape(Part):
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The names of the modules that can be tuned, in the order of the forward pass."""
+        """Return the names of the modules that can be tuned, in the order of the forward pass."""
         return tuple(self.roles)
 
     @property
     def roles(self) -> dict[str, Role]:
-        """The role of each module."""
+        """Return the role of each module, by the module's name."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -176,7 +176,7 @@ class ModelShape(Part):
 
     @property
     def params_non_embedding(self) -> int:
-        """All parameters except token embedding, position embedding and unembedding."""
+        """Return the number of parameters without token embedding, position embedding and unembedding."""
         outside = {Role.EMBEDDING, Role.TIED_EMBEDDING, Role.UNEMBEDDING}
         return sum(parameter.size for parameter in self.parameters() if parameter.role not in outside)
 
@@ -189,12 +189,13 @@ class ModelShape(Part):
         d_head: int | None = None,
         n_kv_heads: int | None = None,
     ) -> "ModelShape":
-        """Return the same family at another width and depth.
+        """Return the shape of the same family at another width and depth.
 
-        Head dimension, d_ff / d_model, d_attention / d_model and group size are kept unless they are given.
+        Head dimension, d_ff / d_model, d_attention / d_model and query heads per key-value head are kept unless they
+        are given.
 
         Raises:
-            ValueError: if the width is not a multiple of the head dimension, or a size is not a whole number.
+            ValueError: if the width is not a multiple of the head dimension, or if a size is not a whole number.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads

@@ -10,10 +10,10 @@ _QUANTITY = re.compile(_NUMBER + r"\s*([KMBGT]?)", re.IGNORECASE)
 
 
 def parse_quantity(text: str) -> int:
-    """Parse a count with decimal multiples: ``7B`` is 7e9, ``64k`` 64,000, ``32_768`` itself.
+    """Parse a count such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``.
 
     Raises:
-        InputError: if the text is not a number with an optional K, M, B (or G), T, not a whole number, or above 1e30.
+        InputError: if the text is not a number with an optional K, M, B (or G) or T, is not whole, or is above 1e30.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
@@ -24,7 +24,7 @@ def parse_quantity(text: str) -> int:
     power = int(exponent or 0) - len(fraction)
     value = int((whole or "0") + fraction) * _SUFFIXES[suffix.upper()]
     if power > 30:
-        raise InputError(f"{text!r} is larger than anything that is counted here")
+        raise InputError(f"{text!r} is too large; give a number below 1e30")
     if power >= 0:
         return value * int(10**power)
     divisor = int(10**-power)
@@ -34,7 +34,7 @@ def parse_quantity(text: str) -> int:
 
 
 def format_quantity(value: float, digits: int = 3) -> str:
-    """Format a count in three significant digits with its multiple: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
+    """Format a count with three significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
     if abs(float(f"{value:.{digits}g}")) >= 1e15:
         return f"{value:.{digits - 1}e}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -45,7 +45,7 @@ def format_quantity(value: float, digits: int = 3) -> str:
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Format a number in ``digits`` significant digits, grouped if it is large: ``0.31``, ``15,600``."""
+    """Format a number with ``digits`` significant digits and grouped if it is large: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
 
