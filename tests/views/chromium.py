@@ -90,8 +90,12 @@ class Browser:
 
     def open(self, page: Path) -> None:
         """Load a page and wait until its charts are drawn."""
+        self.visit(page.resolve().as_uri())
+
+    def visit(self, url: str) -> None:
+        """Load the page at an address and wait until its charts are drawn."""
         self.events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=url)
         self.until("document.documentElement?.dataset.charts")
 
     def until(self, expression: str, seconds: float = 15.0) -> Any:

@@ -161,7 +161,8 @@ def test_an_unfinished_demo_has_a_page(demo_folder, tmp_path):
 def test_missing_plotly_is_an_error(demo_folder, monkeypatch):
     from leaven.views import render
 
-    render._plotly_js.cache_clear()
+    render._plotly_packed.cache_clear()
+    render.plotly_gzipped.cache_clear()
     for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)

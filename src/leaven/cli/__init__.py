@@ -32,6 +32,7 @@ VERBS = {
     "import": "Import the configuration of another training code as a recipe.",
     "bench": "Measure tokens/s, MFU and memory over batch sizes, and where a batch ramp should start.",
     "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs.",
+    "serve": "Show runs, studies and checks live in a browser, with a planner and the published runs.",
     "demo": "Tune a small model on real text, transfer its values, train a larger model and write a report.",
 }
 

@@ -156,6 +156,13 @@ class ImportDocument(Document, schema="import-config/1"):
     next: list[str]  # commands
 
 
+class ServeDocument(Document, schema="serve/1"):
+    """``leaven serve``, printed when it starts."""
+
+    url: str  # the address to open; it contains the token
+    folders: list[str]  # the folders that it shows
+
+
 class ReportDocument(Document, schema="report/1"):
     """``leaven report PATH``."""
 

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import median, quantiles
 
+from leaven.catalogue.findings.case import Case
 from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import PublishedRun
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
@@ -98,9 +101,10 @@ CHARTS = (
 )  # fmt: skip
 
 
-def catalogue_page(runs: Sequence[PublishedRun]) -> str:
-    """Return the page as HTML."""
-    hues, drawn = hues_of(runs), {chart.key: scatter(chart, runs, hues_of(runs)) for chart in CHARTS}
+def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
+    """Return the page as HTML. The charts also show the values of the recipe ``own``, if it is given."""
+    hues, values = hues_of(runs), _values_of(own) if own else {}
+    drawn = {chart.key: scatter(chart, runs, hues, own, values.get(chart.key)) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
     members = Counter(group_of(run, hues) for run in runs)
     names = {name: name for name in hues} | {OTHERS: f"{len(lineages.keys() - hues.keys())} more lineages"}
@@ -117,7 +121,14 @@ def catalogue_page(runs: Sequence[PublishedRun]) -> str:
         lines={key: lines for key, (_, lines) in drawn.items()},
         band_factor=BAND_FACTOR,
         linked=linked,
+        own=own,
     )
+
+
+def _values_of(recipe: Recipe) -> dict[str, float]:
+    """Return a recipe's value in each chart, by key; lr and init std as its hidden matrices get them."""
+    case = Case(recipe, resolve(recipe).rows)
+    return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
@@ -141,10 +152,21 @@ def symbol(run: PublishedRun) -> str:
     return f"{shape}-open" if run.kind == "moe" else shape
 
 
-def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[str, str]) -> tuple[Figure, list[str]]:
-    """Return the chart, and the names of its lines in the order of their numbers."""
+def scatter(
+    quantity: CatalogueChart,
+    runs: Sequence[PublishedRun],
+    hues: dict[str, str],
+    own: Recipe | None = None,
+    own_value: float | None = None,
+) -> tuple[Figure, list[str]]:
+    """Return the chart, and the names of its lines in the order of their numbers.
+
+    The recipe ``own`` is a star at its size and ``own_value``.
+    """
     points = [(run, value) for run in runs if (value := quantity.of_run(run))]
     sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
+    if own and own_value:
+        sizes, values = [*sizes, own.model.params], [*values, own_value]
     low, high = min(values) / 1.25, max(values) * 1.25
     traces: list[Figure] = []
     edge = band([(run, value) for run, value in points if run.lr_comparable])
@@ -176,6 +198,11 @@ def scatter(quantity: CatalogueChart, runs: Sequence[PublishedRun], hues: dict[s
         x, y = [run.params_total for run, _ in members], [value for _, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
         traces.append(charts.scatter(x, y, "markers", legendgroup=name, marker=marker, hovertext=hovers))
+    if own and own_value:
+        star = {"color": charts.INK, "size": 17, "symbol": "star", "line": {"color": charts.PAPER, "width": 1.5}}
+        said = quantity.hover.format(numbers.quantity(own_value) if own_value >= 1 else numbers.value(own_value))
+        hover = f"<b>{charts.text(own.name)}</b><br>{said}, {numbers.quantity(own.model.params)} parameters"
+        traces.append(charts.scatter([own.model.params], [own_value], "markers", marker=star, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
         "parameters",

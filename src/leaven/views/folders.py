@@ -236,6 +236,8 @@ class DemoView:
 
 
 FolderView = DemoView | StudyView | RunView | CheckDocument
+KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
+"""What a folder is, by the file in it; the first one counts."""
 
 
 def read_folder(folder: Path) -> FolderView:
@@ -249,15 +251,15 @@ def read_folder(folder: Path) -> FolderView:
         raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
     if not folder.is_dir():
         raise InputError(f"{folder}: a file; give the folder of a run, a study, a check or a demo")
-    kinds: dict[str, Callable[[Path], FolderView]] = {
-        "demo.json": read_demo,
-        "study.json": read_study,
-        "metrics.jsonl": read_run,
-        "check.json": lambda folder: _document(folder / "check.json", CheckDocument),
+    readers: dict[str, Callable[[Path], FolderView]] = {
+        "demo": read_demo,
+        "study": read_study,
+        "run": read_run,
+        "check": lambda folder: _document(folder / "check.json", CheckDocument),
     }
-    for file, read in kinds.items():
+    for file, kind in KINDS.items():
         if (folder / file).exists():
-            return read(folder)
+            return readers[kind](folder)
     if (folder / "runs.jsonl").exists():
         raise InputError(f"{folder}: a check that has not finished; run the same leaven check again to resume it")
     if not any(folder.iterdir()):

@@ -1,7 +1,7 @@
 """The page of a plan: does it fit, where memory and time go, which layouts there are, what it costs."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from leaven.documents.planning import CandidateRow, PlanDocument
@@ -16,8 +16,23 @@ from leaven.views.charts import Figure
 from leaven.views.render import render
 
 
-def plan_page(plan: ClusterPlan, document: PlanDocument, name: str, command: str) -> str:
-    """The page as HTML: numbers and tables from the document, charts from all layouts and passes of the plan."""
+@dataclass(frozen=True)
+class FormField:
+    """A field of the planner's form."""
+
+    name: str
+    label: str
+    example: str
+    value: str
+
+
+def plan_page(
+    plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
+) -> str:
+    """Return the page as HTML: numbers and tables from the document, charts from all layouts and passes of the plan.
+
+    With ``form`` the page is the answer of the planner of ``leaven serve``.
+    """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib
     levels = (capacity, USABLE * capacity)
@@ -31,10 +46,11 @@ def plan_page(plan: ClusterPlan, document: PlanDocument, name: str, command: str
     chosen = CandidateRow(layout=document.layout, gib=document.memory.gib, step_seconds=document.speed.step_seconds)
     choices = [chosen, *document.alternatives]
     return render(
-        "plan.html.j2",
+        "planner.html.j2" if form else "plan.html.j2",
         charts,
         kind="plan",
         title=name,
+        form=form,
         document=document,
         params=plan.job.model.params,
         tokens=plan.tokens,

@@ -1,9 +1,16 @@
-"""Self-contained HTML pages: a Jinja2 template, its styles, scripts, charts and plotly.js in one file."""
+"""Renders HTML pages from Jinja2 templates.
+
+A page is self-contained: its styles, scripts, charts and plotly.js are in one file. Within :func:`served` a page
+belongs to ``leaven serve``: it links to the other pages, loads plotly.js from the server, and asks it for changes.
+"""
 
 import base64
 import gzip
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -29,6 +36,28 @@ FILTERS = {
 }
 
 
+@dataclass(frozen=True)
+class ServedPage:
+    """What a page of ``leaven serve`` has beside its content."""
+
+    links: Mapping[str, str]  # addresses of the other pages by name
+    here: str  # the name of this page among the links, or ""
+    tag: str = ""  # the ETag of this page; "" if the page never changes by itself
+
+
+_SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
+
+
+@contextmanager
+def served(page: ServedPage) -> Iterator[None]:
+    """Render pages for the server."""
+    token = _SERVED.set(page)
+    try:
+        yield
+    finally:
+        _SERVED.reset(token)
+
+
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
     """Return the page of a template in ``templates/``; every text in the context is escaped.
 
@@ -38,7 +67,8 @@ def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -
         InputError: if plotly is missing.
     """
     drawn = {name: figure for name, figure in charts.items() if figure is not None}
-    context |= {"charts": defaultdict(dict, drawn), "plotly": _plotly_js()}
+    here = _SERVED.get()
+    context |= {"charts": defaultdict(dict, drawn), "served": here, "plotly": None if here else _plotly_packed()}
     return _environment().get_template(template).render(data={"template": TEMPLATE, "figures": drawn}, **context)
 
 
@@ -60,10 +90,19 @@ def _environment() -> Environment:
 
 
 @cache
-def _plotly_js() -> Markup:
-    """plotly.js, compressed from nearly 5 MB. Without a time stamp, so that the same folder makes the same file."""
+def plotly_gzipped() -> bytes:
+    """Return plotly.js, compressed from nearly 5 MB. The bytes are always the same: they have no time stamp.
+
+    Raises:
+        InputError: if plotly is missing.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise InputError("a report needs plotly: pip install 'leaven[train]'") from None
-    return Markup(base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode())
+    return gzip.compress(get_plotlyjs().encode(), 9, mtime=0)
+
+
+@cache
+def _plotly_packed() -> Markup:
+    return Markup(base64.b64encode(plotly_gzipped()).decode())

@@ -1,37 +1,51 @@
-// Inflates plotly, draws the charts in the colours of the theme, sorts tables. Everything it needs is in the page.
+// Inflates plotly, draws the charts in the colours of the theme, sorts tables. Everything it needs is in the page,
+// or, in a page of leaven serve, from its server; live.js dispatches "leaven:replaced" when it has replaced <main>.
 (async () => {
   const root = document.documentElement;
-  const { template, figures: charts } = JSON.parse(document.getElementById("charts").textContent);
+  const read = () => JSON.parse(document.getElementById("charts").textContent);
+  let { template, figures: charts } = read();
+  const hidden = new Set();
   const boxes = name => document.getElementById("chart-" + name);
 
   // --- tables, legend and network: they do not wait for the charts
-  for (const table of document.querySelectorAll("table.sortable")) {
-    const heads = [...table.querySelectorAll("th button")];
-    heads.forEach((button, column) => button.addEventListener("click", () => {
-      const head = button.closest("th"), up = head.getAttribute("aria-sort") !== "ascending";
-      for (const other of heads) other.closest("th").removeAttribute("aria-sort");
-      head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      for (const body of table.tBodies) {
-        const key = row => row.cells[column].dataset.v ?? row.cells[column].textContent;
-        const rows = [...body.rows].sort((a, b) => {
-          const x = key(a), y = key(b), order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
-          return up ? order : -order;
-        });
-        body.append(...rows);
-      }
-    }));
-  }
-  const byLayer = document.getElementById("by-layer");
-  byLayer?.addEventListener("change", () => {
-    const table = byLayer.closest("section").querySelector("table");
-    table.querySelector(".summary").hidden = byLayer.checked;
-    table.querySelector(".layers").hidden = !byLayer.checked;
-  });
-  for (const switched of document.querySelectorAll(".all-rows")) {
-    switched.addEventListener("change", () => {
-      switched.closest("section").querySelector("table").classList.toggle("all", switched.checked);
+  const wire = () => {
+    for (const table of document.querySelectorAll("table.sortable")) {
+      const heads = [...table.querySelectorAll("th button")];
+      heads.forEach((button, column) => button.addEventListener("click", () => {
+        const head = button.closest("th"), up = head.getAttribute("aria-sort") !== "ascending";
+        for (const other of heads) other.closest("th").removeAttribute("aria-sort");
+        head.setAttribute("aria-sort", up ? "ascending" : "descending");
+        for (const body of table.tBodies) {
+          const key = row => row.cells[column].dataset.v ?? row.cells[column].textContent;
+          const rows = [...body.rows].sort((a, b) => {
+            const x = key(a), y = key(b), order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
+            return up ? order : -order;
+          });
+          body.append(...rows);
+        }
+      }));
+    }
+    const byLayer = document.getElementById("by-layer");
+    byLayer?.addEventListener("change", () => {
+      const table = byLayer.closest("section").querySelector("table");
+      table.querySelector(".summary").hidden = byLayer.checked;
+      table.querySelector(".layers").hidden = !byLayer.checked;
     });
-  }
+    for (const switched of document.querySelectorAll(".all-rows")) {
+      switched.addEventListener("change", () => {
+        switched.closest("section").querySelector("table").classList.toggle("all", switched.checked);
+      });
+    }
+    for (const button of document.querySelectorAll(".legend button")) {
+      button.setAttribute("aria-pressed", String(!hidden.has(button.dataset.group)));
+      button.addEventListener("click", () => {
+        const group = button.dataset.group;
+        if (!hidden.delete(group)) hidden.add(group);
+        button.setAttribute("aria-pressed", String(!hidden.has(group)));
+        if (root.dataset.charts === "drawn") draw();
+      });
+    }
+  };
   for (const event of ["pointerover", "click"]) {
     addEventListener(event, ({ target }) => {
       const text = target.closest?.("[data-readout]")?.dataset.readout;
@@ -44,15 +58,6 @@
     for (const name in charts) boxes(name).append(Object.assign(document.createElement("p"), { textContent: message }));
     root.dataset.charts = "failed";
   };
-  if (!("DecompressionStream" in window)) {
-    return fail("This browser is too old to draw the charts (it lacks DecompressionStream); the tables are complete.");
-  }
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), c => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const library = document.createElement("script");
-  library.textContent = await new Response(stream).text();
-  document.head.append(library);
-
   const themed = value => {
     const style = getComputedStyle(root);
     const walk = v => {
@@ -65,8 +70,15 @@
     };
     return walk(value);
   };
+
+  const inflate = async packed => {
+    const bytes = Uint8Array.from(atob(packed.textContent), c => c.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const library = document.createElement("script");
+    library.textContent = await new Response(stream).text();
+    document.head.append(library);
+  };
   const coarse = matchMedia("(pointer: coarse)").matches;
-  const hidden = new Set();
   const draw = () => Promise.all(Object.keys(charts).map(name => {
     const { data, layout } = themed(charts[name]), box = boxes(name);
     layout.template = themed(template);
@@ -79,7 +91,13 @@
     }
     return Plotly.react(box, data, layout, { displayModeBar: false });
   }));
+  wire();
+  const packed = document.getElementById("plotly");
+  if (packed && !("DecompressionStream" in window)) {
+    return fail("This browser is too old to draw the charts (it lacks DecompressionStream); the tables are complete.");
+  }
   try {
+    if (packed) await inflate(packed);
     await draw();
   } catch (error) {
     console.error(error);
@@ -93,14 +111,11 @@
     waiting = setTimeout(draw, 120);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  for (const button of document.querySelectorAll(".legend button")) {
-    button.addEventListener("click", () => {
-      const group = button.dataset.group;
-      if (!hidden.delete(group)) hidden.add(group);
-      button.setAttribute("aria-pressed", String(!hidden.has(group)));
-      draw();
-    });
-  }
+  document.addEventListener("leaven:replaced", () => {
+    ({ template, figures: charts } = read());
+    wire();
+    draw();
+  });
   // Paper is light and narrower than most screens; charts are drawn for it, and folded parts are opened.
   addEventListener("beforeprint", () => {
     root.classList.add("printing");

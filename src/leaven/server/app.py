@@ -1,0 +1,194 @@
+"""The pages of ``leaven serve``: folders, a planner and the published runs.
+
+It answers only to this machine, to requests with the token of the address that it prints, and only GET. No path of a
+request is opened: an address has to be one of those that :func:`leaven.server.folders.find` has found.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.starter.request import StarterRequest
+from leaven.catalogue.starter.starter import starter
+from leaven.planning.hardware import parse_cluster, parse_price
+from leaven.planning.plan import ClusterPlan, plan_recipe
+from leaven.planning.published import plan_run
+from leaven.recipe.errors import InputError
+from leaven.recipe.units import parse_quantity
+from leaven.server.folders import Found, find, row, tag
+from leaven.views.catalogue_page import catalogue_page
+from leaven.views.page import folder_page
+from leaven.views.plan_page import FormField, plan_page
+from leaven.views.render import ServedPage, plotly_gzipped, render, served
+
+LINKS = {"folders": "/", "planner": "/plan", "published runs": "/published"}
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+FIELDS = (
+    FormField("size", "size, or a published run", "7B or llama2-7b", "7B"),
+    FormField("tokens", "tokens", "2T", "2T"),
+    FormField("gpus", "cluster", "64xH100-80GB", "64xH100-80GB"),
+    FormField("layout", "layout (empty: the best)", "tp=2,pp=4,mbs=1", ""),
+    FormField("price", "price of a GPU-hour", "$2.50", ""),
+)
+LOCAL = ("127.0.0.1", "localhost")
+
+
+def application(roots: list[Path], token: str) -> Starlette:
+    """Return the application that shows the folders below ``roots`` to whoever has the token."""
+    routes = {
+        "/": lambda request: _folders(request, roots),
+        "/folder/{root:int}/{name:path}": lambda request: _folder(request, roots),
+        "/plan": _planner,
+        "/published": lambda request: _published(request, roots),
+        "/plotly.js": _plotly,
+    }
+    return Starlette(
+        # Plain functions run in threads, so that a slow page does not hold up the others.
+        routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()],
+        middleware=[Middleware(TokenRequired, token=token)],
+    )
+
+
+class TokenRequired:
+    """Refuses requests without the token, or for another host than this one.
+
+    The token is in the address that ``leaven serve`` prints; from there it moves into a cookie. The host is checked,
+    so that no page of another site can reach the server through a name that resolves to this machine.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app, self._token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        cookie = f"leaven-{request.url.port}"
+        if request.url.hostname not in LOCAL:
+            answer: Response | None = PlainTextResponse("open this page by 127.0.0.1\n", 403, HEADERS)
+        elif self._is_token(request.query_params.get("token", "")):
+            answer = RedirectResponse(request.url.path, 303, HEADERS)
+            answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
+        elif self._is_token(request.cookies.get(cookie, "")):
+            answer = None
+        else:
+            answer = PlainTextResponse("open the address that leaven serve has printed\n", 403, HEADERS)
+        await (answer or self._app)(scope, receive, send)
+
+    def _is_token(self, text: str) -> bool:
+        return secrets.compare_digest(text.encode(), self._token.encode())
+
+
+def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
+    """Return a page. With ``found``, the page asks again, and gets nothing until one of these folders has changed."""
+    mark = tag(found) if found is not None else ""
+    if mark and request.headers.get("If-None-Match") == mark:
+        return Response(status_code=304, headers=HEADERS | {"ETag": mark})
+    with served(ServedPage(LINKS, here, mark)):
+        try:
+            html = make()
+        except (InputError, OSError) as error:
+            html = render("fault.html.j2", {}, kind=here or "folder", title=request.url.path, fault=str(error))
+    return HTMLResponse(html, headers=HEADERS | ({"ETag": mark} if mark else {}))
+
+
+def _folders(request: Request, roots: list[Path]) -> Response:
+    found = list(find(roots))
+
+    def make() -> str:
+        now = time.time()
+        rows = sorted((row(each, now) for each in found), key=lambda each: -each.changed)
+        where = ", ".join(map(str, roots))
+        nothing = f"No run, study, check or demo below {where} yet."
+        return render(
+            "folders.html.j2",
+            {},
+            kind="folders",
+            title=roots[0].name if len(roots) == 1 else "Folders",
+            rows=rows,
+            verdict=f"Below {where}: {_counted(found)}." if rows else nothing,
+        )
+
+    return _page(request, "folders", make, found)
+
+
+def _counted(found: list[Found]) -> str:
+    """Return how many folders of each kind there are, in words."""
+    plural = {"run": "runs", "study": "studies", "check": "checks", "demo": "demos"}
+    kinds = [each.kind for each in found]
+    counts = [(kinds.count(kind), kind) for kind in plural if kind in kinds]
+    return ", ".join(f"{count} {kind if count == 1 else plural[kind]}" for count, kind in counts)
+
+
+def _named(roots: list[Path], root: int, name: str) -> Found | None:
+    return next((each for each in find(roots) if (each.root, each.name) == (root, name)), None)
+
+
+def _folder(request: Request, roots: list[Path]) -> Response:
+    found = _named(roots, request.path_params["root"], request.path_params["name"])
+    if found is None:
+        return PlainTextResponse("there is no run, study, check or demo of that name\n", 404, HEADERS)
+    return _page(request, "", lambda: folder_page(found.folder), [found])
+
+
+def _published(request: Request, roots: list[Path]) -> Response:
+    root, _, name = request.query_params.get("recipe", "").partition("/")
+    found = _named(roots, int(root), name) if root.isdecimal() else None
+    return _page(request, "published runs", lambda: catalogue_page(load_runs(), found.recipe if found else None))
+
+
+def _plotly(request: Request) -> Response:
+    headers = HEADERS | {"Content-Encoding": "gzip", "Cache-Control": "max-age=86400"}
+    return Response(plotly_gzipped(), media_type="text/javascript", headers=headers)
+
+
+def _planner(request: Request) -> Response:
+    asked = request.query_params
+    form = [replace(field, value=asked.get(field.name, field.value).strip()) for field in FIELDS]
+    given = {field.name: field.value for field in form}
+
+    def make() -> str:
+        try:
+            plan, name = _planned(given)
+            document = plan.document(price=parse_price(given["price"]) if given["price"] else None)
+            return plan_page(plan, document, name, _command(given), form)
+        except InputError as error:
+            title = given["size"] or "Planner"
+            return render("planner.html.j2", {}, kind="plan", title=title, fault=str(error), form=form, document=None)
+
+    return _page(request, "planner", make)
+
+
+def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
+    """Return the plan of a published run, or of the recipe that ``leaven new`` would write, and its name."""
+    size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
+    if size and not size[0].isdigit():
+        return plan_run(find_run(size).id, gpus, layout), size
+    request = StarterRequest(size, parse_quantity(size), parse_quantity(given["tokens"]), proxy=0)
+    recipe = starter(replace(request, gpus=parse_cluster(gpus).gpus)).recipe
+    return plan_recipe(recipe, gpus, layout), f"{size} on {given['tokens']} tokens"
+
+
+def _command(given: Mapping[str, str]) -> str:
+    """Return what to type for the same plan."""
+    options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
+    if given["size"] and not given["size"][0].isdigit():
+        return f"leaven plan {given['size']} {' '.join(options)}"
+    new = f"leaven new mine.toml --params {given['size']} --tokens {given['tokens']}"
+    return f"{new} && leaven plan mine.toml {' '.join(options)}"

@@ -1,0 +1,150 @@
+"""Finds the runs, studies, checks and demos below some folders, and says how far each of them is."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import quote
+
+from leaven.documents.checks import CheckDocument
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.views import numbers
+from leaven.views.checks import conclusion
+from leaven.views.folders import KINDS, FolderView, RunView, StudyView, read_folder
+
+DEEPEST = 6  # folders below a given one that are searched
+SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
+SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files that a page shows
+SILENT = 120.0  # seconds without a change after which a run is not called running
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder with something to show, below the given folder with the index ``root``."""
+
+    root: int
+    folder: Path
+    name: str  # the path below the given folder; "" if it is that folder
+    kind: str  # run | study | check | demo
+
+    @property
+    def address(self) -> str:
+        return f"/folder/{self.root}/{quote(self.name)}"
+
+    @property
+    def stats(self) -> dict[str, os.stat_result]:
+        """The files that the page shows, by path."""
+        return dict(sorted(_files(self.folder, 2)))
+
+    @property
+    def changed(self) -> float:
+        """When a file was last changed, in Unix time."""
+        return max((stat.st_mtime for stat in self.stats.values()), default=0.0)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that the folder is about: of a run, or the best one of a study."""
+        for name in ("recipe.toml", "best.toml", "centre.toml"):
+            if (self.folder / name).is_file():
+                return read_recipe(self.folder / name)
+        return None
+
+
+@dataclass(frozen=True)
+class FolderRow:
+    """A line of the list of folders."""
+
+    address: str
+    path: str
+    kind: str
+    name: str  # of the recipe
+    progress: str
+    share: float | None  # of the work that is done, from 0 to 1
+    loss: float | None  # nats per token
+    state: str
+    changed: float  # Unix time
+    when: str
+    chart: str | None  # address of its recipe beside the published runs
+
+
+def find(roots: list[Path]) -> Iterator[Found]:
+    """Yield the folders below ``roots`` that a page can be made of, in the order of their names."""
+    for index, root in enumerate(roots):
+        for path, folders, files in os.walk(root):
+            folder = Path(path)
+            depth = len(folder.relative_to(root).parts)
+            kind = next((KINDS[name] for name in KINDS if name in files), None)
+            if kind is not None:
+                yield Found(index, folder, folder.relative_to(root).as_posix() if depth else "", kind)
+            inside = depth < DEEPEST and kind in {None, "demo"}
+            folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith(".")) if inside else []
+
+
+def tag(found: list[Found]) -> str:
+    """Return a text that changes when one of the pages may have changed: an ETag."""
+    digest = hashlib.blake2b(digest_size=12)
+    for each in found:
+        digest.update(f"{each.address}\n".encode())
+        for path, stat in each.stats.items():
+            digest.update(f"{path} {stat.st_mtime_ns} {stat.st_size}\n".encode(errors="surrogateescape"))
+    return f'"{digest.hexdigest()}"'
+
+
+def row(found: Found, now: float) -> FolderRow:
+    """Return the line of a folder; ``now`` is in Unix time."""
+    name, progress, share, loss, state = found.folder.name, "", None, None, ""
+    try:
+        view = read_folder(found.folder)
+        name, progress, share, loss, state = _summary(view, now - found.changed)
+        recipe = found.recipe
+    except (InputError, OSError) as error:
+        state, recipe = str(error).removeprefix(f"{found.folder}").lstrip("/: "), None
+    changed = datetime.fromtimestamp(found.changed)
+    today = changed.date() == datetime.fromtimestamp(now).date()
+    return FolderRow(
+        address=found.address,
+        path=found.name or found.folder.name,
+        kind=found.kind,
+        name=name,
+        progress=progress,
+        share=share,
+        loss=loss,
+        state=state,
+        changed=found.changed,
+        when=changed.strftime("%H:%M:%S" if today else "%Y-%m-%d"),
+        chart=f"/published?recipe={found.root}/{quote(found.name)}" if recipe else None,
+    )
+
+
+def _summary(view: FolderView, silent: float) -> tuple[str, str, float | None, float | None, str]:
+    """Return name, progress, its share, loss and state of a folder in which nothing has changed for some seconds."""
+    going = "running" if silent < SILENT else f"no change for {numbers.seconds(silent)}"
+    if isinstance(view, RunView):
+        tokens = view.recipe.data.tokens
+        done = f"{numbers.quantity(view.tokens)} of {numbers.quantity(tokens)} tokens"
+        state = "finished" if view.finished else f"stopped: {view.stopped}" if view.stopped else going
+        loss = view.loss if view.loss is not None else view.steps[-1].loss
+        return view.title, done, min(view.tokens / tokens, 1.0), loss, state
+    if isinstance(view, StudyView):
+        running = sum(view.count(state) for state in ("running", "waiting"))
+        done = f"{len(view.trials) - running} trials"
+        state = f"{running} running" if running and silent < SILENT else "has an answer" if view.best else going
+        return view.name, done, None, view.best.loss if view.best else None, state
+    if isinstance(view, CheckDocument):
+        return view.subject, view.check, 1.0, None, conclusion(view)
+    return view.file.name, "", None, None, view.file.verdict
+
+
+def _files(folder: Path, depth: int) -> Iterator[tuple[str, os.stat_result]]:
+    with suppress(OSError):  # removed meanwhile
+        for entry in os.scandir(folder):
+            if entry.is_dir(follow_symlinks=False):
+                if depth and entry.name not in SKIPPED:
+                    yield from _files(Path(entry.path), depth - 1)
+            elif Path(entry.name).suffix in SHOWN:
+                yield entry.path, entry.stat()

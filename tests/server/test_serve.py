@@ -1,0 +1,216 @@
+"""`leaven serve`: who may read what, what changes by itself, what the planner answers; in a real browser, too."""
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import uvicorn
+from tests.views.chromium import BINARY, Browser
+from tests.views.written import proxy, write_run, write_study
+
+from leaven.planning.plan import plan_recipe
+from leaven.recipe.files import read_recipe
+from leaven.server.app import application
+
+TOKEN = "a-token-that-nobody-guesses"
+RUN = "/folder/0/runs/wheat"
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("served")
+    write_run(root / "runs/wheat", proxy(), 2.4)
+    write_study(root / "study", proxy())
+    return root
+
+
+@pytest.fixture(scope="module")
+def port(roots: Path) -> Iterator[int]:
+    server = uvicorn.Server(uvicorn.Config(application([roots], TOKEN), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    thread.join()
+
+
+def get(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], str]:
+    """Ask as a browser that has the cookie."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path, headers={"Cookie": f"leaven-{port}={TOKEN}"} | headers)
+    answer = connection.getresponse()
+    body = answer.read()
+    encoded = answer.headers.get("Content-Encoding") == "gzip"
+    return answer.status, dict(answer.headers), "" if encoded else body.decode()
+
+
+def test_only_the_token_opens_a_page(port: int) -> None:
+    for path in ("/", "/plan", "/published", "/plotly.js", RUN, "/nothing"):
+        for cookie in ("", f"leaven-{port}=guess", f"leaven={TOKEN}"):
+            assert get(port, path, Cookie=cookie)[0] == 403
+    assert get(port, "/?token=guess", Cookie="")[0] == 403
+    status, headers, _ = get(port, f"/?token={TOKEN}", Cookie="")
+    assert (status, headers["location"]) == (303, "/")
+    assert {"HttpOnly", "SameSite=strict"} <= set(headers["set-cookie"].split("; "))
+
+
+def test_another_host_name_another_method_and_unknown_folders_are_refused(port: int, roots: Path) -> None:
+    assert get(port, "/", Host=f"evil.example:{port}")[0] == 403
+    assert get(port, "/", "POST")[0] == 405
+    (roots / "notes").mkdir(exist_ok=True)
+    (roots / "notes/metrics.txt").write_text("private")
+    for path in ("..", "%2e%2e/study", "notes", "study/..", "runs/wheat/../wheat", "/etc", "study%00"):
+        assert get(port, f"/folder/0/{path}")[0] in {307, 404}, path
+    assert get(port, "/folder/1/study")[0] == 404
+
+
+def test_a_link_to_a_folder_elsewhere_is_not_followed(port: int, roots: Path, tmp_path: Path) -> None:
+    shutil.copytree(roots / "runs/wheat", tmp_path / "elsewhere")
+    (roots / "link").symlink_to(tmp_path / "elsewhere")
+    assert get(port, "/folder/0/link")[0] == 404
+    (roots / "link").unlink()
+
+
+def test_a_page_is_sent_again_only_after_a_change(port: int, roots: Path) -> None:
+    metrics = roots / "runs/wheat/metrics.jsonl"
+    for path in ("/", RUN):
+        status, headers, page = get(port, path)
+        assert status == 200
+        assert headers["etag"] in page.replace("&#34;", '"')
+        assert get(port, path, **{"If-None-Match": headers["etag"]})[0] == 304
+        with metrics.open("a") as file:
+            file.write("\n")
+        status, after, _ = get(port, path, **{"If-None-Match": headers["etag"]})
+        assert status == 200
+        assert after["etag"] != headers["etag"]
+
+
+def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> None:
+    broken = roots / "broken"
+    broken.mkdir()
+    (broken / "study.json").write_text("{")
+    _, _, page = get(port, "/")
+    assert "1 run, 2 studies" in page
+    for words in ("runs/wheat", "finished", "not JSON"):
+        assert words in page
+    shutil.rmtree(broken)
+
+
+def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    command = [sys.executable, "-m", "leaven", "new", str(recipe), "--params", "1B", "--tokens", "20B"]
+    subprocess.run([*command, "--proxy", "none"], check=True, capture_output=True)
+    plan = plan_recipe(read_recipe(recipe), "8xA100-80GB", "tp=2")
+    _, _, page = get(port, "/plan?size=1B&tokens=20B&gpus=8xA100-80GB&layout=tp%3D2")
+    assert f"{plan.memory.total / 2**30:.1f} of 80 GiB" in page
+    assert f"{plan.speed.mfu:.1%}" in page
+    assert "leaven plan mine.toml --gpus 8xA100-80GB --layout" in page
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [
+        ("size=7B&tokens=x", "x"),
+        ("size=7B&tokens=2T&gpus=64xH200000", "H200000"),
+        ("size=no-such-run", "no-such-run"),
+        ("size=70B&tokens=2T&gpus=1xRTX-4090", "fit"),
+        ("size=", "not a quantity"),
+        ("size=%3Cscript%3E1", "&lt;script&gt;1"),
+        ("size=1B&tokens=20B&gpus=8xA100-80GB&price=free", "price"),
+        ("size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D7", "tp"),
+    ],
+)
+def test_wrong_input_to_the_planner_is_said_on_the_page(port: int, query: str, words: str) -> None:
+    status, _, page = get(port, f"/plan?{query}")
+    assert status == 200
+    assert '<form class="planner"' in page
+    assert words in page
+    assert "<script>1" not in page
+
+
+def test_the_recipe_of_a_run_lies_beside_the_published_runs(port: int) -> None:
+    _, _, page = get(port, "/published?recipe=0/runs/wheat")
+    assert "is wheat-proxy" in page
+    assert page.count('"symbol":"star"') == 4
+    assert '"symbol":"star"' not in get(port, "/published?recipe=0/../..")[2]
+
+
+@pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
+def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
+    port: int, roots: Path, tmp_path: Path
+) -> None:
+    url = f"http://127.0.0.1:{port}"
+    with Browser(tmp_path) as browser:
+        for dark, width in ((False, 1280), (True, 390)):
+            browser.window(width, dark=dark)
+            for path in (f"/?token={TOKEN}", "/plan") if dark else (f"/?token={TOKEN}", RUN, "/published"):
+                browser.visit(url + path)
+                assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
+        typed = "const field = document.querySelector('[name=size]'); field.value = 'llama1-13b';"
+        browser.evaluate(typed + "field.dispatchEvent(new Event('input', { bubbles: true }))")
+        browser.until("document.querySelector('h1').textContent == 'llama1-13b'")
+        assert browser.evaluate("location.search").startswith("?size=llama1-13b")
+        browser.until("!!document.querySelector('#chart-memory .main-svg')")
+        browser.visit(url + RUN)
+        before = browser.evaluate("document.querySelector('main').textContent")
+        with (roots / "runs/wheat/events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": "validation", "tokens": 4_000_000, "loss": 1.2345}) + "\n")
+        browser.until(f"document.querySelector('main').textContent != {json.dumps(before)}")
+        browser.until("!!document.querySelector('#chart-loss .main-svg')")
+        assert not browser.complaints
+        assert all(request.startswith(url) for request in browser.requests)
+
+
+def serve(*words: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "leaven", "serve", *map(str, words)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.listen()
+        refused = serve(roots, "--port", port)
+        assert refused.wait(60) == 2
+        assert f"--port {port}" in refused.communicate()[1]
+    running = serve(roots, "--port", port)
+    assert running.stdout is not None
+    address = running.stdout.readline().split()[-1]
+    token = address.rpartition("=")[2]
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            assert get(port, "/", Cookie=f"leaven-{port}={token}")[0] == 200
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    os.kill(running.pid, signal.SIGINT)
+    assert running.wait(30) == 0
+
+
+def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path) -> None:
+    for folder, words in ((tmp_path, "no run, study, check or demo"), (tmp_path / "none", "no such folder")):
+        refused = serve(folder)
+        assert refused.wait(60) == 2
+        assert words in " ".join(refused.communicate()[1].split())
+
+
+def test_without_the_extra_one_line_says_what_to_install() -> None:
+    for missing, extra in (("starlette", "serve"), ("uvicorn", "serve")):
+        script = f"import sys; sys.modules['{missing}'] = None; from leaven.cli import main; main()"
+        done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert f"pip install 'leaven[{extra}]'" in " ".join(done.stderr.split())
