@@ -72,7 +72,7 @@ def test_a_measurement_calibrates_later_plans(tiny: Recipe, capsys: pytest.Captu
     now = by_measurement(bare, tiny, "cpu", measure=True, history=True)
     assert now.calibration is not None
     assert now.speed.step_seconds == pytest.approx(bare.speed.step_seconds * now.calibration.time)
-    assert "best matmul" in capsys.readouterr().err
+    assert "fastest matrix product" in capsys.readouterr().err
     assert by_measurement(bare, tiny, "cpu", measure=False, history=True).calibration == now.calibration
     assert by_measurement(bare, tiny, "cpu", measure=False, history=False) is bare
 
@@ -90,7 +90,7 @@ def test_a_measurement_that_is_stopped_leaves_nothing(
     with pytest.raises(typer.Exit) as ended:
         by_measurement(plan_recipe(tiny, "cpu"), tiny, "cpu", measure=True, history=True)
     assert ended.value.exit_code == 75
-    assert "nothing is written" in capsys.readouterr().err
+    assert "nothing is saved" in capsys.readouterr().err
     assert not list(cache.rglob("*"))
 
 

@@ -146,4 +146,4 @@ def test_check_estimates_the_epochs_of_local_files(leaven: Verb, tmp_path: Path)
     text.unlink()
     code, _, err = leaven("recipes", "check", recipe)
     assert code == 0
-    assert "epochs are not checked" in err
+    assert "the number of epochs is not checked" in err

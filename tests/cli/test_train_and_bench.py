@@ -139,7 +139,7 @@ def test_a_stop_on_a_full_disk_says_where_the_run_resumes(
     stopped_after(run, 6)
     code, _, err = leaven("train", tiny_file, "--run", run)
     assert code == 75
-    message = "tokens, not saved (No space left on device); run it again to resume from 1,024 tokens"
+    message = "tokens, not saved (No space left on device); run the same command again to resume from 1,024 tokens"
     assert message in err.splitlines()[-1]
 
 
@@ -177,5 +177,5 @@ def test_out_of_memory_is_one_line_and_exit_code_1(
     code, out, err = leaven("train", tiny_file, "--run", run, "--set", "batch.micro_batch=4")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1].startswith("error: out of memory (")
-    assert "lower [batch] micro_batch" in err
+    assert "lower micro_batch in [batch]" in err
     assert run.exists() == (steps > 0)

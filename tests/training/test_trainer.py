@@ -156,7 +156,7 @@ def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, numbe
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)  # the grace period of a job after SIGTERM
     assert process.returncode == 75
-    assert "run it again to resume from there" in errors
+    assert "saved; run the same command again to resume" in errors
     found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
     assert found is not None
     assert found.progress.step == len(losses(tmp_path / "run"))

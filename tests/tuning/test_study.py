@@ -177,7 +177,7 @@ def test_ctrl_c_exits_with_75_and_the_next_command_resumes(
         process.kill()
         process.communicate()
     assert process.returncode == INTERRUPTED
-    assert "run it again to resume" in errors
+    assert "run the same command again to resume" in errors
     assert "Traceback" not in errors
     assert "running" not in {trial["state"] for trial in saved(tmp_path / "study")}  # given back, and waiting
     screen = Screen()
@@ -398,7 +398,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
     [
         (["--hours", "0"], "hours = 0.0: give a finite number above 0"),
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
-        (["--flops", "1e3"], r"--flops 1000: one trial takes \S+ FLOPs"),
+        (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
         (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
         (["--durations", "1k,2k"], "durations: a cosine run does not contain shorter runs"),

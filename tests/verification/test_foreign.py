@@ -288,14 +288,17 @@ def test_transfer_from_the_command_line_resumes_and_has_a_report(
     ("arguments", "message"),
     [
         ("equivalence their_model:plain --run runs", "--scale 64x4"),
-        ("equivalence their_model:plain --run runs --scale 16", "--scale 16: give a size as WIDTHxDEPTH"),
-        ("transfer their_model:plain --run runs --scales 16x1,32x1 --set data.seed=1", "--set is for recipes"),
-        ("transfer RECIPE --run runs --scales 16x2,32x2 --source made-up", "--source is only for module:factory"),
-        ("transfer RECIPE --run runs --scales 16x2,32x2 --tokens 1k", "--tokens is only for module:factory"),
-        ("init their_model:plain --run runs --scales 16x1,32x1", "only a recipe states; give a recipe file"),
+        ("equivalence their_model:plain --run runs --scale 16", "--scale 16 is not a size; give WIDTHxDEPTH"),
+        (
+            "transfer their_model:plain --run runs --scales 16x1,32x1 --set data.seed=1",
+            "--set applies only to recipes",
+        ),
+        ("transfer RECIPE --run runs --scales 16x2,32x2 --source made-up", "--source applies only to module:factory"),
+        ("transfer RECIPE --run runs --scales 16x2,32x2 --tokens 1k", "--tokens applies only to module:factory"),
+        ("init their_model:plain --run runs --scales 16x1,32x1", "does not state; give a recipe file"),
         ("decay RECIPE --run runs", "--scales 64x4,128x4 or --durations 1,2,4"),
-        ("duration their_model:plain --run runs --scale 16x1 --write o.toml", "--write is for recipes"),
-        ("gradients RECIPE --alpha 0.5", "--alpha is only for module:factory"),
+        ("duration their_model:plain --run runs --scale 16x1 --write o.toml", "--write applies only to recipes"),
+        ("gradients RECIPE --alpha 0.5", "--alpha applies only to module:factory"),
     ],
 )
 def test_options_for_recipes_or_factories_only_are_refused(

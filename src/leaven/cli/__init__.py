@@ -1,4 +1,5 @@
-"""The command line. Each verb has a file, which parses the options, calls the library and prints its document."""
+"""Define the command line. Each verb has a file, which parses the options, calls the library and prints the resulting
+document."""
 
 import errno
 import os
@@ -15,30 +16,30 @@ from leaven.cli.usage_errors import usage_message
 from leaven.recipe.errors import InputError, ProcessLost, out_of_memory
 from leaven.views.terminal.console import console, errors
 
-# The lines of `leaven --help`. The file of a verb has its name and is imported when the verb is called.
+# The lines of `leaven --help`. A verb is defined in the file with its name, which is imported when it is called.
 VERBS = {
-    "recipes": "List and compare published training runs, with sources; check a recipe against them.",
-    "laws": "Predict learning rate, batch size, weight decay and loss by every published scaling law.",
-    "new": "Write a recipe and the small proxy recipe to tune for it, with a reason for every value.",
+    "recipes": "List, show and compare published training runs with their sources. Check a recipe against them.",
+    "laws": "Predict the learning rate, batch size, weight decay and loss with every published scaling law.",
+    "new": "Write a recipe, and a small proxy recipe on which to tune it, with a reason for every value.",
     "show": "Print the shape, init std, lr, weight decay, betas, eps and multiplier of every parameter.",
-    "transfer": "Scale a recipe to another width, depth, batch size or duration; warn where that was never tested.",
-    "plan": "Predict memory, speed, time and cost on a cluster; find the best layout. With --budget: sizes that fit.",
-    "hardware": "List the accelerators that the planner knows, each number with its source.",
-    "check": "Check on small models that a scaling rule holds, in minutes. Exit code 1 if the check fails.",
-    "tune": "Search the hyperparameters of a small recipe. Run it again to resume, or on more machines to go faster.",
-    "train": "Train a recipe. Run it again to resume; the losses are the same to the last bit.",
+    "transfer": "Scale a recipe to another width, depth, batch size or length. Warn where that is untested.",
+    "plan": "Find the best layout on a cluster; predict memory, speed, time and cost. With --budget: model sizes that fit.",
+    "hardware": "List the accelerators that the planner knows, with a source for each number.",
+    "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
+    "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
+    "train": "Train a recipe. Run the command again to resume; the losses are the same to the last bit.",
     "sample": "Generate text from a trained run.",
-    "export": "Export weights, or a configuration for another training code.",
+    "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",
-    "bench": "Measure tokens/s, MFU and memory over batch sizes, and where a batch ramp should start.",
+    "bench": "Measure tokens/s, MFU and memory at several batch sizes, and propose where a batch ramp starts.",
     "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs.",
     "serve": "Show runs, studies and checks live in a browser, with a planner and the published runs.",
-    "demo": "Tune a small model on real text, transfer its values, train a larger model and write a report.",
+    "demo": "Tune a small model on real text, transfer its values to a larger model, train that and write a report.",
 }
 
 
 class Verbs(TyperGroup):
-    """The group of all verbs, which imports a verb when it is called."""
+    """The command group of all verbs. It imports the file of a verb when the verb is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -51,32 +52,32 @@ class Verbs(TyperGroup):
 
 
 def _unwrapped(text: str) -> str:
-    """Paragraphs without the line breaks of the source, so that the terminal wraps them."""
+    """Remove the line breaks inside paragraphs, so that the terminal wraps the text."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 app = typer.Typer(
     cls=Verbs,
     name="leaven",
-    help="Tune a small model, train the big one.",
+    help="Tune a small model, and train the big one with its values.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _help in VERBS.items():
-    app.command(_name, help=_help)(lambda: None)  # a line of --help; `Verbs` finds the verb itself
+    app.command(_name, help=_help)(lambda: None)  # only for the line in --help; `Verbs` finds the real command
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-# What `leaven` prints without arguments.
-FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, shows on small models
-that they transfer to the large one, and trains it. Three ways to begin:
+# The text that `leaven` prints without arguments.
+FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, checks on small models
+that they transfer to the large model, and trains it. Three ways to begin:
 
   leaven demo                                     tune, transfer and train on this machine
-  leaven plan bloom-176b --gpus 384xA100-80GB     memory, speed, time and cost of a run; starts nothing
-  leaven new mine.toml --params 1B --tokens 20B   a recipe for your own run, with a reason for each value
+  leaven plan bloom-176b --gpus 384xA100-80GB     predict memory, speed, time and cost of a run
+  leaven new mine.toml --params 1B --tokens 20B   write a recipe for your own run
 
 All commands: leaven --help
 """
@@ -95,7 +96,8 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run a verb. Wrong input gives one line on standard error and exit code 2, never a traceback."""
+    """Run the verb on the command line. Wrong input gives one line on standard error and exit code 2, never a
+    traceback."""
     if "RANK" not in os.environ:
         _main()
         return
@@ -119,7 +121,7 @@ def _main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "leaven":
             raise
-        _fail(f"this needs {error.name}, which is not installed: pip install 'leaven[train]'")
+        _fail(f"this needs the package {error.name}, which is not installed; run: pip install 'leaven[train]'")
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         sys.exit(FAILED)
@@ -128,15 +130,18 @@ def _main() -> None:
             raise
         _let_this_process_print(error)
         where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror}{where}; free some space and run the same command again, finished work is kept")
+        _fail(f"{error.strerror}{where}; free some space and run the same command again; finished work is kept")
     except Exception as error:
         if isinstance(error, ProcessLost):
-            sys.stderr.write(f"error: {error}\n")  # each process has its own
+            sys.stderr.write(f"error: {error}\n")  # each process prints its own message
             sys.exit(FAILED)
         _let_this_process_print(error)
         if out_of_memory(error):
             why = str(error) or type(error).__name__
-            _fail(f'out of memory ({why}); to train with less, lower [batch] micro_batch or set it to "auto"', FAILED)
+            _fail(
+                f'out of memory ({why}); to train with less memory, lower micro_batch in [batch] or set it to "auto"',
+                FAILED,
+            )
         message = usage_message(error)
         if message is None:
             raise
@@ -149,7 +154,7 @@ def _main() -> None:
 
 
 def _let_this_process_print(error: Exception) -> None:
-    """Print from this process, even if it is not the first, when only this process knows about the error."""
+    """Let this process print the error even if it is not the first process, if no other process has the error."""
     if getattr(error, "__notes__", None) and errors.quiet:
         errors.quiet = False
         errors.print(Text.assemble((f"{error.__notes__[0]}: ", "bold red")), end="")

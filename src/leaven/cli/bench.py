@@ -1,4 +1,4 @@
-"""leaven bench RECIPE"""
+"""Define the command ``leaven bench``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -32,24 +32,33 @@ def bench_(
         typer.Option(
             metavar="N,N,...",
             help="Global batch sizes to measure, in sequences.",
-            show_default="the recipe's batch and its halves",
+            show_default="the recipe's batch, 1/2 of it, 1/4 of it and so on",
         ),
     ] = None,
     share: Annotated[
         float,
-        typer.Option(min=0.01, max=1, help="Minimum speed at the start of a batch ramp, as a share of full speed."),
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed.",
+        ),
     ] = 0.9,
-    seconds: Annotated[float, typer.Option(min=0, help="Start no new measurement after this many seconds.")] = 300,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Do not start another measurement after this many seconds.")
+    ] = 300,
     noise_from: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Propose a batch ramp from the noise scale measured in this run folder; measure no speed.",
+            help="Do not measure speed; propose a batch ramp from the noise scale that was measured in this run "
+            "folder.",
         ),
     ] = None,
     noise_multiple: Annotated[
         float,
-        typer.Option(min=0.01, help="With --noise-from: largest allowed batch, in multiples of the noise scale."),
+        typer.Option(
+            min=0.01, help="With --noise-from: the largest allowed batch, as a multiple of the noise scale."
+        ),
     ] = 1.0,
     overrides: SetOption = None,
     json_output: JsonOption = False,
@@ -84,16 +93,18 @@ def bench_(
     if document.rows or json_output:
         hand_over(document, bench_screen(document, loaded.model.seq_len, share), json_output)
     if interrupted:
-        errors.print("stopped before everything was measured; nothing is saved, the same command starts over")
+        errors.print(
+            "stopped before everything was measured; nothing is saved, so the same command starts from the beginning"
+        )
         raise typer.Exit(75)
     if not document.rows:
         raise InputError(
-            "every micro-batch is larger than the global batches or does not fit in memory; type --micro-batch 1"
+            "every micro-batch is larger than the global batch or does not fit in memory; type --micro-batch 1"
         )
 
 
 def _propose(recipe: Recipe, file: Path, overrides: list[str], run: Path, multiple: float) -> RampDocument:
-    """Propose a batch ramp from the noise scale that a run has measured."""
+    """Propose a batch ramp from the gradient noise scale that a run has measured."""
     from leaven.training.run_folder import RunFolder
 
     lines = RunFolder(run).metrics()
@@ -113,5 +124,8 @@ def _sizes(option: str, text: str | None) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or sizes[0] < 1:
-        raise InputError(f"{option} {text}: give numbers of sequences separated by commas, e.g. 1,2,4,8")
+        raise InputError(
+            f"{option} {text} is not a list of batch sizes; give numbers of sequences separated by commas, e.g. "
+            "1,2,4,8"
+        )
     return sizes

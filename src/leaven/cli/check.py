@@ -1,4 +1,5 @@
-"""leaven check coordinates, gradients and memory; the others are in check_runs.py"""
+"""Define the commands ``leaven check coordinates``, ``gradients`` and ``memory``. The other checks are in
+check_runs.py."""
 
 import math
 from typing import TYPE_CHECKING, Annotated
@@ -29,18 +30,24 @@ app = group()
 
 WidthsOption = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Widths, separated by commas.", show_default="64,128,256,512 or near"),
+    typer.Option(
+        metavar="LIST", help="Widths of the models, separated by commas.", show_default="64,128,256,512 or similar"
+    ),
 ]
 DepthsOption = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Depths, separated by commas.", show_default="2,4,8,16")
+    str | None,
+    typer.Option(
+        metavar="LIST", help="Numbers of layers of the models, separated by commas.", show_default="2,4,8,16"
+    ),
 ]
-FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this.")]
+FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this number.")]
 BatchOption = Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")]
 AlphaOption = Annotated[
-    float | None, typer.Option(min=0.5, max=1, help="For module:factory, alpha of the rule.", show_default="1")
+    float | None,
+    typer.Option(min=0.5, max=1, help="For module:factory: the rule's exponent alpha.", show_default="1"),
 ]
 HeadsOption = Annotated[
-    bool, typer.Option("--grow-heads", help="Widen the model by larger heads instead of more heads.")
+    bool, typer.Option("--grow-heads", help="Widen the model with larger heads instead of more heads.")
 ]
 
 
@@ -50,7 +57,10 @@ def coordinates(
     widths: WidthsOption = None,
     depths: DepthsOption = None,
     steps: Annotated[
-        int, typer.Option(min=1, help="Training steps, all on one batch; with more than 3 the limits are wider.")
+        int,
+        typer.Option(
+            min=1, help="Number of training steps, all on the same batch. With more than 3, the limits are wider."
+        ),
     ] = 3,
     seeds: SeedsOption = 3,
     lr_factor: FactorOption = 1.0,
@@ -62,10 +72,11 @@ def coordinates(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that activations and their changes keep their size as width and depth grow (coordinate check).
+    """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
-    The recipe keeps its rule and proportions. Its base moves to the smallest width and depth, and its initial values
-    to ones where the exponents of large models show early; the exponents themselves do not depend on them.
+    The check keeps the recipe's rule and its ratio of d_ff to d_model. It moves the base to the smallest width and
+    depth. It also changes the initial values, so that small models already show the exponents of large models. The
+    exponents do not depend on initial values.
     """
     from leaven.verification.coordinates import CoordinateCheck
 
@@ -85,7 +96,10 @@ def gradients(
     widths: WidthsOption = None,
     depths: DepthsOption = None,
     steps: Annotated[
-        int, typer.Option(min=1, help="Training steps; from 150 on, QK gains shared by heads are checked, too.")
+        int,
+        typer.Option(
+            min=1, help="Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too."
+        ),
     ] = 20,
     seeds: SeedsOption = 3,
     lr_factor: FactorOption = 0.125,
@@ -97,10 +111,11 @@ def gradients(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that eps scales with the gradients, every parameter is updated, and the rule's values are exact.
+    """Check that eps scales with the gradients, that every parameter is updated, and that the rule's values are
+    exact.
 
-    The last part is computed from the optimizer's settings over width, depth, batch and tokens, without training: lr,
-    lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
+    The rule's values are computed from the optimizer's settings at several widths, depths, batch sizes and lengths,
+    without training. They are lr, lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
     """
     from leaven.verification.gradients import GradientCheck
 
@@ -131,17 +146,17 @@ def memory(
             "--rank",
             min=0,
             help="Check this rank. Repeatable.",
-            show_default="one each of the first, second and last stage",
+            show_default="one rank each of the first, second and last stage",
         ),
     ] = None,
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Check one rank of every pipeline stage.")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check the planned memory of a rank against two simulated training steps.
+    """Compare the planned memory of a rank with the memory of two simulated training steps.
 
-    The steps run the real model, layout and optimizer of any number of ranks on one processor, with tensors that have
-    shapes but no data. Memory kept between steps may differ by 2%, the peak by 5%.
+    The steps run the real model, layout and optimizer on one processor for any number of ranks, with tensors that
+    have shapes but no data. The memory between steps may differ by 2%, and the peak by 5%.
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
@@ -192,5 +207,5 @@ def _small_models(
 
 def _above_0(lr_factor: float) -> float:
     if not 0 < lr_factor < math.inf:
-        raise InputError(f"--lr-factor {lr_factor:g}: give a number above 0")
+        raise InputError(f"--lr-factor {lr_factor:g} is not above 0; give a number above 0")
     return lr_factor

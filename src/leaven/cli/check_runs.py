@@ -1,4 +1,5 @@
-"""leaven check transfer, duration, batch, decay, init and equivalence: checks that train whole runs"""
+"""Define the checks that train whole runs: ``leaven check transfer``, ``duration``, ``batch``, ``decay``, ``init``
+and ``equivalence``."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -34,19 +35,24 @@ if TYPE_CHECKING:
     from leaven.verification.subject import ModelFamily
 
 LongBatchOption = Annotated[
-    int | None, typer.Option(min=1, help="For module:factory, batch size in tokens.", show_default="512")
+    int | None, typer.Option(min=1, help="For module:factory: batch size in tokens.", show_default="512")
 ]
 TokensOption = Annotated[
-    int | None, count_option("For module:factory, length of a run in tokens.", "131,072; for equivalence 524,288")
+    int | None, count_option("For module:factory: length of a run in tokens.", "131,072; for equivalence 524,288")
 ]
 RunOption = Annotated[
-    Path, typer.Option(metavar="DIR", help="The folder for the training runs; run the command again to resume them.")
+    Path,
+    typer.Option(metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(min=1, help="Worker processes, one thread each.", show_default="one per core")
+    int | None,
+    typer.Option(min=1, help="Number of worker processes, each with one thread.", show_default="one per core"),
 ]
 ScaleOption = Annotated[
-    str | None, typer.Option(metavar="WIDTHxDEPTH", help="Size of the model, e.g. 64x4.", show_default="the recipe's")
+    str | None,
+    typer.Option(
+        metavar="WIDTHxDEPTH", help="Size of the model as WIDTHxDEPTH, e.g. 64x4.", show_default="the recipe's"
+    ),
 ]
 ScalesOption = Annotated[
     str, typer.Option(metavar="LIST", help="Sizes as WIDTHxDEPTH, separated by commas; the first is the base.")
@@ -55,12 +61,13 @@ LrsOption = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Learning rates to train with, at the base; for module:factory, multiples of its lr.",
+        help="Learning rates to try, at the base size, separated by commas. For module:factory: multiples of its lr.",
         show_default="1/4 to 4 times the recipe's",
     ),
 ]
 DurationsOption = Annotated[
-    str, typer.Option(metavar="LIST", help="Lengths of runs, as multiples of the recipe's, separated by commas.")
+    str,
+    typer.Option(metavar="LIST", help="Lengths of runs as multiples of the recipe's length, separated by commas."),
 ]
 
 
@@ -78,7 +85,7 @@ def transfer(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that the best lr of a small model is also the best of a larger one."""
+    """Check that the best lr of a small model is also the best lr of a larger model."""
     sizes = _scales(scales)
     family, _ = _models(subject, overrides, sizes[0], tokens, batch_tokens, source)
     finish(_sweep("transfer", family, "lr", lrs, sizes, seeds, workers, run), output, json_output)
@@ -99,7 +106,7 @@ def duration(
         Path | None,
         typer.Option(
             metavar="OUT.toml",
-            help="Write the recipe with the measured token_exponent to this file.",
+            help="Write a copy of the recipe with the measured token_exponent to this file.",
             show_default=False,
         ),
     ] = None,
@@ -107,7 +114,7 @@ def duration(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that the best lr changes with the length of a run as the rule says; measure the exponent."""
+    """Check that the best lr changes with the length of a run as the rule says, and measure the exponent."""
     from leaven.verification.duration import duration, measured_exponent
 
     if write is not None:
@@ -122,7 +129,7 @@ def duration(
         write_recipe(recipe, write, template=read_text(Path(subject)))
         following = f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"
     elif write is not None:
-        following = f"{write} is not written: no exponent with an interval was measured; see the advice above"
+        following = f"{write} is not written, because no exponent with an interval was measured; see the advice above"
     elif measured is not None and family.rule is not None:
         option = f"--set scaling.token_exponent={measured['scaling.token_exponent']:g}"
         following = f"to use the measured exponent: leaven transfer {subject} {option} --tokens TOKENS -o big.toml"
@@ -146,7 +153,7 @@ def batch(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that the best lr changes with the batch size as the rule says, at equal tokens."""
+    """Check that the best lr changes with the batch size as the rule says, at the same number of tokens."""
     ratios = numbers(batches, "--batches", float)
     family, size = _models(subject, overrides, _scale(scale), tokens, batch_tokens, source)
     scales = [replace(size, batch=ratio) for ratio in (1.0, *ratios)]
@@ -169,7 +176,7 @@ def decay(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Weight decays to train with, at the base.",
+            help="Weight decays to try, at the base size, separated by commas.",
             show_default="1/16 to 16 times the recipe's",
         ),
     ] = None,
@@ -179,11 +186,13 @@ def decay(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that the best weight decay of a small model is also the best of a larger one, or of a longer run."""
+    """Check that the best weight decay of a small model is also the best for a larger model or a longer run."""
     sizes = _scales(scales) if scales else []
     ratios = numbers(durations, "--durations", float)
     if len(sizes) < 2 and not {*ratios} - {1.0}:
-        raise InputError("nothing to compare; type a second size or length: --scales 64x4,128x4 or --durations 1,2,4")
+        raise InputError(
+            "there is nothing to compare; give a second size or length: --scales 64x4,128x4 or --durations 1,2,4"
+        )
     family, base = _recipe_models(subject, overrides, "weight decays", sizes[0] if sizes else None)
     every = [base, *sizes, *(replace(base, tokens=ratio) for ratio in ratios)]
     finish(_sweep("decay", family, "weight_decay", decays, every, seeds, workers, run), output, json_output)
@@ -196,7 +205,9 @@ def init(
     stds: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help="Init stds to train with, at the base.", show_default="1/4 to 4 times the recipe's"
+            metavar="LIST",
+            help="Init stds to try, at the base size, separated by commas.",
+            show_default="1/4 to 4 times the recipe's",
         ),
     ] = None,
     seeds: SeedsOption = 3,
@@ -205,7 +216,7 @@ def init(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that the best init std of a small model is also the best of a larger one."""
+    """Check that the best init std of a small model is also the best init std of a larger model."""
     sizes = _scales(scales)
     family, _ = _recipe_models(subject, overrides, "init stds", sizes[0])
     finish(_sweep("init", family, "init_std", stds, sizes, seeds, workers, run), output, json_output)
@@ -227,10 +238,10 @@ def equivalence(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check that runs with other batch sizes reach the same loss with the rule, and another loss without it.
+    """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
 
-    The rule is exact for many steps with noisy gradients: choose small batches, and at least 200 steps for the
-    largest.
+    The rule is exact in the limit of many steps with noisy gradients. Choose small batches, and at least 200 steps
+    with the largest batch.
     """
     from leaven.verification.equivalence import FACTORY_TOKENS, equivalence
 
@@ -262,7 +273,8 @@ def _models(
     source: str | None = None,
     default_tokens: int | None = None,
 ) -> "tuple[ModelFamily, RunScale]":
-    """Return the models of a recipe or factory, and their scale: by default the recipe's own."""
+    """Return the models of a recipe or a factory, and the scale to train them at. The default is the scale of the
+    recipe."""
     from leaven.verification.foreign import foreign
     from leaven.verification.model_instance import RunScale
     from leaven.verification.subject import recipe_models
@@ -271,7 +283,7 @@ def _models(
     if isinstance(read, Recipe):
         return recipe_models(read, prepare_text), scale or RunScale(read.model.d_model, read.model.n_layers)
     if scale is None:
-        raise InputError(f"{subject}: give the size of the model, e.g. --scale 64x4")
+        raise InputError(f"{subject} has no default size; give the size of the model, e.g. --scale 64x4")
     tokens = tokens or default_tokens
     return foreign(read, scale, prepare_text, source=source, batch_tokens=batch_tokens, tokens=tokens), scale
 
@@ -280,7 +292,7 @@ def _recipe_models(
     subject: str, overrides: list[str] | None, what: str, scale: "RunScale | None"
 ) -> "tuple[ModelFamily, RunScale]":
     if is_factory(subject):
-        raise InputError(f"{subject}: this check changes {what}, which only a recipe states; give a recipe file")
+        raise InputError(f"this check changes {what}, which {subject} does not state; give a recipe file")
     return _models(subject, overrides, scale)
 
 
@@ -310,7 +322,8 @@ def _sweep(
 
 
 def _train(check: "Callable[[RunStore], CheckDocument]", workers: int | None, run: Path) -> CheckDocument:
-    """Return the result of a check that trains whole runs; it can be stopped, and resumed by the same command."""
+    """Run a check that trains whole runs, and return its result. Ctrl-C stops the check, and the same command resumes
+    it."""
     from leaven.verification.runs import ChecksStopped, RunStore
 
     workers = workers or os.cpu_count() or 1
@@ -318,16 +331,20 @@ def _train(check: "Callable[[RunStore], CheckDocument]", workers: int | None, ru
         try:
             return store.keep(check(store))
         except ChecksStopped as stopped:
-            errors.print(f"stopped: {stopped}; run the same command again to resume ({run})")
+            errors.print(f"stopped: {stopped}; run the same command again to resume from {run}")
             raise typer.Exit(75) from None
 
 
 def _require_token_exponent(subject: str, overrides: list[str] | None) -> None:
-    """Raise InputError unless the subject is a recipe whose rule has a token exponent."""
+    """Raise InputError unless ``subject`` is a recipe whose scaling rule has a token exponent."""
     from leaven.scaling.rules import RULES
 
     if is_factory(subject):
-        raise InputError(f"{subject}: --write is for recipes; pass token_exponent to leaven.parametrize")
+        raise InputError(
+            f"--write applies only to recipes, not to {subject}; pass token_exponent to leaven.parametrize"
+        )
     rule = load(Path(subject), overrides).scaling.rule
     if "lr" not in RULES[rule].columns:
-        raise InputError(f"--write: rule {rule} changes nothing with tokens; type --set scaling.rule=complete-d-p")
+        raise InputError(
+            f"--write needs a rule that scales with tokens, and {rule} does not; type --set scaling.rule=complete-d-p"
+        )

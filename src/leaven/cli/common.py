@@ -1,4 +1,4 @@
-"""Shared by the verbs: options, reading a recipe, printing a document, stopping at Ctrl-C."""
+"""Define what several verbs share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
 
 import json
 import re
@@ -37,7 +37,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def count_option(help: str, default: str | bool = False) -> Any:
-    """An option for a count such as 7B, 64k or 32_768. ``default``: its default in words, where it is not fixed."""
+    """Return an option for a count, for example 7B, 64k or 32_768. ``default`` describes a default that is not a
+    fixed number."""
     return typer.Option(parser=_count, metavar="COUNT", help=help, show_default=default)
 
 
@@ -49,24 +50,25 @@ def _count(text: str) -> int:
 
 
 TokensOption = Annotated[
-    int | None, count_option("Use the checkpoint at this many tokens.", "the newest complete one")
+    int | None,
+    count_option("Use the checkpoint that was written at this number of tokens.", "the newest complete checkpoint"),
 ]
 
 
 def require_alone(what: str, others: Mapping[str, object]) -> None:
-    """Raise InputError if any of the other options, by name, was given."""
+    """Raise InputError if another option was given. ``others`` maps the names of options to their values."""
     given = [name for name, value in others.items() if value is not None]
     if given:
-        raise InputError(f"{what} cannot be combined with {given[0]}; leave it out")
+        raise InputError(f"{what} cannot be combined with {given[0]}; leave {given[0]} out")
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a recipe's name for a file: without spaces or special characters."""
+    """Return the name of a recipe in a file: the file's name without spaces and special characters."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
 def group() -> typer.Typer:
-    """Return a verb with subcommands; called without one it prints its help."""
+    """Return a verb with subcommands. Called without a subcommand, it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -79,17 +81,19 @@ def load(recipe: Path, overrides: list[str] | None) -> Recipe:
     """Read a recipe file.
 
     Raises:
-        InputError: if it cannot be read. For the id of a published run the message says how to show it.
+        InputError: if the file cannot be read. For the id of a published run, the message says how to show that run.
     """
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
-        raise InputError(f"{recipe} is a published run, not a recipe file; type: leaven recipes show {recipe}")
+        raise InputError(
+            f"{recipe} is a published run, not a recipe file; to see it, type: leaven recipes show {recipe}"
+        )
     return read_recipe(recipe, overrides or ())
 
 
 def hand_over(document: Document | Sequence[Document], screen: Iterable[RenderableType], json_output: bool) -> None:
-    """Print the document as JSON, or the screen followed by the commands to type next.
+    """Print a document as JSON, or print its screen and then the commands to type next.
 
-    JSON has no infinite numbers or NaN: they become null.
+    In JSON, infinite numbers and NaN become null.
     """
     if json_output:
         data = document.dump() if isinstance(document, Document) else [each.dump() for each in document]
@@ -101,7 +105,7 @@ def hand_over(document: Document | Sequence[Document], screen: Iterable[Renderab
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Yield a function that is true once Ctrl-C or SIGTERM arrived; a second Ctrl-C stops at once."""
+    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. A second Ctrl-C stops at once."""
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:
@@ -120,7 +124,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
 
 
 def prepared(recipe: Recipe) -> Any:
-    """Tokenise the recipe's text, or read its tokens from the cache, with a progress bar."""
+    """Tokenise a recipe's text with a progress bar, or read its tokens from the cache."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

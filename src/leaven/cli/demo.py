@@ -1,4 +1,4 @@
-"""leaven demo"""
+"""Define the command ``leaven demo``."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""leaven export weights, leaven export config"""
+"""Define the commands ``leaven export weights`` and ``leaven export config``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -30,19 +30,19 @@ def weights(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.", show_default=False)
     ],
-    to: Annotated[str, typer.Option(help="The format to write; only huggingface.")] = "huggingface",
+    to: Annotated[str, typer.Option(help="The format to write. Only huggingface is supported.")] = "huggingface",
     dtype: Annotated[str, typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")] = "fp32",
     tokens: TokensOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write a run's model as a folder that transformers loads, with multipliers folded into the weights."""
+    """Write the model of a run as a folder that transformers can load, with multipliers folded into the weights."""
     from leaven.interop.weights import DTYPES, write_huggingface
     from leaven.training.load import load_run
 
     if to != "huggingface":
-        raise InputError(f"--to {to}: only huggingface is supported")
+        raise InputError(f"--to {to} is not supported; type --to huggingface")
     if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: choose from {', '.join(DTYPES)}")
+        raise InputError(f"--dtype {dtype} is not supported; choose from {', '.join(DTYPES)}")
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
     architecture = write_huggingface(
@@ -80,17 +80,19 @@ def config(
             "-o",
             "--output",
             metavar="PATH",
-            help="The file to write; for transformers, the folder.",
+            help="The file to write, or for transformers the folder.",
             show_default="named after the recipe",
         ),
     ] = None,
-    lossy: Annotated[bool, typer.Option(help="Write the file even if values are lost; the file lists them.")] = False,
+    lossy: Annotated[
+        bool, typer.Option(help="Write the file even if it cannot express some values. The file lists these values.")
+    ] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """Write a recipe and its resolved values as the configuration of another training code.
 
-    If the target cannot express some values, they are listed and nothing is written, unless --lossy is given.
+    If the other code cannot express some values, the command lists them and writes nothing, unless --lossy is given.
     """
     from leaven.interop.configs.export import default_path, require_free, target, write
     from leaven.interop.configs.export import export as export_recipe
@@ -103,7 +105,9 @@ def config(
     if export.losses and not lossy:
         warn((loss.text for loss in export.losses), "lost")
         count = f"{len(export.losses)} values" if len(export.losses) > 1 else "one value"
-        raise InputError(f"{recipe}: {to} cannot express {count}, listed above; add --lossy to write the rest")
+        raise InputError(
+            f"{recipe}: {to} cannot express {count} (see the list above); add --lossy to write the other values"
+        )
     write(export, path)
     lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
     following = next_commands.after_export_config(to, path)

@@ -1,4 +1,4 @@
-"""leaven hardware"""
+"""Define the command ``leaven hardware``."""
 
 from typing import Annotated
 
@@ -18,7 +18,7 @@ def hardware(
         str | None,
         typer.Argument(
             metavar="NAME",
-            help="Show only this accelerator, with its sources: e.g. H100-80GB, or cpu for this machine.",
+            help="Show only this accelerator and its sources, e.g. H100-80GB, or cpu for this machine.",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""leaven import config"""
+"""Define the command ``leaven import config``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,7 @@ def config(
         Path,
         typer.Argument(
             metavar="FILE",
-            help="megatron: a script or a list of flags. transformers: config.json or its folder.",
+            help="For megatron, a script or a list of flags. For transformers, config.json or its folder.",
             show_default=False,
         ),
     ],
@@ -39,21 +39,24 @@ def config(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="Number of processes of the run; neither format stores it.", show_default=False
+            min=1,
+            metavar="N",
+            help="Number of processes of the run, which the file does not contain.",
+            show_default=False,
         ),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Read another training code's configuration as a recipe; each value names the flag or key it came from.
+    """Convert another training code's configuration to a recipe. A comment names the flag or key of each value.
 
-    Values that FILE does not give, and settings that a recipe cannot hold, are listed.
+    The command lists values that FILE does not give and settings that a recipe cannot contain.
     """
     from leaven.interop.configs import from_megatron, from_transformers
 
     if source not in next_commands.IMPORTED:
-        raise InputError(f"--from {source}: choose from {', '.join(next_commands.IMPORTED)}")
+        raise InputError(f"--from {source} is not supported; choose from {', '.join(next_commands.IMPORTED)}")
     if output is not None and output.exists():
-        raise InputError(f"{output}: the file exists; give another name")
+        raise InputError(f"{output} exists; give another name with -o")
     name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)
@@ -72,7 +75,7 @@ def config(
         screen = [] if output is None else [wrote(output, found.recipe)]
         hand_over(document, screen, json_output)
     else:
-        typer.echo(render(found.recipe), nl=False)  # so that `> OUT.toml` gives a valid recipe
+        typer.echo(render(found.recipe), nl=False)  # so that `> OUT.toml` writes a valid recipe
     if not json_output:
         for line in found.unknown:
             errors.print(f"unknown   {line}")

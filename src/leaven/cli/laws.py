@@ -1,4 +1,4 @@
-"""leaven laws"""
+"""Define the command ``leaven laws``."""
 
 from typing import Annotated
 
@@ -18,19 +18,25 @@ def laws(
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 7B.")] = None,
     tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.")] = None,
     params_non_embedding: Annotated[
-        int | None, count_option("Size of the model without embeddings, which several laws use.", "--params")
+        int | None, count_option("Size of the model without embeddings. Several laws use it.", "--params")
     ] = None,
     batch_tokens: Annotated[
         int | None,
-        count_option("Batch size in tokens: adds each law's lr at this batch, and compares it with their batches."),
+        count_option(
+            "Batch size in tokens. Also prints each law's lr at this batch size, and the ratio to the law's batch "
+            "size."
+        ),
     ] = None,
     flops: Annotated[
         int | None,
-        count_option("Training FLOPs, in place of --params and --tokens: prints the compute-optimal sizes."),
+        count_option(
+            "Training FLOPs, instead of --params and --tokens. Prints the compute-optimal parameters and tokens."
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --flops: the compute-optimal parameters and tokens, by Chinchilla's three approaches and later work."""
+    """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's three approaches and later
+    laws."""
     if flops is not None:
         others = {"--params": params, "--tokens": tokens, "--batch-tokens": batch_tokens}
         require_alone("--flops", others | {"--params-non-embedding": params_non_embedding})
@@ -41,12 +47,13 @@ def laws(
         if value is None:
             raise InputError(f"{name} is missing; type: leaven laws --params COUNT --tokens COUNT")
     if batch_tokens is not None and batch_tokens <= 0:
-        raise InputError(f"--batch-tokens {batch_tokens}: give at least 1")
+        raise InputError(f"--batch-tokens {batch_tokens} is not positive; give at least 1")
     assert params is not None
     assert tokens is not None
     if params_non_embedding is not None and not 0 < params_non_embedding <= params:
         raise InputError(
-            f"--params-non-embedding {params_non_embedding:,}: give at least 1 and at most --params ({params:,})"
+            f"--params-non-embedding {params_non_embedding:,} is out of range; give at least 1 and at most "
+            f"--params ({params:,})"
         )
     rows = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     if batch_tokens is not None:
@@ -55,6 +62,7 @@ def laws(
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
-    """Return a law's row with its lr and its batch compared with ``--batch-tokens``."""
+    """Return a law's row with its lr at a batch of ``batch_tokens`` and the ratio of this batch to the law's batch.
+    ``critical`` is the critical batch size in tokens."""
     ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
     return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

@@ -1,4 +1,4 @@
-"""leaven new"""
+"""Define the command ``leaven new``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,20 +28,20 @@ def new(
         Path,
         typer.Argument(
             metavar="OUT.toml",
-            help="The recipe file to write; its proxy is written to OUT-proxy.toml.",
+            help="The recipe file to write. The proxy recipe is written to OUT-proxy.toml.",
             show_default=False,
         ),
     ],
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
     tokens: Annotated[
-        int | None, count_option("Length of the run in tokens, e.g. 20B.", "with --from-weights, 20 per parameter")
+        int | None, count_option("Length of the run in tokens, e.g. 20B.", "20 per parameter with --from-weights")
     ] = None,
     proxy: Annotated[
         str | None,
         typer.Option(
             metavar="COUNT",
-            help="Size of the proxy recipe to tune, or none to write no proxy.",
-            show_default="chosen by evidence and cost",
+            help="Size of the proxy model, e.g. 50M, or none to write no proxy recipe.",
+            show_default="chosen by published evidence and cost",
         ),
     ] = None,
     from_run: Annotated[
@@ -49,8 +49,8 @@ def new(
         typer.Option(
             "--from",
             metavar="ID",
-            help="Copy the values of this published run (see leaven recipes list); without --params, its size "
-            "and length too.",
+            help="Copy the values of this published run (see leaven recipes list), and without --params also its "
+            "size and length.",
             show_default=False,
         ),
     ] = None,
@@ -64,12 +64,15 @@ def new(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Continue from this model in Hugging Face format, instead of a new shape.",
+            help="Continue training this model in Hugging Face format, instead of choosing a new shape.",
             show_default=False,
         ),
     ] = None,
     source: Annotated[
-        str, typer.Option(help=r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...")
+        str,
+        typer.Option(
+            help=r"The text to train on, written as source in \[data] of a recipe: a file, a glob or hf://..."
+        ),
     ] = "python-stdlib",
     vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,
     seq_len: Annotated[int | None, count_option("Sequence length in tokens.", "chosen by size")] = None,
@@ -78,9 +81,9 @@ def new(
     proxy_output = output.with_stem(f"{output.stem}-proxy")
     for file in (output, proxy_output):
         if file.exists():
-            raise InputError(f"{file}: the file exists; give another name")
+            raise InputError(f"{file} exists; give another name")
     if not output.parent.is_dir():
-        raise InputError(f"{output}: the folder {output.parent} does not exist; create it, or give another name")
+        raise InputError(f"the folder {output.parent} of {output} does not exist; create it, or give another name")
     if output.stem.endswith((next_commands.PROXY, next_commands.TUNED)):
         raise InputError(
             f"{output}: names ending in -proxy and -tuned are reserved for the recipes derived from OUT.toml; "
@@ -96,7 +99,7 @@ def new(
         reference = find_reference(from_run)
         params, tokens = reference.params_total, tokens or reference.tokens
     if params is None:
-        raise InputError("no size given; type --params COUNT --tokens COUNT, or --from-weights DIR")
+        raise InputError("no size is given; type --params COUNT --tokens COUNT, or --from-weights DIR")
     if tokens is None:
         raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
     cluster = parse_cluster(gpus) if gpus else None
@@ -125,14 +128,14 @@ def new(
 
 
 def _proxy_params(text: str | None) -> int | None:
-    """Return the size of the proxy in parameters: None to let leaven choose, 0 for no proxy."""
+    """Return the size of the proxy in parameters, None if leaven chooses it, or 0 for no proxy."""
     if text is None:
         return None
     if text == "none":
         return 0
     size = parse_quantity(text)
     if size < 1:
-        raise InputError(f"--proxy {text}: give a size such as 50M, or none")
+        raise InputError(f"--proxy {text} is not a size; give a size, e.g. 50M, or none")
     return size
 
 

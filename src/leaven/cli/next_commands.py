@@ -1,8 +1,9 @@
-"""The commands to type next: new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report.
+"""Return the commands to type next: new -> recipes check -> tune -> transfer -> recipes check -> plan -> train ->
+report.
 
-Verbs print them last, and under the key ``next`` with ``--json``. Each command is complete and works as printed.
-``leaven new`` chooses the names: OUT.toml is the target, OUT-proxy.toml the small recipe that is tuned for it, and
-OUT-tuned.toml the target with the tuned values.
+Each verb prints these commands after its result, or with ``--json`` under the key ``next``. A command is complete and
+works as printed. ``leaven new`` chooses the names of files: OUT.toml is the target, OUT-proxy.toml is the small
+recipe that is tuned for the target, and OUT-tuned.toml is the target with the tuned values.
 """
 
 import shlex
@@ -24,7 +25,8 @@ IMPORTED = ("transformers", "megatron")  # the formats that `leaven import confi
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """After a ``recipes check`` that passed: tune the proxy, or train the recipe if it has none."""
+    """Return the commands after a ``recipes check`` that passed: tune the proxy of the recipe, or train the recipe if
+    it has no proxy."""
     sets = _sets(overrides)
     proxy = _beside(path, PROXY)
     if path.stem.endswith(PROXY):
@@ -42,7 +44,8 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """After a study of ``path``: transfer to the target if its file exists, else train the best recipe."""
+    """Return the commands after a study of the recipe at ``path``: transfer the best values to the target, or train
+    the best recipe if the target's file does not exist."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     look = _line("report", study, "-o", study / "report.html")
@@ -52,21 +55,24 @@ def after_tune(path: Path, study: Path) -> list[str]:
 
 
 def after_transfer(output: Path | None, recipe: Recipe) -> list[str]:
-    """After ``transfer``: check and train the new recipe, or the same command with ``-o`` if none was written."""
+    """Return the commands after ``transfer``: check and train the new recipe, or run the same command with ``-o`` if
+    no recipe was written."""
     if output is None:
         return [again("-o", str(_free(Path(f"{recipe.name}-big.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
 def after_import(output: Path | None, recipe: Recipe) -> list[str]:
-    """After ``import config``: check and train the recipe, or the same command with ``-o`` if none was written."""
+    """Return the commands after ``import config``: check and train the new recipe, or run the same command with
+    ``-o`` if no recipe was written."""
     if output is None:
         return [again("-o", str(_free(Path(f"{recipe.name}.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
 def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
-    """After the plan of a recipe: train it in that layout, if it fits and leaven supports it."""
+    """Return the commands after the plan of a recipe: train the recipe in the planned layout, if it fits and leaven
+    supports it."""
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
         return []
@@ -81,19 +87,20 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
 
 
 def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
-    """After the plan of a published run: write a recipe with its values."""
+    """Return the command after the plan of a published run: write a recipe with the values of the run."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """After ``plan --budget``: write a recipe of the middle size."""
+    """Return the command after ``plan --budget``: write a recipe of the middle one of the listed sizes."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """After a finished run: report, sample, and export the weights if an architecture fits."""
+    """Return the commands after a finished run: write a report, sample text, and export the weights if an
+    architecture of transformers fits."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
@@ -109,7 +116,7 @@ def after_bench(path: Path, micro_batch: int) -> list[str]:
 
 
 def after_ramp(path: Path, settings: Sequence[str]) -> list[str]:
-    """After ``bench --noise-from``: train with the proposed ramp."""
+    """Return the command after ``bench --noise-from``: train with the proposed batch ramp."""
     return [_line("train", path, "--run", _run(path.stem), *_sets(settings))]
 
 
@@ -118,16 +125,17 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path) -> list[str]:
-    """After ``export config``: import it again, if leaven reads that format."""
+    """Return the command after ``export config``: import the configuration again, if leaven can read its format."""
     if to not in IMPORTED:
         return []
     return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the commands that tune a proxy. If the target is known, ``--trials`` is the number worth its cost.
+    """Return the commands that tune a proxy. If the target is given, ``--trials`` is the number of trials that pays
+    off for the target.
 
-    If a trial is too large for this machine, ``leaven plan`` for a cluster comes first.
+    If a trial is too large for this machine, the first command is ``leaven plan`` for a cluster.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -139,7 +147,8 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
-    """After ``leaven new`` wrote a target at ``path``: all commands from its proxy, if it has one, to the run."""
+    """Return all commands after ``leaven new`` wrote a target at ``path``, from tuning the proxy, if there is one, to
+    the training of the target."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target)]
     small, tuned = _beside(path, PROXY), _beside(path, TUNED)
@@ -155,14 +164,14 @@ def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
-    """Train a recipe, or plan it on a cluster if it is too large for this machine."""
+    """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
         return [_launch(path, recipe.layout.ranks, gpus_here() or recipe.layout.ranks, sets)]
     return [_line("plan", path, "--gpus", cluster_for(recipe), *sets)]
 
 
 def again(*words: str) -> str:
-    """Return the command that was typed, with more arguments."""
+    """Return the command that was typed, followed by more arguments."""
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
@@ -193,7 +202,7 @@ def _run(stem: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return the path, with a number appended if it exists."""
+    """Return the path, or if it exists the path with a number appended that does not exist."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

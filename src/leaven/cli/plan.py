@@ -1,4 +1,4 @@
-"""leaven plan"""
+"""Define the command ``leaven plan``."""
 
 import shlex
 from itertools import chain
@@ -26,10 +26,16 @@ from leaven.views.terminal.plan import budget_screen, plan_screen
 app = typer.Typer(add_completion=False)
 
 MeasureOption = Annotated[
-    bool, typer.Option("--measure", help="Run three short steps on this machine and calibrate the times by them.")
+    bool,
+    typer.Option(
+        "--measure", help="Run three short steps on this machine and calibrate the predicted times with them."
+    ),
 ]
 HistoryOption = Annotated[
-    bool, typer.Option("--history/--no-history", help="Calibrate the times by earlier runs on this accelerator.")
+    bool,
+    typer.Option(
+        "--history/--no-history", help="Calibrate the predicted times with earlier runs on this accelerator."
+    ),
 ]
 
 
@@ -49,36 +55,43 @@ def plan(
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="Plan this layout instead of the best one, e.g. tp=2,pp=4,mbs=2. Keys: dp tp pp cp ep zero mbs "
-            "(micro-batch) dp_replicate stages_per_rank schedule recompute compile. Keys left out: dp fills the "
-            "cluster, mbs and compile are the recipe's, all others are off.",
+            help="Plan this layout instead of the best layout, e.g. tp=2,pp=4,mbs=2. Keys: dp tp pp cp ep zero mbs "
+            "(micro-batch) dp_replicate stages_per_rank schedule recompute compile. Defaults: dp fills the "
+            "cluster, mbs and compile come from the recipe, and the others are off.",
         ),
     ] = None,
     explain: Annotated[
         str | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="Explain why this layout was not chosen, e.g. tp=4 or pp=8,zero=1. Other keys at their best.",
+            help="Explain why this layout was not chosen, e.g. tp=4 or pp=8,zero=1. Other keys take their best "
+            "values.",
         ),
     ] = None,
     share: Annotated[
         float,
         typer.Option(
-            metavar="SHARE", help="Minimum speed at the start of a batch ramp, as a share of full speed (0 to 1)."
+            metavar="SHARE",
+            help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
         ),
     ] = SHARE,
     price: Annotated[
         str | None,
-        typer.Option(metavar="PRICE", help="Price of one GPU for one hour, e.g. $2.50; adds the cost in money."),
+        typer.Option(
+            metavar="PRICE",
+            help="Price of one GPU for one hour, e.g. $2.50. The plan then includes the cost in money.",
+        ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option("--report", "-o", metavar="HTML", help="Write the plan as an HTML page with charts, too."),
+        typer.Option("--report", "-o", metavar="HTML", help="Also write the plan as an HTML page with charts."),
     ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
-            metavar="CLUSTERxTIME", help="Without RECIPE: list the model sizes that fit, e.g. '64xH100 x 14d'."
+            metavar="CLUSTERxTIME",
+            help="Without RECIPE: list the model sizes that can be trained in this time on this cluster, e.g. "
+            "'64xH100 x 14d'.",
         ),
     ] = None,
     mfu: Annotated[
@@ -86,7 +99,7 @@ def plan(
         typer.Option(metavar="SHARE", help="With --budget: assume this MFU (0 to 1) instead of planning layouts."),
     ] = None,
     moments: Annotated[
-        Moments, typer.Option(help="Optimizer whose memory is planned; leaven itself trains with adam.")
+        Moments, typer.Option(help="Optimizer whose memory is planned. leaven itself trains only with adam.")
     ] = "adam",
     measure: MeasureOption = False,
     history: HistoryOption = True,
@@ -120,9 +133,13 @@ def plan(
             "or without a recipe: leaven plan --budget '64xH100-80GB x 14d'"
         )
     if mfu is not None:
-        raise InputError("--mfu is only for --budget: the speed of a recipe is planned; leave --mfu out")
+        raise InputError(
+            "--mfu applies only to --budget, because the speed of a recipe is predicted; leave --mfu out"
+        )
     if not 0 < share <= 1:
-        raise InputError(f"--share {share:g}: give a share of full speed above 0 and at most 1, e.g. 0.7")
+        raise InputError(
+            f"--share {share:g} is out of range; give a share of the full speed above 0 and at most 1, e.g. 0.7"
+        )
     each = None if price is None else parse_price(price)
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(f"the published run {recipe}", {"--set": overrides or None, "--measure": measure or None})
@@ -151,7 +168,8 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Calibrate a plan by steps measured now (``measure``) or by earlier runs (``history``); else return it as it is.
+    """Return a plan that is calibrated with steps measured now (``measure``), or with earlier runs (``history``), or
+    with neither.
 
     Raises:
         InputError: if this machine does not have the planned accelerator.
@@ -165,9 +183,14 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
     with stopping() as stop, LiveScreen() as screen:
         found = take_steps(recipe, gpus, on_step=screen.counts("measuring"), stop=stop)
     if found is None:
-        errors.print("stopped before the measurement was complete; nothing is written, the same command starts over")
+        errors.print(
+            "stopped before the measurement was complete; nothing is saved, so the same command starts from the "
+            "beginning"
+        )
         raise typer.Exit(75)
     depth, layers = recipe.model.n_layers, " and ".join(map(str, found.layers))
-    of = "" if found.layers == (depth,) else f"; {depth} layers extrapolated from {layers}"
-    errors.print(f"measured {found.record.device}: best matmul {found.matmul_tflops:.3g} TFLOP/s{of}")
+    of = "" if found.layers == (depth,) else f"; the time of {depth} layers is extrapolated from {layers}"
+    errors.print(
+        f"measured {found.record.device}: the fastest matrix product reached {found.matmul_tflops:.3g} TFLOP/s{of}"
+    )
     return plan.calibrated([found.record], recipe.precision.compute)

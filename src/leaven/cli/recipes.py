@@ -1,4 +1,4 @@
-"""leaven recipes list, show, nearest, diff and check"""
+"""Define the commands ``leaven recipes list``, ``show``, ``nearest``, ``diff`` and ``check``."""
 
 import csv
 import sys
@@ -62,7 +62,7 @@ def list_runs(
         list[str] | None,
         typer.Option(
             metavar="PATH=VALUE",
-            help="Only runs with this value, e.g. schedule.shape=cosine; also != < <= > >=. Repeatable.",
+            help="Only runs with this value, e.g. schedule.shape=cosine. Other operators: != < <= > >=. Repeatable.",
         ),
     ] = None,
     json_output: JsonOption = False,
@@ -81,7 +81,9 @@ def list_runs(
 
 @app.command()
 def show(
-    id: Annotated[str, typer.Argument(metavar="ID", help="A run in leaven recipes list, e.g. olmo-7b.")],
+    id: Annotated[
+        str, typer.Argument(metavar="ID", help="The id of a published run (see leaven recipes list), e.g. olmo-7b.")
+    ],
     json_output: JsonOption = False,
 ) -> None:
     """Print all values of one published run, with their sources."""
@@ -97,7 +99,9 @@ def nearest_runs(
     tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.", "of --like")] = None,
     like: Annotated[
         Path | None,
-        typer.Option(metavar="RECIPE", help="Look for runs like this recipe: its size, norms and optimizer."),
+        typer.Option(
+            metavar="RECIPE", help="List runs that are similar to this recipe in size, norms and optimizer."
+        ),
     ] = None,
     norm_placement: Annotated[
         NormPlacement | None, typer.Option(help="List runs with this placement of norms first.")
@@ -107,16 +111,21 @@ def nearest_runs(
     ] = None,
     optimizer: Annotated[Optimizer | None, typer.Option(help="List runs with this optimizer first.")] = None,
     kind: Annotated[
-        Kind, typer.Option(help="The kind of model; mixtures of experts are not compared with dense models.")
+        Kind,
+        typer.Option(help="Only runs of this kind of model. Mixtures of experts are not compared with dense models."),
     ] = "dense",
-    factor: Annotated[float, typer.Option(help="Only runs up to this many times larger or smaller.")] = 4.0,
+    factor: Annotated[
+        float, typer.Option(help="Only runs that are at most this many times larger or smaller.")
+    ] = 4.0,
     limit: Annotated[int, typer.Option(min=1, help="How many runs to list.")] = 5,
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """List the published runs most like a model: norms and optimizer first, then size and length.
+    """List the published runs that are most similar to a model. Norms and optimizer count first, then size and
+    length.
 
-    The nearest run of each lineage (runs that inherit one learning rate) comes before the other runs.
+    The list begins with the nearest run of each lineage, which is a group of runs that share one learning rate. The
+    other runs follow.
     """
     require_alone("--csv", {"--json": json_output or None} if csv_output else {})
     recipe = load(like, None) if like else None
@@ -124,7 +133,7 @@ def nearest_runs(
         params = recipe.model.params if params is None else params
         tokens = recipe.data.tokens if tokens is None else tokens
     if params is None or tokens is None:
-        raise InputError("no size given; type --params and --tokens, or --like RECIPE")
+        raise InputError("no size is given; type --params COUNT --tokens COUNT, or --like RECIPE")
     own = Stack("pre", recipe.model.qk_norm, recipe.hyperparameters.optimizer) if recipe else Stack()
     asked = Stack(
         norm_placement or own.norm_placement,
@@ -140,7 +149,9 @@ def nearest_runs(
 @app.command("diff")
 def diff_runs(
     a: Annotated[str, typer.Argument(metavar="A", help="The id of a published run, or a recipe file (.toml).")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same, to compare with.")],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="The run or recipe to compare with: also an id or a recipe file.")
+    ],
     json_output: JsonOption = False,
 ) -> None:
     """Print the values in which two published runs or recipes differ."""
@@ -159,17 +170,21 @@ def check(
     recipe: RecipeArgument,
     overrides: SetOption = None,
     corpus_tokens: Annotated[
-        int | None, count_option("Size of the text in tokens, e.g. 25B.", "its local files, at 3.75 bytes per token")
+        int | None,
+        count_option(
+            "Size of the text in tokens, e.g. 25B.", "estimated from the local files at 3.75 bytes per token"
+        ),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Check a recipe against the range of published runs: what is outside, which runs show it, what to set.
+    """Compare every value of a recipe with the range of published runs.
 
-    The exit code is 1 if a value is outside.
+    For each value outside the range, the command names published runs and says what to set. The exit code is 1 if a
+    value is outside.
     """
     read = load(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
-        raise InputError(f"--corpus-tokens {corpus_tokens}: give at least 1, e.g. 25B")
+        raise InputError(f"--corpus-tokens {corpus_tokens} is not positive; give at least 1, e.g. 25B")
     found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
@@ -189,21 +204,22 @@ def check(
 
 
 def _text_tokens(recipe: Recipe) -> int | None:
-    """Return an estimate of the tokens in the recipe's files; None for remote files and the built-in sample text."""
+    """Return an estimate of the number of tokens in a recipe's files. Return None for remote files and for the
+    built-in sample text."""
     names = [source.source for source in recipe.data.sources]
     if "python-stdlib" in names:
         return None
     try:
         sizes = [estimated_tokens(name) for name in names]
     except InputError as error:
-        warn([f"{error}; epochs are not checked"])
+        warn([f"{error}; the number of epochs is not checked"])
         return None
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(names) else None
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
-    """Print rows as JSON, as a table, or as CSV, where unknown values are empty."""
+    """Print rows as JSON, as a table or as CSV. In CSV, unknown values are empty."""
     if not csv_output:
         hand_over(rows, screen, json_output)
     elif rows:

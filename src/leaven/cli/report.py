@@ -1,4 +1,4 @@
-"""leaven report"""
+"""Define the command ``leaven report``."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +22,12 @@ def report(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     catalogue: Annotated[
-        bool, typer.Option("--catalogue", help="Describe the published runs, in place of PATH.")
+        bool, typer.Option("--catalogue", help="Describe the published runs, instead of PATH.")
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
     if catalogue and path is not None:
-        raise InputError(f"--catalogue takes no PATH; leave out {path} or --catalogue")
+        raise InputError(f"--catalogue and {path} cannot be combined; leave one of them out")
     if catalogue:
         from leaven.views.catalogue_page import catalogue_page
 

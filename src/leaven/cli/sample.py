@@ -1,4 +1,4 @@
-"""leaven sample"""
+"""Define the command ``leaven sample``."""
 
 import sys
 import time
@@ -21,18 +21,22 @@ def sample_(
     run: RunArgument,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt to continue.")] = "",
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens; an end-of-text token stops earlier.")
+        int, typer.Option(min=1, help="Maximum number of tokens. Generation stops earlier at an end-of-text token.")
     ] = 200,
     temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
+        float, typer.Option(min=0, help="Sampling temperature. At 0, the most likely token is always chosen.")
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 means all.")] = 0,
+    top_k: Annotated[
+        int, typer.Option(min=0, help="Sample from this number of most likely tokens; 0 means all tokens.")
+    ] = 0,
     top_p: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Sample from the most likely tokens that together have this probability."),
+        typer.Option(
+            min=0, max=1, help="Sample from the fewest most likely tokens whose total probability reaches this."
+        ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same text.")] = 0,
-    samples: Annotated[int, typer.Option(min=1, help="How many texts to generate.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
+    samples: Annotated[int, typer.Option(min=1, help="Number of texts to generate.")] = 1,
     tokens: TokensOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -45,7 +49,7 @@ def sample_(
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes on the command line that are not valid UTF-8
-        raise InputError("TEXT is not valid UTF-8; type it in the encoding of the terminal") from None
+        raise InputError("TEXT is not valid UTF-8; type it again in UTF-8") from None
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
     loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,13 +78,14 @@ def sample_(
         return
     count = sum(each.tokens for each in drawn)
     errors.print(
-        f"{count:,} tokens, {count / seconds:.0f} a second; checkpoint at {loaded.tokens:,} tokens, seed {seed}",
+        f"{count:,} tokens at {count / seconds:.0f} tokens/s; checkpoint at {loaded.tokens:,} tokens, seed {seed}",
         style="dim",
     )
 
 
 def shown(text: str) -> str:
-    """Return the text, with control characters replaced on a terminal: a model may generate escape sequences."""
+    """Return the text. On a terminal, control characters are replaced, because a model may generate escape
+    sequences."""
     if not sys.stdout.isatty():
         return text
     return "".join(each if each in "\n\t" or unicodedata.category(each) != "Cc" else "\ufffd" for each in text)

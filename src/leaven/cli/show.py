@@ -1,4 +1,4 @@
-"""leaven show"""
+"""Define the command ``leaven show``."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -28,15 +28,16 @@ def show(
     ] = None,
     rule: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help=f"Print this scaling rule in place of a recipe: {', '.join(RULES)}."),
+        typer.Option(metavar="NAME", help=f"Print this scaling rule instead of a recipe: {', '.join(RULES)}."),
     ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Also compares the initialisation with published ones and states how the optimizer applies weight decay."""
+    """Also compare the initialisation with published initialisations, and say how the optimizer applies weight
+    decay."""
     if rule is not None:
         if rule not in RULES:
-            raise InputError(f"--rule {rule}: no such rule; choose from {', '.join(RULES)}")
+            raise InputError(f"--rule {rule} does not exist; choose from {', '.join(RULES)}")
         document = RuleDocument(**RULES[rule].document())
         hand_over(document, rule_table(document), json_output)
         return
@@ -49,7 +50,7 @@ def show(
 
 
 def resolved(recipe: Recipe, found: list[Caution], following: list[str]) -> ShowDocument:
-    """Return the document of a recipe with its warnings, which are printed on standard error too."""
+    """Return the document of a resolved recipe with its warnings. The warnings are also printed on standard error."""
     warn(each.message for each in found)
     cautions = [asdict(each) for each in found]
     return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, next=following)

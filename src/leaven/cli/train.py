@@ -1,4 +1,4 @@
-"""leaven train"""
+"""Define the command ``leaven train``."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def train_(
         typer.Option(
             "--run",
             "--run-folder",
-            help="The run folder to write. Under torchrun type --run-folder, since torchrun has its own --run.",
+            help="The run folder to write. Under torchrun, type --run-folder, because torchrun itself has --run.",
             show_default="runs/NAME",
         ),
     ] = None,
@@ -45,7 +45,7 @@ def train_(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Where to log curves: tensorboard, wandb, trackio (separated by commas), or none.",
+            help="Where to log curves: tensorboard, wandb or trackio (separated by commas), or none.",
             show_default="tensorboard if installed",
         ),
     ] = None,
@@ -54,23 +54,26 @@ def train_(
         typer.Option(
             min=1,
             metavar="STEPS",
-            help="Print a line every so many steps.",
-            show_default="each validation and each minute",
+            help="Print a line after every STEPS steps.",
+            show_default="after each validation and each minute",
         ),
     ] = None,
     rewind_to: Annotated[
         int | None,
-        count_option("Rewind to the newest checkpoint at or before this many tokens and delete later ones."),
+        count_option(
+            "Rewind to the newest checkpoint at or before this number of tokens, and delete later checkpoints."
+        ),
     ] = None,
     skip_tokens: Annotated[
-        int | None, count_option("With --rewind-to: skip this many tokens of the data from there on.")
+        int | None, count_option("With --rewind-to: skip this number of tokens of the data after the checkpoint.")
     ] = None,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --rewind-to, --set may change schedule, stability, evaluation and the optimizer's values."""
+    """With --rewind-to, --set may change the schedule, stability and evaluation settings and the optimizer's
+    values."""
     if skip_tokens is not None and rewind_to is None:
-        raise InputError("--skip-tokens needs --rewind-to COUNT, the point from which data is skipped")
+        raise InputError("--skip-tokens needs --rewind-to COUNT, which says where skipping begins")
     loaded = load(recipe, overrides)
     folder = run or Path("runs") / loaded.name
 
@@ -86,9 +89,9 @@ def train_(
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
     if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
-        loaded = resized(loaded, world_size())  # a node was lost or came back
+        loaded = resized(loaded, world_size())  # the number of processes changed: a node was lost or returned
     require_trainable(loaded, world_size())
-    if loaded.start.folder is not None:  # fails before hours of tokenising
+    if loaded.start.folder is not None:  # an error is raised here, before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _exit_if_stopped_on_purpose(RunFolder(folder))
@@ -119,16 +122,19 @@ def train_(
     if (summary.finished or json_output) and rank() == 0:
         hand_over(document, trained(document, folder), json_output)
     if not summary.finished:
-        saved = "saved; run it again to resume from there"
+        saved = "saved; run the same command again to resume"
         if summary.unsaved is not None:
-            saved = f"not saved ({summary.unsaved}); run it again to resume from {summary.saved_tokens:,} tokens"
+            saved = (
+                f"not saved ({summary.unsaved}); run the same command again to resume from "
+                f"{summary.saved_tokens:,} tokens"
+            )
         errors.print(f"stopped at {summary.tokens:,} tokens, {saved}")
         raise typer.Exit(75)
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run stopped on purpose. torchrun restarts all processes after any exit code but 0; such a run must
-    stay stopped until the user starts it again."""
+    """Exit with code 0 if the run stopped on purpose. torchrun restarts all processes after any other exit code, but
+    this run must stay stopped until the user starts it again."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(f"the run has stopped ({last['why']}) and is not restarted")

@@ -1,4 +1,4 @@
-"""leaven transfer"""
+"""Define the command ``leaven transfer``."""
 
 from itertools import chain
 from pathlib import Path
@@ -25,14 +25,21 @@ def transfer_(
     depth: Annotated[int | None, count_option("Target number of layers.", "unchanged")] = None,
     batch_tokens: Annotated[int | None, count_option("Target global batch size in tokens.", "unchanged")] = None,
     tokens: Annotated[int | None, count_option("Target length of the run in tokens, e.g. 20B.", "unchanged")] = None,
-    d_ff: Annotated[int | None, count_option("Target d_ff.", "same ratio to d_model")] = None,
-    d_head: Annotated[int | None, count_option("Target head dimension.", "unchanged; heads are added")] = None,
-    kv_heads: Annotated[int | None, count_option("Target number of key-value heads.", "same ratio to heads")] = None,
+    d_ff: Annotated[
+        int | None, count_option("Target d_ff (width of the MLP).", "same ratio to d_model as in RECIPE")
+    ] = None,
+    d_head: Annotated[
+        int | None, count_option("Target head dimension (d_head).", "unchanged; heads are added instead")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, count_option("Target number of key-value heads.", "same ratio to query heads as in RECIPE")
+    ] = None,
     like: Annotated[
         Path | None,
         typer.Option(
             metavar="TARGET.toml",
-            help="Put the tuned values into this recipe, which keeps its shape, batch, tokens, data and layout.",
+            help="Put the tuned values into this recipe. Its shape, batch size, tokens, data and layout do not "
+            "change.",
             show_default=False,
         ),
     ] = None,
@@ -40,15 +47,17 @@ def transfer_(
         Path | None,
         typer.Option("-o", "--output", help="The recipe file to write.", show_default="print the table only"),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of -o if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output file if it exists.")] = False,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
     asked = any(size is not None for size in (width, depth, batch_tokens, tokens, d_ff, d_head, kv_heads))
     if like is None and not asked:
-        raise InputError("no target given; type --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml")
+        raise InputError(
+            "no target is given; type --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml"
+        )
     if like is not None and asked:
-        raise InputError("--like takes all sizes from its recipe; leave out the other sizes, or --like")
+        raise InputError("--like takes all sizes from its recipe; leave out --like or the other sizes")
     if output is not None:
         _require_new(output, [recipe, *([like] if like else [])], force)
     small = load(recipe, overrides if like is None else None)
@@ -76,9 +85,10 @@ def transfer_(
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:
-    """Raise InputError if the output exists and ``force`` is not given, or if it is one of the inputs."""
+    """Raise InputError if the output file exists and ``force`` is false, or if the output file is one of the
+    inputs."""
     for path in inputs:
         if output.exists() and path.exists() and output.samefile(path):
-            raise InputError(f"-o {output}: this is an input file; give another name")
+            raise InputError(f"-o {output} is an input file; give another name")
     if output.is_file() and not force:
-        raise InputError(f"-o {output}: the file exists; give another name, or --force to overwrite it")
+        raise InputError(f"-o {output} exists; give another name, or add --force to overwrite it")

@@ -1,4 +1,4 @@
-"""leaven tune"""
+"""Define the command ``leaven tune``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False)
 
-TRIALS = 32  # if no budget is given
+TRIALS = 32  # the number of trials if no budget is given
 
 
 @app.command()
@@ -26,7 +26,8 @@ def tune(
         str,
         typer.Option(
             metavar="DIR_OR_URL",
-            help="The study's folder, or a database shared by machines: postgresql://USER@HOST/DATABASE, sqlite:///FILE.",
+            help="The folder of the study, or a database that several machines share: "
+            "postgresql://USER@HOST/DATABASE or sqlite:///FILE.",
             show_default=False,
         ),
     ],
@@ -34,12 +35,12 @@ def tune(
         int | None, typer.Option(min=1, help="Total number of trials, including finished ones.", show_default="32")
     ] = None,
     flops: Annotated[
-        float | None, typer.Option(help="FLOP budget of all trials together, e.g. 1e18.", show_default="no limit")
+        float | None, typer.Option(help="Total FLOP budget of all trials, e.g. 1e18.", show_default="no limit")
     ] = None,
     hours: Annotated[
         float | None,
         typer.Option(
-            help="Time budget in hours; time with trials on several machines at once counts once.",
+            help="Time budget in hours. Time in which several machines run trials at once counts only once.",
             show_default="no limit",
         ),
     ] = None,
@@ -56,7 +57,11 @@ def tune(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Worker processes, one thread each.", show_default="one per core; 1 on a GPU"),
+        typer.Option(
+            min=1,
+            help="Number of worker processes, each with one thread.",
+            show_default="one per core, or 1 on a GPU",
+        ),
     ] = None,
     stack: Annotated[
         int | None,
@@ -66,7 +71,8 @@ def tune(
         str | None,
         typer.Option(
             metavar="COUNT,COUNT",
-            help="Train each trial for several lengths in tokens, branching off one trunk (wsd schedule only).",
+            help="Train each trial for several lengths in tokens, which branch off a common trunk (only for the "
+            "wsd schedule).",
         ),
     ] = None,
     out: Annotated[
@@ -96,10 +102,12 @@ def tune(
     if trials is None and flops is None and hours is None:
         trials = TRIALS
     one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
-    # Raises InputError for a wrong budget or method, before anything is written.
+    # This raises InputError for a wrong budget or method before anything is written.
     known_runs(Axes.of(searched.dimensions), method, Budget(trials, flops, hours, one))
     if flops is not None and flops < one:
-        raise InputError(f"--flops {flops:g}: one trial takes {one:.3g} FLOPs; give at least that")
+        raise InputError(
+            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
+        )
     workers = workers or (1 if torch.cuda.is_available() else cores())
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
     tokens = prepared(loaded)
@@ -119,7 +127,7 @@ def tune(
         width = console.width if console.is_terminal else None
         hand_over(document, answer_lines(state, folder, width, trials), json_output)
     if interrupted:
-        errors.print(f"stopped after {document.trials} trials; run it again to resume")
+        errors.print(f"stopped after {document.trials} trials; run the same command again to resume")
         raise typer.Exit(75)
     if state.best is None:
         errors.print(opened.nothing)
@@ -127,18 +135,24 @@ def tune(
 
 
 def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return the database URL, or None if the study is a folder, and the folder of the results."""
+    """Return the URL of the study's database and the folder of the results. The URL is None if the study is a
+    folder."""
     if not study:
         raise InputError("--study is empty; give a folder, or the URL of a database")
     return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
 
 
 def _as_of_stacks(space: "Space", durations: bool) -> "Space":
-    """Return the space of a study that was started with stacked trials, so that the same command resumes it."""
+    """Return the search space for a study that was started with stacked trials, so that the same command resumes the
+    study."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
-    errors.print("--stack is obsolete: trials now run one per worker; set --workers for more at once")
+    errors.print(
+        "--stack is obsolete, because each worker now runs one trial; set --workers to run more trials at once"
+    )
     if durations:
         raise InputError("--stack and --durations cannot be combined; leave one out")
-    space = space.without(BATCH, "stacked trials share a batch").without(TOKENS, "stacked trials share a duration")
+    space = space.without(BATCH, "stacked trials must have the same batch size").without(
+        TOKENS, "stacked trials must have the same duration"
+    )
     return space.without(DROPOUT, "trials with dropout cannot be stacked")

@@ -1,4 +1,4 @@
-"""One-line messages for wrong command lines."""
+"""Write one-line messages for wrong command lines."""
 
 import difflib
 import re
@@ -6,9 +6,11 @@ from typing import Any
 
 
 def usage_message(error: Any) -> str | None:
-    """What is wrong with a command line and what to type; None if ``error`` is not one of typer's usage errors.
+    """Return a message that says what is wrong with a command line and what to type. Return None if ``error`` is not
+    a usage error of typer.
 
-    Some versions of typer bundle their own click, so its errors are recognised by their attributes, not their class.
+    Some versions of typer contain a copy of click, so errors of click are recognised by their attributes and not by
+    their class.
     """
     if not hasattr(error, "format_message"):
         return None
@@ -17,10 +19,13 @@ def usage_message(error: Any) -> str | None:
     param: Any = getattr(error, "param", None)
     if unknown := re.match(r"No such command '(.*?)'", message):
         verbs = context.command.list_commands(context)
-        return f"no such command: {context.command_path} {unknown[1]}; {_suggestion(unknown[1], verbs, context)}"
+        return (
+            f"the command {context.command_path} {unknown[1]} does not exist; "
+            f"{_suggestion(unknown[1], verbs, context)}"
+        )
     if message.startswith("No such option"):
         options = [name for each in context.command.get_params(context) for name in each.opts if name[:2] == "--"]
-        return f"no such option: {error.option_name}; {_suggestion(error.option_name, options, context)}"
+        return f"the option {error.option_name} does not exist; {_suggestion(error.option_name, options, context)}"
     if message.startswith("Missing") and param is not None:
         return f"{_name(param)} is missing; type: {_usage(context)}"
     if param is not None:
@@ -43,7 +48,7 @@ def _metavar(param: Any) -> str:
 
 
 def _usage(context: Any) -> str:
-    """Return the command with its required arguments: ``leaven export config RECIPE --to TARGET``."""
+    """Return the command with its required arguments, for example ``leaven export config RECIPE --to TARGET``."""
     words = [context.command_path]
     for param in context.command.get_params(context):
         if param.required:
