@@ -202,7 +202,7 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
 
 
 def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path) -> None:
-    for folder, words in ((tmp_path, "no run, study, check or demo"), (tmp_path / "none", "no such folder")):
+    for folder, words in ((tmp_path, "no run, study, check or demo"), (tmp_path / "none", "does not exist")):
         refused = serve(folder)
         assert refused.wait(60) == 2
         assert words in " ".join(refused.communicate()[1].split())

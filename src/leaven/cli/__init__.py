@@ -23,7 +23,7 @@ VERBS = {
     "new": "Write a recipe, and a small proxy recipe on which to tune it, with a reason for every value.",
     "show": "Print the shape, init std, lr, weight decay, betas, eps and multiplier of every parameter.",
     "transfer": "Scale a recipe to another width, depth, batch size or length. Warn where that is untested.",
-    "plan": "Find the best layout on a cluster; predict memory, speed, time and cost. With --budget: model sizes that fit.",
+    "plan": "Predict memory, speed, time and cost on a cluster in the best layout. --budget lists sizes that fit.",
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
     "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
@@ -33,7 +33,7 @@ VERBS = {
     "import": "Import the configuration of another training code as a recipe.",
     "bench": "Measure tokens/s, MFU and memory at several batch sizes, and propose where a batch ramp starts.",
     "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs.",
-    "serve": "Show runs, studies and checks live in a browser, with a planner and the published runs.",
+    "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
     "demo": "Tune a small model on real text, transfer its values to a larger model, train that and write a report.",
 }
 

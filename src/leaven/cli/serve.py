@@ -1,4 +1,4 @@
-"""leaven serve"""
+"""Define the command ``leaven serve``."""
 
 import os
 import secrets
@@ -23,27 +23,32 @@ def serve(
     folders: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="FOLDER...", help="Show what is in these folders and below.", show_default="the current folder"
+            metavar="FOLDER...",
+            help="Show the runs, studies, checks and demos in these folders and their subfolders.",
+            show_default="the current folder",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port of 127.0.0.1 to listen at.")] = PORT,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port to listen at on 127.0.0.1.")] = PORT,
     json_output: JsonOption = False,
 ) -> None:
     try:
         import starlette  # noqa: F401
         import uvicorn
     except ImportError as error:
-        raise InputError(f"this needs {error.name}, which is not installed: pip install 'leaven[serve]'") from None
+        raise InputError(
+            f"this needs the package {error.name}, which is not installed; run: pip install 'leaven[serve]'"
+        ) from None
     from leaven.server.app import application
     from leaven.server.folders import find
 
     roots = [folder.resolve() for folder in folders or [Path()]]
     for folder, root in zip(folders or [], roots, strict=False):
         if not root.is_dir():
-            raise InputError(f"{folder}: no such folder; give the folder of runs or studies")
+            raise InputError(f"the folder {folder} does not exist; give a folder of runs or studies")
         if next(find([root]), None) is None:
             raise InputError(
-                f"{folder}: no run, study, check or demo in it; give the folder that leaven train --run, leaven tune "
+                f"{folder} contains no run, study, check or demo; give the folder that leaven train --run, leaven "
+                "tune "
                 "--study, leaven check --run or leaven demo writes"
             )
     token = secrets.token_urlsafe(18)
@@ -52,10 +57,12 @@ def serve(
         try:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
-            raise InputError(f"--port {port}: {os.strerror(error.errno or 0).lower()}; give another port") from None
+            raise InputError(
+                f"--port {port} cannot be used ({os.strerror(error.errno or 0).lower()}); give another port"
+            ) from None
         url = f"http://127.0.0.1:{port}/?token={token}"
         document = ServeDocument(url=url, folders=[str(root) for root in roots])
         hand_over(document, [f"open       {url}", "stop       Ctrl-C"], json_output)
         server = uvicorn.Server(uvicorn.Config(application(roots, token), log_level="warning", server_header=False))
-        with suppress(KeyboardInterrupt):  # the way to stop it
+        with suppress(KeyboardInterrupt):  # Ctrl-C stops the server
             server.run([listener])
