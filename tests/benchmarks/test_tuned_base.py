@@ -5,7 +5,7 @@ import tomllib
 from benchmarks.tuned_base import __main__ as study
 
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.runs import find_run, load_runs, own_runs
+from leaven.catalogue.runs import load_runs, own_runs
 from leaven.recipe.files import read_recipe
 
 NAME = read_recipe(study.RECIPE).name
@@ -25,16 +25,6 @@ def test_the_loss_of_the_answer_is_of_its_runs() -> None:
     losses = [trial.loss for trial in trials if trial.octaves == point and trial.loss is not None]
     assert len(losses) >= best.runs
     assert min(losses) <= best.loss <= max(losses)
-
-
-def test_every_value_lies_between_what_is_as_good() -> None:
-    tuning = find_run(NAME).tuning
-    assert tuning is not None
-    assert tuning.values.keys() == tuning.intervals.keys()
-    for path, (low, high) in tuning.intervals.items():
-        assert low <= tuning.values[path] <= high, path
-    low, high = tuning.loss_interval
-    assert low <= tuning.loss <= high
 
 
 def test_it_has_no_vote() -> None:

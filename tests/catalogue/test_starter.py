@@ -4,7 +4,6 @@ import math
 import re
 import tomllib
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -133,12 +132,6 @@ def test_weights_of_votes_fall_to_zero_at_the_edge() -> None:
     weights = near.weights([run.id for run in near.runs])
     assert min(weights.values()) < 0.001
     assert max(weights.values()) > 0.5
-
-
-def test_neighbouring_sizes_have_neighbouring_lrs() -> None:
-    """The sizes are 32% apart; the nearest run of a lineage may change, and batches differ by factors of 1.5."""
-    lrs = [new(10 ** (8 + n / 50), 20 * 10 ** (8 + n / 50)).recipe.hyperparameters.lr for n in range(0, 151, 6)]
-    assert max(abs(math.log(b / a)) for a, b in pairwise(lrs)) < math.log(1.75)
 
 
 def test_a_ramp_of_published_proportions() -> None:

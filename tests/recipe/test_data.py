@@ -2,7 +2,6 @@ import pytest
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
-from leaven.recipe.recipe import Recipe
 
 SEVERAL = """source = [  # mixed
     { source = "web/*.parquet", weight = 3 },
@@ -13,12 +12,6 @@ SEVERAL = """source = [  # mixed
 @pytest.fixture
 def several(tiny_text: str) -> str:
     return "\n".join(SEVERAL if line.startswith("source") else line for line in tiny_text.splitlines()) + "\n"
-
-
-def test_a_single_source(tiny: Recipe) -> None:
-    (source,) = tiny.data.sources
-    assert (source.source, source.text) == (tiny.data.source, "text")
-    assert tiny.data.proportions == (1,)
 
 
 def test_sources_and_their_comments_survive_a_change_elsewhere(several: str) -> None:
@@ -43,7 +36,6 @@ def test_sources_are_written_and_read_back(several: str, tiny_text: str) -> None
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("5", "[data] source: input should be a valid string, not 5"),
         ("[]", "[data] source: tuple should have at least 1 item"),
         ('[{sorce="x"}]', "[data.source.0] sorce: no such key; did you mean source?"),
         ('[{source="x", weight=0}]', "[data.source.0] weight: input should be greater than 0, not 0"),
@@ -58,13 +50,3 @@ def test_wrong_sources_are_refused_in_one_line(tiny_text: str, given: str, messa
     with pytest.raises(InputError) as caught:
         parse_recipe(tiny_text, "x.toml", [f"data.source={given}"])
     assert message in str(caught.value)
-
-
-def test_documents_and_the_corrupt_share_are_validated(tiny_text: str) -> None:
-    for override, message in (
-        ("data.documents=apart", "[data] documents: input should be 'packed' or 'isolated', not 'apart'"),
-        ("data.corrupt_share=2.0", "[data] corrupt_share: input should be less than or equal to 1, not 2.0"),
-    ):
-        with pytest.raises(InputError) as caught:
-            parse_recipe(tiny_text, "x.toml", [override])
-        assert message in str(caught.value)

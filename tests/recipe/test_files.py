@@ -1,6 +1,5 @@
 """The recipe file: round trips, comments, overrides, and errors for bad input."""
 
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,15 +7,8 @@ from typing import Any
 import pytest
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, read_recipe, render, write_recipe
+from leaven.recipe.files import parse_recipe, read_recipe, render
 from leaven.recipe.recipe import Recipe, differences
-
-
-def test_a_file_with_every_value_reads_back_equal(tiny: Recipe) -> None:
-    text = render(tiny)
-    assert parse_recipe(text, "x") == tiny
-    for section in ("model", "data", "batch", "schedule", "hyperparameters", "scaling", "precision", "layout"):
-        assert section in tomllib.loads(text)
 
 
 def test_comments_and_order_survive_a_change(tiny: Recipe, tiny_text: str) -> None:
@@ -65,10 +57,8 @@ def test_global_clipping_is_a_number_and_the_others_a_table(tiny: Recipe, tiny_f
     ("override", "path", "value"),
     [
         ("data.tokens=1M", ("data", "tokens"), 1_000_000),
-        ("data.tokens=20_480", ("data", "tokens"), 20_480),
         ("hyperparameters.lr=2e-3", ("hyperparameters", "lr"), 0.002),
         ("schedule.decay=wsd", ("schedule", "decay"), "wsd"),
-        ('schedule.decay="wsd"', ("schedule", "decay"), "wsd"),
         ("model.qk_norm=false", ("model", "qk_norm"), False),
         (
             "hyperparameters.modules.attention.query.lr=0.5",
@@ -88,29 +78,22 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
     ("override", "message"),
     [
         ("model.d_modle=64", r"\[model\] d_modle: no such key; did you mean d_model\?"),
-        ("hyperparamters.lr=1", r"hyperparamters: no such key; did you mean hyperparameters\?"),
         ("hyperparameters.modules.embedding.lrr=2", r"lrr: no such key; did you mean lr\?"),
         (
             "batch.ramp.start=3",
             r"\[batch.ramp\] start: no such key; there are start_tokens, increment_tokens, over_tokens",
         ),
         ('model.d_model="wide"', r"\[model\] d_model: input should be a valid integer, not 'wide'"),
-        ('hyperparameters.lr="0.1"', r"\[hyperparameters\] lr: input should be a valid number, not '0.1'"),
         ("hyperparameters.lr=-1", r"\[hyperparameters\] lr: input should be greater than 0, not -1"),
         ("hyperparameters.lr=nan", r"\[hyperparameters\] lr: input should be a finite number"),
         (
             "hyperparameters.grad_clip=-1",
             r"\[hyperparameters.grad_clip\] limit: .* greater than or equal to 0, not -1",
         ),
-        ("hyperparameters.grad_clip={mode='runing'}", "mode: input should be 'global', 'per-module' or 'running'"),
         ("hyperparameters.modules.embedding.residual=2", "only attention.out and mlp.out have one"),
         ("model.d_model=65", r"d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
         ("batch.tokens=100", "not a whole number of sequences of 32; use 96 or 128"),
-        (
-            "batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 9}",
-            "the ramp starts at 512 tokens, above its end of 256",
-        ),
         ("schedule.decay=cosin", "should be 'cosine', 'linear', 'wsd', 'inverse_sqrt' or 'constant', not 'cosin'"),
         ("schedule.warmup_tokens=1M", "longer than the run"),
         (
@@ -143,12 +126,6 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
     with pytest.raises(InputError, match="missing; every recipe needs it"):
         read_recipe(tmp_path / "empty.toml")
-
-
-def test_writing_into_a_missing_folder_fails_and_leaves_nothing(tiny: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot be written: No such file or directory"):
-        write_recipe(tiny, tmp_path / "absent" / "x.toml")
-    assert os.listdir(tmp_path) == []
 
 
 def test_differences_leave_out_what_does_not_change_the_loss(tiny: Recipe) -> None:

@@ -39,7 +39,3 @@ def test_folded_weights_compute_the_same_function(tiny: Recipe, shape: dict[str,
     torch.testing.assert_close(plain(tokens), made(tokens), rtol=1e-11, atol=1e-11)
     plain.load_state_dict(made.state_dict())
     assert not torch.allclose(plain(tokens), made(tokens), rtol=1e-2)
-
-
-def test_at_the_base_nothing_is_folded(tiny: Recipe) -> None:
-    assert not folding(tiny.model, resolve(tiny))

@@ -109,9 +109,3 @@ def test_the_forms_of_table_3_and_table_8_train_alike_if_eps_and_decay_move_too(
         scale = 4 if name == "unembedding.weight" else 1
         if same:
             torch.testing.assert_close(close[name], scale * parameter, rtol=1e-9, atol=1e-9)
-
-
-def test_larger_heads_reach_the_model(tiny: Recipe) -> None:
-    big = transfer(tiny, width=32, d_head=16)
-    model = build_model(big.model, resolve(big), 0)
-    assert [block.attention.scale for block in model.layers] == [pytest.approx(8**0.5 / 16)] * 2

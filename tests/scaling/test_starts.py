@@ -38,13 +38,6 @@ def test_one_entry_for_each_module_or_two_if_its_blocks_differ(tiny: Recipe) -> 
     assert last["gpt2"] == pytest.approx(0.02 / math.sqrt(10))
 
 
-def test_a_single_block_has_one_entry_for_each_matrix(tiny: Recipe) -> None:
-    recipe = tiny.replace({"model.n_layers": 1, "model.qk_norm_per_head": True, "model.bias": True})
-    found = starts(recipe, resolve(recipe))
-    assert {start.layers for start in found} == {"", "0"}
-    assert not any(start.module.startswith(("norm", "biases")) for start in found)
-
-
 def test_the_document_states_which_init_applies(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mt-nlg", "hyperparameters.init_std": None})
     assert describe(tiny, 0)["init"]["why"] == "rule: init_std 0.1 at the base, moved by complete-d-p"

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tests.verification.test_long_checks import InThisProcess
 from torch import Tensor, nn
 
 from leaven.cli import main
@@ -19,6 +20,7 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
+from leaven.verification import runs
 from leaven.verification.activation_recorder import ActivationRecorder
 from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
 from leaven.verification.equivalence import equivalence
@@ -269,6 +271,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
 def test_transfer_from_the_command_line_resumes_and_has_a_report(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(runs, "Pool", InThisProcess)
     tiny = ("--lrs", "1,50,2500", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
     check = ("check", "transfer", "their_model:plain", "--run", "runs", "--scales", "16x1,32x1", *tiny)
     code = cli(monkeypatch, *check, "-o", "there.html")

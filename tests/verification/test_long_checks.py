@@ -24,6 +24,13 @@ SMALL, WIDE = RunScale(16, 2), RunScale(32, 2)
 GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
+class InThisProcess(ThreadPoolExecutor):
+    """Replaces worker processes, which take seconds to import torch."""
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
 def pretend(folder: Path, loss: Callable[[Recipe], float]) -> RunStore:
     """Return a store whose runs end at a known loss."""
 
@@ -123,13 +130,6 @@ def test_an_impossible_lr_is_an_error(tiny: Recipe, tmp_path: Path) -> None:
         transfer(family(tiny), [1, 5, 20], RunStore(tmp_path))
 
 
-def test_one_scale_or_two_lrs_are_refused(tiny: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="two scales and three values of lr"):
-        transfer(family(tiny), GRID, RunStore(tmp_path), scales=[SMALL])
-    with pytest.raises(InputError, match="--lrs"):
-        transfer(family(tiny), GRID[:2], RunStore(tmp_path))
-
-
 def moves(recipe: Recipe) -> bool:
     return recipe.batch.tokens != recipe.base.batch_tokens
 
@@ -167,13 +167,6 @@ def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path) -> N
 def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves 10 steps.*204,800 tokens"):
         equivalence(family(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
-
-
-class InThisProcess(ThreadPoolExecutor):
-    """Replaces worker processes, which take seconds to import torch."""
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
 
 
 def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

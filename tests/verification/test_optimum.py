@@ -40,10 +40,6 @@ def test_the_interval_covers_a_shift_due_to_noise():
     assert octaves.low < 0 < octaves.high
 
 
-def test_an_optimum_at_the_edge_of_the_grid():
-    assert [parabola(best).edge for best in (-12, -7, -1)] == [-1, 0, 1]
-
-
 def test_the_exponent_of_half_an_octave_per_doubling():
     found = exponent({1: parabola(-6.5), 2: parabola(-7.0), 4: parabola(-7.5)})
     assert (found.value, found.low, found.high) == (pytest.approx(-0.5),) * 3

@@ -30,10 +30,6 @@ def coordinate_check(of: RecipeFamily) -> CheckDocument:
 STEPS = 6  # of gradient checks with a fault; wrong exponents show at the first step
 
 
-def gradient_check(of: RecipeFamily, steps: int) -> CheckDocument:
-    return GradientCheck(of, WIDTHS, DEPTHS, seeds=1, steps=steps).run()
-
-
 def failing(verdict: CheckDocument) -> set[tuple[str, str]]:
     return {(row.module, row.axis) for row in failed(verdict)}
 
@@ -47,7 +43,7 @@ def test_a_right_rule_passes_the_coordinate_check():
 
 
 def test_a_right_rule_passes_the_gradient_check():
-    verdict = gradient_check(family(start=GradientCheck.start), steps=20)
+    verdict = GradientCheck(family(start=GradientCheck.start), WIDTHS, DEPTHS, seeds=1, steps=10).run()
     assert verdict.passed, failed(verdict)
     eps = {(row.module, row.axis): row.parts["eps"] for row in verdict.rows if "eps" in row.parts}
     assert eps["embedding", "width"] == pytest.approx(-1)
@@ -55,27 +51,27 @@ def test_a_right_rule_passes_the_gradient_check():
     assert eps["unembedding", "width"] == pytest.approx(0, abs=1e-9)
 
 
-def test_readout_lr_unscaled():
-    verdict = CoordinateCheck(family(families.readout_lr_unscaled), WIDTHS, (2,), seeds=1).run()
-    assert verdict.fault == "unembedding"
-    assert ("unembedding", "width") in failing(verdict)
-
-
 def test_embedding_eps_unscaled():
-    verdict = gradient_check(family(families.embedding_eps_unscaled, start=GradientCheck.start), STEPS)
+    checked = family(families.embedding_eps_unscaled, start=GradientCheck.start)
+    verdict = GradientCheck(checked, WIDTHS, (2,), seeds=1, steps=STEPS).run()
     assert failing(verdict) == {("embedding", "width"), ("embedding", "bookkeeping")}
 
 
-def test_residual_multiplier_left_out():
-    verdict = CoordinateCheck(family(families.residual_left_out), (64,), DEPTHS, seeds=1).run()
-    assert verdict.fault == "residual"
-    assert ("residual", "depth") in failing(verdict)
-
-
-def test_depth_in_the_init_on_top_of_the_multiplier():
-    verdict = coordinate_check(family(families.depth_in_the_init_as_well))
-    assert verdict.fault in {"attention.out", "mlp.out"}
-    assert {axis for _, axis in failing(verdict)} == {"depth"}
+@pytest.mark.parametrize(
+    ("fault", "widths", "depths", "found"),
+    [
+        (families.readout_lr_unscaled, WIDTHS, (2,), {("unembedding", "width")}),
+        (families.residual_left_out, (64,), DEPTHS, {("residual", "depth")}),
+        (families.depth_in_the_init_as_well, (64,), DEPTHS, {("attention.out", "depth"), ("mlp.out", "depth")}),
+        (families.rule_applied_twice, WIDTHS, (2,), {("attention.query", "width"), ("mlp.in", "width")}),
+        (families.hidden_lr_of_alpha_one_half, (64,), DEPTHS, {("mlp.out", "depth"), ("attention.out", "depth")}),
+    ],
+    ids=["readout lr", "residual left out", "depth in the init", "rule twice", "lr of another alpha"],
+)
+def test_the_coordinate_check_names_the_fault(fault, widths, depths, found):
+    verdict = CoordinateCheck(family(fault), widths, depths, seeds=1).run()
+    assert found <= failing(verdict)
+    assert {axis for _, axis in failing(verdict)} == {axis for _, axis in found}
 
 
 def test_only_the_gradient_check_sees_unscaled_weight_decay():
@@ -88,11 +84,6 @@ def test_only_the_gradient_check_sees_unscaled_weight_decay():
     assert "embedding" not in rows
     assert all("lr x decay FALLS" in row.note for row in rows.values())
     assert CoordinateCheck(family(families.decay_unscaled), WIDTHS, (2,), seeds=1).run().passed
-
-
-def test_rule_applied_twice():
-    verdict = CoordinateCheck(family(families.rule_applied_twice), WIDTHS, (2,), seeds=1).run()
-    assert {"attention.query", "mlp.in"} <= {module for module, axis in failing(verdict) if axis == "width"}
 
 
 def test_the_standard_rule_fails():
@@ -137,9 +128,3 @@ def test_gradients_at_alpha_one_half():
     faults = failed(GradientCheck(mixed, (64,), DEPTHS, seeds=1, steps=STEPS).run())
     assert {"attention.query", "attention.out", "mlp.in", "mlp.out"} <= {row.module for row in faults}
     assert all("eps GROWS against the gradient" in row.note for row in faults)
-
-
-def test_hidden_lr_of_alpha_one_half_fails_at_alpha_one():
-    half = family(families.hidden_lr_of_alpha_one_half)
-    verdict = CoordinateCheck(half, (64,), DEPTHS, seeds=1).run()
-    assert {"mlp.out", "attention.out"} <= {module for module, _ in failing(verdict)}

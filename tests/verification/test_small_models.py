@@ -34,13 +34,6 @@ def test_every_recipe_has_small_widths(shape: dict[str, int]) -> None:
     assert "vocab_size 49,152 -> 4,096" in changed
 
 
-def test_a_small_recipe_is_not_changed() -> None:
-    recipe = read_recipe(PROXY, ["model.vocab_size=512", "model.seq_len=64"])
-    small, changed = small_recipe(recipe)
-    assert not changed
-    assert small.model == recipe.model.scaled(64, 2)
-
-
 @pytest.mark.parametrize("check", [CoordinateCheck, GradientCheck])
 def test_a_right_rule_passes_with_tied_embeddings(check) -> None:  # type: ignore[no-untyped-def]
     # With a tied matrix of 1/width the stream consists of branches only, and block gradients are off by L^0.75.
