@@ -168,10 +168,7 @@ def test_a_contradiction_is_found(id: str, field: str, group: str, changes: dict
     ("right", "wrong", "message"),
     [
         ('source = "EleutherAI/pythia: README.md"', 'source = ""', "data.source"),
-        ("beta2 = 0.95", 'beta2 = "0.95"', "optim.beta2: Input should be a valid number"),
         ("grad_clip", "gradclip", "optim.gradclip: Extra inputs"),
-        ('"cosine"', '"cosin"', "schedule.shape: Input should be"),
-        ('"2023-04"', '"April 2023"', "date: String should match"),
         ("n_layers = 6", "n_layers = six", "Invalid value"),
     ],
 )

@@ -15,20 +15,12 @@ def ids(*conditions: str) -> set[str]:
     return {run.id for run in select(RUNS, map(parse_condition, conditions))}
 
 
-@pytest.mark.parametrize(
-    ("written", "low", "high"),
-    [
-        ("1B..10B", 10**9, 10**10),
-        (" 1e9 .. 2.5e9 ", 10**9, 25 * 10**8),
-    ],
-)
-def test_ranges_as_people_write_them(written: str, low: int | None, high: int | None) -> None:
-    ends = {">=": low, "<=": high}
-    expected = [Condition("tokens", name, str(end)) for name, end in ends.items() if end is not None]
-    assert parse_range("tokens", written) == expected
+def test_a_range_is_two_conditions() -> None:
+    ends = [Condition("tokens", ">=", str(10**9)), Condition("tokens", "<=", str(25 * 10**8))]
+    assert parse_range("tokens", " 1e9 .. 2.5e9 ") == ends
 
 
-@pytest.mark.parametrize("written", ["1B", "1B-10B", "..", "", "10B..1B", "a..b"])
+@pytest.mark.parametrize("written", ["1B", "..", "", "10B..1B", "a..b"])
 def test_bad_ranges_are_refused(written: str) -> None:
     with pytest.raises(InputError, match=r"not a range|is empty|not a quantity"):
         parse_range("tokens", written)
@@ -59,7 +51,6 @@ def test_conditions_all_hold(conditions: tuple[str, ...], found: set[str]) -> No
         ("arch.qk_norm=yes", "arch.qk_norm is true or false; write arch.qk_norm=true or arch.qk_norm=false"),
         ("optim.beta2>high", "'high' is not a quantity"),
         ("peak_lr>nan", "nan cannot be compared"),
-        ("batch.rampup.stages=1", "batch.rampup.stages is a list, which cannot be compared"),
         ("peak_lr", "'peak_lr' is not a condition; write PATH, one of = != < <= > >= and a value"),
     ],
 )
