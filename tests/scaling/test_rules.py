@@ -187,7 +187,7 @@ def test_initial_variance_lr_and_decay_follow_the_fan_in_and_eps_the_fan_out() -
 
 @pytest.mark.parametrize("shape", [(64,), (64, 64, 3)])
 def test_a_matrix_must_have_two_dimensions(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=f"and this has {len(shape)} dimensions"):
+    with pytest.raises(ValueError, match=f"but this tensor has {len(shape)} dimensions"):
         tensor_ratios(Role.HIDDEN_WEIGHT, shape, shape, Ratios())
 
 

@@ -1,1 +1,1 @@
-"""How hyperparameters move with scale."""
+"""Scaling rules: how hyperparameters change from a base to another scale."""

@@ -1,4 +1,4 @@
-"""Apply a rule to a tensor of any model."""
+"""Apply a scaling rule to one tensor of any model."""
 
 import math
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors on the values of a tensor from base to target; all are exactly 1.0 at the base."""
+    """The factors by which the values of a tensor change from base to target; all are exactly 1.0 at the base."""
 
     init_std: float
     lr: float
     eps: float
     weight_decay: float
-    forward: float  # on the output of the tensor (the logits)
-    residual: float  # on a branch before it is added to the residual stream
-    attention: float  # on the usual logit scale 1 / sqrt(d_head)
-    half_life: float  # on the number of steps that the Adam moments look back
+    forward: float  # factor on the output of the tensor (the logits)
+    residual: float  # factor on a branch before it is added to the residual stream
+    attention: float  # factor on the usual scale of the attention logits, 1 / sqrt(d_head)
+    half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
         """Return ``base ** (multiplier / half_life)``.
 
-        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, but beta stays within (0, 1). The
-        linear form leaves it for beta1 = 0.9 if the run has ten times fewer steps; over batch ratios of 1/4 to 8 both
-        forms gave the same loss.
+        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, but beta stays within (0, 1). With
+        the linear form beta1 = 0.9 would leave this range if the run has ten times fewer steps. Over batch ratios of
+        1/4 to 8 both forms gave the same loss.
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -35,7 +35,7 @@ AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> Factors:
-    """Return the factors for a tensor of a role at the given ratios."""
+    """Return the factors for a tensor with this role and these ratios."""
 
     def product(*cells: Cell) -> float:
         return math.prod(cell.factor(at, exponents) for cell in cells)
@@ -58,16 +58,16 @@ def tensor_ratios(
     """Return the ratios of a tensor from its shapes at target and base.
 
     Matrices are (fan out, fan in), as in ``nn.Linear``; both embeddings are (vocabulary or positions, width). A gain
-    or bias counts as a diagonal map: fan in 1, fan out its size. ``head`` is the ratio of d_head.
+    or a bias counts as a diagonal matrix: its fan in is 1, its fan out is its size. ``head`` is the ratio of d_head.
 
     Raises:
-        ValueError: for a matrix that does not have two dimensions: experts in one tensor, convolutions.
+        ValueError: if a matrix does not have two dimensions, such as experts in one tensor or a convolution.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     if role.is_matrix and len(shape) != 2:
         raise ValueError(
-            f"a {role} is a matrix, fan out x fan in, and this has {len(shape)} dimensions; there is no rule for "
-            "mixtures of experts and convolutions"
+            f"the role {role} needs a matrix (fan out, fan in), but this tensor has {len(shape)} dimensions; there "
+            "is no rule for mixtures of experts and convolutions"
         )
     ratio = [side / base_side for side, base_side in zip(shape, base_shape, strict=True)]
     match role:

@@ -1,13 +1,14 @@
-"""A cell of a rule's table: how one quantity moves, as a product of powers of the ratios target / base.
+"""Cells of a scaling rule's table: by which factor a quantity changes, as a product of powers of the ratios target /
+base.
 
-It is written as in the papers, with a letter for each ratio::
+A cell is written as in the papers, with a letter for each ratio::
 
     I  fan in       O  fan out      H  head dimension
     L  depth        B  batch        D  tokens
 
 ``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``. An exponent is a sum of numbers and of ``alpha`` (the depth
-exponent), ``t`` (the token exponent) and ``w`` (1 - alpha where decay is moved with depth, else 0). ``1`` means
-that the quantity does not move.
+exponent), ``t`` (the token exponent) and ``w`` (1 - alpha if weight decay is scaled with depth, else 0). ``1`` means
+that the quantity does not change.
 """
 
 import re
@@ -25,7 +26,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """The ratios of a run's scale to its base; all 1 at the base."""
+    """The ratios of a run's scale to its base; all are 1 at the base."""
 
     width: float = 1.0
     depth: float = 1.0
@@ -35,9 +36,9 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios of one tensor, target over base. Sides that do not grow (vocabulary, input of a gain) count as 1."""
+    """The ratios of one tensor, target over base. Dimensions that do not grow, such as the vocabulary, count as 1."""
 
-    fan_in: float = 1.0  # the tensor's own, so that d_ff / d_model or heads per kv head may change
+    fan_in: float = 1.0  # of this tensor, so that d_ff / d_model and heads per kv head may change
     fan_out: float = 1.0
     head: float = 1.0  # head dimension
     depth: float = 1.0
@@ -47,7 +48,7 @@ class TensorRatios:
 
 @dataclass(frozen=True)
 class Exponents:
-    """The free exponents of the rules; :class:`leaven.recipe.recipe.Scaling` explains them."""
+    """The exponents that a recipe can choose; :class:`leaven.recipe.recipe.Scaling` explains them."""
 
     alpha: float = 1.0
     token_exponent: float = 0.5
@@ -65,13 +66,13 @@ class Exponents:
 
 @dataclass(frozen=True)
 class Cell:
-    """A product of powers of the ratios, e.g. ``I^-1 L^(alpha-1)``, and its source."""
+    """A factor as a product of powers of the ratios, for example ``I^-1 L^(alpha-1)``, and its source."""
 
     text: str
     source: str
 
     def factor(self, at: TensorRatios, exponents: Exponents) -> float:
-        """Return the value of this cell; exactly 1.0 if all its ratios are 1."""
+        """Return the value of this factor; exactly 1.0 if all ratios in it are 1."""
         if self.text == "1":
             return 1.0
         value = 1.0

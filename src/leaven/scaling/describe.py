@@ -1,4 +1,4 @@
-"""A resolved recipe as plain data for ``leaven show``, with its initial stds compared with published ones."""
+"""Describe a resolved recipe as plain data for ``leaven show``, and compare its init with published inits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,16 +17,16 @@ from leaven.scaling.table import ParameterRow, ParameterTable, ramp_factors, res
 
 @dataclass(frozen=True)
 class ModuleStart:
-    """The initial standard deviation of the matrices of a module, or of those in one of its blocks."""
+    """The initial standard deviation of the matrices of a module, in all its blocks or in one of them."""
 
     module: str
-    layers: str  # the blocks they are in; "" outside the blocks
-    std: float  # of this recipe, after multipliers and rule
+    layers: str  # the blocks of these matrices; "" outside the blocks
+    std: float  # std in this recipe, after multipliers and rule
     published: dict[str, float]  # std under each published init, by name
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return one entry for each module, or two (first and last block) if its blocks differ."""
+    """Return one entry for each module, or two entries (first and last block) if its blocks differ."""
     by_module: dict[str, list[ParameterRow]] = {}
     for row in matrices(table):
         by_module.setdefault(row.module, []).append(row)
@@ -50,14 +50,14 @@ def _start(recipe: Recipe, row: ParameterRow) -> ModuleStart:
 
 @dataclass(frozen=True)
 class Distance:
-    """The distance of a published init from the recipe's."""
+    """The distance between a published init and the recipe's init."""
 
     init: str
-    octaves: float  # mean over the modules where neither std is 0
+    octaves: float  # mean over the modules in which neither std is 0
 
 
 def distances(found: Sequence[ModuleStart]) -> list[Distance]:
-    """Return the distances of all published inits, nearest first."""
+    """Return the distances of all published inits from the recipe's init, nearest first."""
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
@@ -67,12 +67,12 @@ def distances(found: Sequence[ModuleStart]) -> list[Distance]:
 
 
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
-    """Yield the rows with random initial values: all but gains and biases."""
+    """Yield the rows of parameters with random initial values: all except gains and biases."""
     return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
 
 
 def usual_std(width: int) -> float:
-    """Return sqrt(1 / (3 d)), the initial std of MT-NLG 530B and BLOOM-176B, as the reference for large values."""
+    """Return sqrt(1 / (3 d)), the initial std of MT-NLG 530B and BLOOM-176B, with which large stds are compared."""
     return math.sqrt(1 / (3 * width))
 
 

@@ -1,15 +1,17 @@
-"""The rules as data: how each quantity of each role moves with scale, a source for every cell.
+"""The scaling rules as data: how each quantity of each role changes with scale, with a source for every cell.
 
-:mod:`leaven.scaling.cells` defines the letters, :mod:`leaven.scaling.apply` applies any of the tables, and
-``leaven show --rule NAME`` prints one. Three things hold for all tables:
+:mod:`leaven.scaling.cells` defines the letters, :mod:`leaven.scaling.apply` applies a table, and ``leaven show --rule
+NAME`` prints one. Three things hold for all tables:
 
 - **Per-tensor ratios.** The papers print one ratio m_N because they scale all widths together. Here initial variance,
-  lr and weight decay move with the tensor's fan in (Adam moves each entry by lr, and an output sums the changes over
-  the fan in), and eps with its fan out (a gradient entry is a forward activation times a backward signal, which is of
-  order 1 / width of the tensor's output). If all widths grow together, both ratios are m_N.
-- **Shared QK gains.** The gradient of a gain that all heads share is a sum over the heads, so its eps does not move
-  with width: its fan out is the head dimension. Gains per head are ordinary hidden norms, whose fan out is the width.
-- **Decay of gains and biases.** The rows are the printed ones. Whether gains and biases are decayed at all is the
+  lr and weight decay scale with the tensor's fan in, because Adam changes each entry by lr and an output sums these
+  changes over the fan in. eps scales with the fan out, because an entry of the gradient is a forward activation times
+  a backward signal, which is of order 1 / width of the tensor's output. If all widths grow together, both ratios are
+  m_N.
+- **Shared QK gains.** The gradient of a gain that all heads share is a sum over the heads. Its eps therefore does not
+  change with width: its fan out is the head dimension. Gains per head are ordinary hidden norms, whose fan out is the
+  width.
+- **Decay of gains and biases.** The cells are those of the papers. Whether gains and biases are decayed at all is the
   hyperparameter ``decay_norm_and_bias``, off by default: decay pulls a gain towards 0 and not towards its neutral
   value 1, and published recipes leave it off (nanoGPT, OLMo 2).
 
@@ -32,29 +34,31 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True)
 class Rule:
-    """A scaling rule: a cell for each quantity and role, and cells shared by all roles."""
+    """A scaling rule: one cell for each quantity and role, and cells that all roles share."""
 
     name: str
     source: str
-    cells: Mapping[str, Mapping[Role, Cell]]  # by quantity
+    cells: Mapping[str, Mapping[Role, Cell]]  # by quantity and role
     residual: Cell  # multiplies each branch
     attention: Cell  # multiplies the logit scale 1 / sqrt(d_head)
-    half_life: Cell  # of the Adam moments, in steps; to first order it divides 1 - beta
-    columns: Mapping[str, Cell] = field(default_factory=dict)  # by quantity: for batch and tokens, on every row
+    half_life: Cell  # multiplies the half-life of Adam's moments in steps; to first order it divides 1 - beta
+    columns: Mapping[str, Cell] = field(
+        default_factory=dict
+    )  # by quantity: factors for batch and tokens, for all roles
 
     def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
-        """Return the cells whose product scales a quantity of a role."""
+        """Return the cells whose product is the factor on a quantity for a role."""
         cell = self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 
     @property
     def shared(self) -> dict[str, Cell]:
-        """The cells shared by all roles, by the name under which they are printed."""
+        """Return the cells that all roles share, by the name under which they are printed."""
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
 
     def document(self) -> dict[str, Any]:
-        """Return the table for the document, each cell with its source."""
+        """Return the table of this rule as plain data, each cell with its source."""
         return {
             "rule": self.name,
             "source": self.source,

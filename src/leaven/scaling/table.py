@@ -1,4 +1,4 @@
-"""The parameter table: the values that every parameter gets. No other code decides them.
+"""The parameter table: the values that every parameter gets. Only this module decides them.
 
 value = rule(role, ratios) x base value x module multiplier x depth multiplier
 """
@@ -39,7 +39,7 @@ class ParameterRow:
     beta2: float
     eps: float
     multiplier: float  # forward multiplier, on the branch that this matrix ends or on the logits
-    ratios: TensorRatios = field(compare=False)  # the inputs of the rule
+    ratios: TensorRatios = field(compare=False)  # the ratios to which the rule was applied
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class ParameterTable:
     """The values of all parameters of a recipe."""
 
     rule: Rule
-    ratios: Ratios  # of the run, target over base
+    ratios: Ratios  # ratios of the run, target over base
     rows: tuple[ParameterRow, ...]
     attention_scale: float  # multiplies query . key
-    beta2: float  # of a module without multipliers
+    beta2: float  # beta2 of a module without multipliers
 
     def __getitem__(self, name: str) -> ParameterRow:
         return next(row for row in self.rows if row.name == name)
@@ -103,11 +103,11 @@ def resolve(recipe: Recipe) -> ParameterTable:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return the factors of a scaled ramp at optimizer step ``step`` (from 0), relative to the full batch.
+    """Return the factors of a scaled ramp at step ``step`` (from 0), relative to the full batch.
 
-    Also returns the half-life of the moments in steps, relative to the previous step. The factors are those of the
-    rule for the step's batch. They are the same for every parameter, since the exponents of the batch are in columns
-    that all rows share, and exactly 1 after the ramp or for a fixed one.
+    Also return the half-life of the moments in steps, relative to the previous step. The factors are those that the
+    rule gives for the step's batch. They are the same for every parameter, because the cells for the batch are shared
+    by all roles. They are exactly 1 after the ramp, and always if the ramp's rule is ``fixed``.
     """
 
     def at(step: int) -> Factors:
@@ -131,13 +131,13 @@ def resolve_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model; ``base`` is in base coordinates."""
+    """Return the row of one parameter of any model; ``base`` has the hyperparameters in base coordinates."""
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     moved = factors(rule, role, at, free)
 
     def multiplier(quantity: str) -> float:
-        """Return the module's multiplier times that of the layer's depth."""
+        """Return the module's multiplier times the multiplier for the block's depth."""
         own: float = getattr(module, quantity)
         if parameter.layer is None:
             return own
@@ -172,9 +172,10 @@ def resolve_row(
 
 
 def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return optimiser groups without tensors: one for each module and set of values, each row in exactly one.
+    """Return optimiser groups without tensors, one for each module and set of values; each row is in exactly one
+    group.
 
-    Keys: module, param_names, peak_lr, lr, betas, eps, weight_decay.
+    The keys of a group are module, param_names, peak_lr, lr, betas, eps, weight_decay.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -193,11 +194,12 @@ def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return the factors on weights that make a plain model, without multipliers, equivalent; missing names mean 1.
+    """Return the factors on weights with which a plain model without multipliers computes the same function.
 
-    A branch's multiplier goes into the matrix that ends it, the scale of the attention logits into the queries (into
-    their norm's gain if they have one, since a norm would undo a change of the matrix), the multiplier of the logits
-    into the unembedding, or into the final norm where the unembedding is the embedding as well.
+    The factor of a branch goes into the matrix that ends the branch. The factor of the attention logits goes into the
+    queries, or into the gain of their norm if there is one, since a norm would undo a change of the matrix. The
+    factor of the logits goes into the unembedding, or into the final norm if the embeddings are tied. A name that is
+    missing has factor 1.
     """
     rows = {row.name: row.multiplier for row in table.rows}
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}
@@ -215,5 +217,5 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
 
 
 def _label(name: str) -> str:
-    """Return a parameter's name without its block."""
+    """Return a parameter's name without the prefix of its block."""
     return _LAYER.sub("", name)

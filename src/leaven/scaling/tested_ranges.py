@@ -1,6 +1,7 @@
-"""Warnings about a transferred recipe that leaves the range in which its rule was tested.
+"""Warn about a recipe that leaves the range in which its scaling rule was tested.
 
-They are not errors: larger ratios must be tried before anybody knows whether they work. Each states what to watch.
+These are warnings and not errors, because larger ratios must be tried before anybody knows whether they work. Each
+warning says what to watch.
 """
 
 import math
@@ -21,33 +22,34 @@ from leaven.scaling.table import ParameterTable, exponents, resolve
 
 @dataclass(frozen=True)
 class Caution:
-    """A warning: a value beyond a limit."""
+    """A warning that a value is beyond a limit."""
 
     about: str
     value: float
     limit: float
-    message: str  # what it is, why it matters and what to do
+    message: str  # what is beyond the limit, why it matters and what to do
 
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
 )
-"""By rule and axis, the lowest and highest tested ratio; and by rule its source."""
+"""The lowest and the highest tested ratio by rule and axis, and the source of each rule."""
 # At 4 times the tokens per parameter the best weight decay is about twice off (Power Lines' tau ~ TPP^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # Adam's update is g / (sqrt(v) + eps): at 0.1 eps takes a tenth of it.
 EPS_SHARE = 0.1
-# beta2 as marin clips it (too low at large batches); beta1 to where 1 - beta is a tenth or five times 0.1.
+# beta2: the range to which marin clips it (it would be too low at large batches). beta1: 1 - beta from a tenth of 0.1
+# to five times 0.1.
 BETA_RANGES = {"beta1": (0.5, 0.99), "beta2": (0.9, 0.9999)}
-# Times sqrt(1 / (3 d)): runs with 2.5 (0.02 at width 5,120: OLMo 2 13B, Pythia 12B) trained, one with 3.7 did not.
+# Times sqrt(1 / (3 d)). Runs at 2.5 (0.02 at width 5,120: OLMo 2 13B, Pythia 12B) trained; a run at 3.7 did not.
 LARGE_INIT = 3.0
-# RMS of the logits at the start: the first loss is half its square above ln V. Runs with 1.43 (0.02 at width 5,120)
-# trained, one with 2.15 (0.02 at 11,600) did not.
+# RMS of the logits at the start; the first loss is above ln V by half its square. Runs with 1.43 (0.02 at width
+# 5,120) trained; a run with 2.15 (0.02 at width 11,600) did not.
 LARGE_LOGITS = 1.5
 
 
 def warnings(recipe: Recipe) -> list[Caution]:
-    """Return warnings about a recipe's distance from its base."""
+    """Return warnings about a recipe that is far from its base."""
     table = resolve(recipe)
     return [
         *_ratios(recipe, table),
@@ -69,17 +71,17 @@ def dropped(before: Recipe, after: Recipe) -> list[Caution]:
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> Caution:
-    """Return a warning; ``message`` is the key of its text, by default ``about``."""
+    """Return a warning. ``message`` is the key of its text, by default ``about``."""
     template = templates(Path(__file__).parent)["warnings"][message or about]
     return Caution(about, value, limit, "; ".join(filled(template, {"value": value, "limit": limit} | facts)))
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about ratios beyond the tested ones.
+    """Warn about ratios to the base that are beyond the tested ones.
 
-    The batch was tested at a fixed duration, where it changes the number of steps. If the batch grows with the
-    tokens, the number of steps stays and the rule's columns for batch and tokens cancel; then the number of steps is
-    judged.
+    The batch was tested at a fixed duration, at which it changes the number of steps. If the batch grows with the
+    tokens, the number of steps stays the same and the rule's factors for batch and tokens cancel. In that case the
+    ratio of steps is compared with the tested range of the batch.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -127,10 +129,11 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn if a lower bound on eps / sqrt(v) of a block's matrix is large.
+    """Warn if eps / sqrt(v) of a matrix in a block is large even by its lower bound.
 
-    The bound is that of a gradient of norm 1 spread evenly over all parameters. Most of the norm is the unembedding's
-    and most runs have less than 1 once they have warmed up, so the blocks have less, and their ratio is higher.
+    The bound assumes a gradient of norm 1 (or the clipping limit) that is spread evenly over all parameters. Real
+    gradients in blocks are smaller, because most of the norm belongs to the unembedding and most runs have a norm
+    below 1 after the warm-up. So the real ratio is higher.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -153,11 +156,12 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about weight decay with Adam (L2 in the loss): the rules for weight decay are for AdamW.
+    """Warn about weight decay with Adam (L2 in the loss), because the rules for weight decay are for AdamW.
 
-    A check of activations does not find this (microsoft/mup, PR 73). It is a warning, not an error, since the run
-    itself is sound; only its decay does not match the base's. Measured over width 64 to 512: the L2 term over the
-    gradient grows as width^1.5, since the rule multiplies the decay by the width and the gradient falls.
+    A check of activations does not find this fault (microsoft/mup, PR 73). It is a warning and not an error: the run
+    itself is sound, only its decay does not correspond to that at the base. Measured over width 64 to 512, the L2
+    term divided by the gradient grows as width^1.5, because the rule multiplies the decay by the width and the
+    gradient falls.
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -170,11 +174,10 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn if a block's matrix, times its branch's multiplier, starts far above sqrt(1 / (3 d)), or if the logits are
-    large.
+    """Warn about a block's matrix whose initial std is far above sqrt(1 / (3 d)), and about large initial logits.
 
-    The final norm gives activations of RMS 1, so the RMS of the logits is the std of a row x sqrt(d) x the forward
-    multiplier.
+    The std is multiplied by the multiplier of the matrix's branch. The final norm gives activations of RMS 1, so the
+    RMS of the logits is the std of the unembedding x sqrt(d) x the forward multiplier.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

@@ -1,12 +1,12 @@
 """Transfer: change the shape, the batch or the tokens of a recipe, and nothing else.
 
 The hyperparameters stay as written, in base coordinates; the values of each parameter follow from the ratios. Token
-counts scale with the run: warm-up and ramp keep their share of the run, and a ramp keeps its start and increment as
-shares of the batch.
+counts scale with the run: warm-up and ramp keep their share of the run, and the start and the increment of a ramp
+keep their share of the batch.
 
-A batch has a whole number of sequences, so ramps and stages are rounded. A recipe that is transferred twice may
-therefore differ by some sequences from one that is transferred once, and a batch of one sequence loses its ramp:
-transfer from the base, not from a scale in between. The values of parameters are the same either way.
+A batch is a whole number of sequences, so ramps and stages are rounded. A recipe that is transferred twice may
+therefore differ by a few sequences from a recipe that is transferred once, and a batch of one sequence loses its
+ramp: transfer from the base, not from a scale in between. The values of parameters are the same in both cases.
 
 :func:`transfer_like` transfers to the scale of another recipe and keeps that recipe's data, layout and everything
 else that is not tuned.
@@ -40,7 +40,7 @@ _LARGEST = {
     "batch-tokens": (1_000_000_000, "the largest published batches have about 100 M tokens"),
     "tokens": (400_000_000_000_000, "the longest published runs have about 40 T tokens"),
 }
-_LEAST_BETA = 0.01  # below it Adam's moment is just the last gradient
+_LEAST_BETA = 0.01  # with a smaller beta, Adam's moment is just the last gradient
 
 # Fields in which models of one family may differ: sizes, and fields that no hyperparameter depends on.
 _FREE_FIELDS = {
@@ -70,12 +70,13 @@ def transfer(
     n_kv_heads: int | None = None,
     name: str | None = None,
 ) -> Recipe:
-    """Return the recipe at another scale, with the same base. Sizes that are not given keep their proportion to the
-    width, or their value.
+    """Return the recipe at another scale, with the same base.
+
+    Sizes that are not given keep their value or, if they depend on the width, their proportion to the width.
 
     Raises:
-        InputError: if the width does not fit the head dimension, the batch is not a whole number of sequences, a size
-            is absurd, or the run is too short for Adam's moments.
+        InputError: if the width does not fit the head dimension, if the batch is not a whole number of sequences, if
+            a size is impossibly large, or if the run is too short for Adam's moments.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
     given |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
@@ -141,24 +142,24 @@ def transfer(
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with the hyperparameters and the scaling rule of ``tuned``.
 
-    Shape, batch, tokens, data, layout, stability, evaluation and precision stay the target's. Values outside
-    ``[hyperparameters]`` that a study searched are transferred too: the warm-up as the same share of the run, batch
-    and tokens as the same multiples of the base's, other values unchanged.
+    Shape, batch, tokens, data, layout, stability, evaluation and precision stay as in the target. Values outside
+    ``[hyperparameters]`` that a study searched are transferred too. The warm-up keeps its share of the run; batch and
+    tokens keep their ratio to the values with which the study began; other values are copied.
 
     Raises:
-        InputError: if the two models belong to different families, or the run is too short for Adam's moments.
+        InputError: if the two models belong to different families, or if the run is too short for Adam's moments.
     """
     for field in type(target.model).model_fields:
         mine, theirs = getattr(tuned.model, field), getattr(target.model, field)
         if field not in _FREE_FIELDS and mine != theirs:
             raise InputError(
-                f"--like: the recipes are of different families: model.{field} is {mine} in {tuned.name}, {theirs} "
+                f"--like: the models belong to different families: model.{field} is {mine} in {tuned.name}, {theirs} "
                 f"in {target.name}; tune a proxy with the target's {field}"
             )
     if target.data.tokens < target.batch.tokens:
         raise InputError(
             f"--like: {target.name} has {target.data.tokens:,} tokens, less than one batch of "
-            f"{target.batch.tokens:,}; raise data.tokens or lower batch.tokens there"
+            f"{target.batch.tokens:,}; raise data.tokens or lower batch.tokens in that recipe"
         )
     longer = target.data.tokens / tuned.data.tokens
     changes: dict[str, Any] = {
@@ -191,8 +192,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which a study began.
 
-    It is the base's batch. For a proxy at another scale than its base it is the batch that gives as many steps as the
-    target, as ``leaven new`` writes it.
+    This is the batch of the base. If a proxy has another scale than its base, it is the batch with which the proxy
+    has as many steps as the target; ``leaven new`` writes this batch.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -201,12 +202,12 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the keys whose value a study chose: their reason begins with "study NAME"."""
+    """Return the paths of the values that a study chose: their reasons begin with "study NAME"."""
     return {path for path, why in recipe.why.items() if why.startswith("study ")}
 
 
 def _require_moments(recipe: Recipe) -> None:
-    """Raise InputError if the run has so few steps, compared with its base, that a beta of Adam is near 0."""
+    """Raise InputError if the run has so few steps, compared with its base, that a beta of Adam would be near 0."""
     base = recipe.hyperparameters
     for row in resolve(recipe).rows:
         for name in ("beta1", "beta2"):
@@ -215,13 +216,13 @@ def _require_moments(recipe: Recipe) -> None:
                 base_steps = recipe.base.tokens / recipe.base.batch_tokens
                 raise InputError(
                     f"{name} {getattr(base, name):g} of the base becomes {getattr(row, name):.2g}: the run has "
-                    f"{steps:,.0f} steps and the base {base_steps:,.0f}, too few for Adam's moments; give more "
-                    "--tokens or a smaller --batch-tokens"
+                    f"{steps:,.0f} steps, compared with {base_steps:,.0f} at the base, too few for Adam's moments; "
+                    "give more --tokens or a smaller --batch-tokens"
                 )
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the recipe's base, with the proportions in which the target differs."""
+    """Return the recipe's base, and its proportions if the target has others."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -234,7 +235,10 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return ``[batch]`` for batches of ``tokens`` in a run ``longer`` times as long, with scaled ramp and stages."""
+    """Return ``[batch]`` with batches of ``tokens`` tokens for a run that is ``longer`` times as long.
+
+    Its ramp or its stages are scaled in proportion.
+    """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
     moved: dict[str, Any] = {"tokens": tokens, "micro_batch": batch.micro_batch, "stages_rule": batch.stages_rule}
@@ -247,7 +251,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
             for stage in batch.stages
         ]
     if batch.ramp is not None:
-        # Keep the number of increments; the remainder of rounding to whole sequences goes to the start.
+        # Keep the number of increments; the first batch gets what rounding to whole sequences leaves over.
         increments = (batch.tokens - batch.ramp.start_tokens) // batch.ramp.increment_tokens
         increment = max(int(batch.ramp.increment_tokens * larger / seq_len), 1) * seq_len
         room = (tokens - seq_len) // increment
@@ -263,7 +267,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reason for each value that the transfer set."""
+    """Return the reason for each value that the transfer changed."""
     base = after.base
     facts = {
         "before": before,
