@@ -198,7 +198,7 @@ def test_a_starter_on_a_cluster_can_be_trained_from_its_first_batch() -> None:
         assert len(recipe.batch.sizes) > 1
         require_trainable(recipe, recipe.layout.ranks)
     few = StarterRequest("few", 125_000_000, 125_000_000, gpus=4_096)
-    with pytest.raises(InputError, match="^--gpus 4096xH100-SXM-80GB: .*; or take fewer GPUs$"):
+    with pytest.raises(InputError, match="^--gpus 4096xH100-SXM-80GB: .*; or use fewer GPUs$"):
         laid_out(starter(few), parse_cluster("4096xH100-80GB"))
 
 

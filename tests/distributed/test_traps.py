@@ -32,7 +32,7 @@ REFUSED = {
     # Ranks would take stretches of different lengths, and gloo aborts the process at the first collective.
     "a sequence that tensor ranks cannot share": (
         layout(tp=4) | {"model.seq_len": 30, "batch.tokens": 240},
-        r"tp=4: .*seq_len 30 do not all divide by 4; tp of 1 or 2 works",
+        r"tp=4: .*seq_len 30 are not all divisible by 4; tp of 1 or 2 works",
     ),
     "a vocabulary that they cannot share": (layout(tp=4) | {"model.vocab_size": 322}, "vocabulary of 322"),
     "fewer kv heads than tensor ranks": (layout(tp=4) | {"model.n_kv_heads": 2}, "2 kv heads.*tp of 1 or 2 works"),
@@ -73,7 +73,7 @@ def test_zero_bubble_is_refused_where_torch_computes_it_wrong(there: str, wrong:
     with patch("leaven.planning.trainable.version", lambda _: there):
         if not wrong:
             return require_trainable(recipe, 2)
-        with pytest.raises(InputError, match="wrong gradients in torch 2.1.* install torch 2.13, or take"):
+        with pytest.raises(InputError, match="wrong gradients in torch 2.1.* install torch 2.13, or use"):
             require_trainable(recipe, 2)
 
 

@@ -149,7 +149,7 @@ def test_a_calibration_is_in_every_time_of_a_plan() -> None:
         assert mine["step_seconds"] == pytest.approx(5 * theirs["step_seconds"])
     for mine, theirs in zip(found["ramp"]["choices"], own["ramp"]["choices"], strict=True):
         assert mine["hours"] == pytest.approx(5 * theirs["hours"])
-    assert found["explain"]["line"] == own["explain"]["line"] == "this is the choice"
+    assert found["explain"]["line"] == own["explain"]["line"] == "this is the chosen layout"
     assert found["calibration"]["uncalibrated_step_seconds"] == own["speed"]["step_seconds"]
 
 
@@ -157,4 +157,6 @@ def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
     bare = plan_recipe(recipe(), "1xH100", "mbs=8")
     assert bare.calibrated([took(1, 1.5)], "bf16").cautions == bare.cautions
     (said,) = set(bare.calibrated([took(1, 50.0)], "bf16").cautions) - set(bare.cautions)
-    assert said.startswith("runs on this accelerator took x50 of the planned memory; by that it does not fit:")
+    assert said.startswith(
+        "runs on this accelerator needed x50 of the planned memory; at this factor the run does not fit:"
+    )

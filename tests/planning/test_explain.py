@@ -40,12 +40,12 @@ def test_an_explained_layout_is_compared_part_by_part(llama: ClusterPlan) -> Non
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("tp=3", "^[^=]* do not all divide by 3; tp of 1, 2, 4 or 8 works"),
-        ("mbs=3", "micro-batch 3 does not divide a rank's 8 sequences at dp 64; 1, 2, 4 or 8 does"),
+        ("tp=3", "^[^=]* are not all divisible by 3; tp of 1, 2, 4 or 8 works"),
+        ("mbs=3", "micro-batch 3 does not divide a rank's 8 sequences at dp 64; micro-batch 1, 2, 4 or 8 would work"),
         ("pp=64", "only 32 layers; at most 32 stages work"),
-        ("dp=3", "64 GPUs do not divide by 3"),
-        ("ep=2", "no experts to share out"),
-        ("cp=3", "seq_len 8192 does not divide by 2 x 3"),
+        ("dp=3", "64 GPUs are not divisible by 3"),
+        ("ep=2", "no experts to distribute"),
+        ("cp=3", "seq_len 8192 is not divisible by 2 x 3"),
         ("dp=64,zero=0,mbs=1", r"needs \d+\.\d GiB, limit 68 of 80 GiB"),
     ],
 )
@@ -57,8 +57,8 @@ def test_impossible_layouts_are_explained(llama: ClusterPlan, asked: str, messag
 
 def test_the_choice_itself_and_what_is_not_searched(llama: ClusterPlan) -> None:
     best = plan(LLAMA_8B, 4_194_304, "64xH100-80GB")
-    assert explained(best, f"zero={best.arrangement.layout.zero}").line == "this is the choice"
-    assert "ZeRO 3 with a pipeline is not searched" in explained(llama, "zero=3,pp=2").line
+    assert explained(best, f"zero={best.arrangement.layout.zero}").line == "this is the chosen layout"
+    assert "the search leaves out ZeRO 3 with a pipeline" in explained(llama, "zero=3,pp=2").line
     assert "cannot train with it" in explained(llama, "cp=2").line
 
 

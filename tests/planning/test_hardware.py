@@ -71,7 +71,7 @@ def test_bad_clusters_are_refused_with_an_example(text: str) -> None:
 def test_an_unknown_accelerator_names_similar_ones_and_how_to_add_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(InputError, match=r"table; nearest are H100-SXM-80GB, ") as refused:
+    with pytest.raises(InputError, match=r"table; the nearest are H100-SXM-80GB, ") as refused:
         find_accelerator("H100-SXM-81GB")
     # The line it gives is what it says: put into that file, the accelerator is there.
     path, line = re.search(
@@ -83,7 +83,7 @@ def test_an_unknown_accelerator_names_similar_ones_and_how_to_add_it(
     monkeypatch.setenv("LEAVEN_ACCELERATORS", str(written))
     assert find_accelerator("H100-SXM-81GB").peak_tflops == 400
     for unknown, near in (("A100-SXM-80G", "A100-SXM-80GB"), ("abacus", "")):
-        with pytest.raises(InputError, match=rf"nearest are {near}[^,]*(, [^,]+){{2}} \(all: leaven hardware\)"):
+        with pytest.raises(InputError, match=rf"nearest are {near}[^,]*(, [^,]+){{2}} \(leaven hardware lists all\)"):
             find_accelerator(unknown)
 
 
@@ -207,10 +207,10 @@ def test_a_user_adds_accelerators_and_corrects_groups(tmp_path: Path, monkeypatc
         ),
         (f"Z9 = {EXAMPLE.replace('gib', 'gb')}", "[Z9] memory.gb: no such key; did you mean gib?"),
         (f"Z9 = {EXAMPLE.replace('bf16', 'fp8')}", "has neither bf16 nor fp16"),
-        (f"Z9 = {EXAMPLE[:-1]}, matmul = {{ bf16 = 500 }} }}", "matmul.bf16: 500 TFLOP/s is above the peak, 400"),
-        ("[Z9]\npeak = { bf16 = 400 }", "[Z9] memory: missing; an accelerator is for example { peak"),
-        ("Z9 = 3", "an accelerator is a table; write Z9 = { peak"),
-        ("['a b']", "[a b]: not a name for an accelerator"),
+        (f"Z9 = {EXAMPLE[:-1]}, matmul = {{ bf16 = 500 }} }}", "matmul.bf16: 500 TFLOP/s is above the peak of 400"),
+        ("[Z9]\npeak = { bf16 = 400 }", "[Z9] memory: missing; write an accelerator for example as { peak"),
+        ("Z9 = 3", "an accelerator must be a table; write for example Z9 = { peak"),
+        ("['a b']", "[a b]: not a valid name of an accelerator"),
         ("Z9", "not TOML"),
     ],
 )
@@ -227,7 +227,7 @@ def test_a_wrong_file_is_one_line_that_names_it(
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for path, says in ((tmp_path / "absent.toml", "no such file; write it, or unset"), (tmp_path, "cannot be read")):
+    for path, says in ((tmp_path / "absent.toml", "no such file; create it, or unset"), (tmp_path, "cannot be read")):
         monkeypatch.setenv("LEAVEN_ACCELERATORS", str(path))
         with pytest.raises(InputError, match=says):
             parse_cluster("8xH100")

@@ -107,10 +107,10 @@ def test_layouts_that_leaven_cannot_train_are_reported_and_not_chosen() -> None:
             SMALL,
             "513xH100",
             512,
-            r"no layout of 12 layers divides a batch of 512 sequences over so many; 512 or \d+ GPUs",
+            r"no layout of 12 layers divides a batch of 512 sequences over that many GPUs; 512 or \d+ GPUs",
         ),
-        (SMALL, "26xH100", 64, r"24 or 28 GPUs would do"),
-        (SMALL, "99999999xH100", 512, r"over so many; 2,048 GPUs would do"),  # dp 512 x tp 4, and at once
+        (SMALL, "26xH100", 64, r"24 or 28 GPUs would work"),
+        (SMALL, "99999999xH100", 512, r"over that many GPUs; 2,048 GPUs would work"),  # dp 512 x tp 4, and at once
         (SMALL, "16xH100", 3, r"3,072 tokens|no layout"),
     ],
 )

@@ -78,4 +78,4 @@ def test_no_ramp_where_there_is_nothing_to_gain_or_the_batch_is_too_large(tiny: 
     large = noise_ramp(tiny, noise(200), 1.0)
     assert large.set == []
     assert "--batch-tokens 192" in large.why  # whole sequences of 32
-    assert noise_ramp(tiny, noise(10, 0.0), 1.0).why.endswith("--batch-tokens 32 moves the recipe to it")
+    assert noise_ramp(tiny, noise(10, 0.0), 1.0).why.endswith("use leaven transfer --batch-tokens 32")

@@ -37,15 +37,15 @@ def test_layouts_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp=8,pp=12,dp=5", r"is 480 ranks, the cluster has 384 GPUs; dp=4 would"),
-        ("pp=5,tp=2", r"is 10 ranks, the cluster has 384 GPUs; pp of 1, 2, 3, 4, 6, 8 or 12 would"),
+        ("tp=8,pp=12,dp=5", r"is 480 ranks, the cluster has 384 GPUs; dp=4 would work"),
+        ("pp=5,tp=2", r"is 10 ranks, the cluster has 384 GPUs; pp of 1, 2, 3, 4, 6, 8 or 12 would work"),
         ("tp=7,pp=5", r"is 35 ranks, the cluster has 384 GPUs; tp x pp must divide 384"),
         ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
         ("tp=eight", r"write for example tp=1"),
         ("zero=4", r"zero: input should be less than or equal to 3"),
         ("schedule,pp=2", r"'schedule' has no value; write for example schedule=gpipe"),
         ("pp=2,pp=4", r"pp appears twice"),
-        ("compile=yes", r"'compile=yes' is neither on nor off; write compile=true or compile=false"),
+        ("compile=yes", r"'compile=yes' is neither true nor false; write compile=true or compile=false"),
     ],
 )
 def test_bad_layouts_are_refused_with_what_would_work(text: str, message: str) -> None:
@@ -57,10 +57,14 @@ def test_bad_layouts_are_refused_with_what_would_work(text: str, message: str) -
 @pytest.mark.parametrize(
     ("layout", "gpus", "message"),
     [
-        (Layout(tp=8), 8, r"12 heads, .* do not all divide by 8; tp of 1, 2 or 4 works"),
+        (Layout(tp=8), 8, r"12 heads, .* are not all divisible by 8; tp of 1, 2 or 4 works"),
         (Layout(pp=16), 16, r"there are only 12 layers; at most 12 stages work"),
-        (Layout(dp=4), 8, r"4 ranks, the cluster has 8 GPUs; make the product 8"),
-        (Layout(dp=48), 48, r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would"),
+        (Layout(dp=4), 8, r"4 ranks, the cluster has 8 GPUs; change the degrees so that their product is 8"),
+        (
+            Layout(dp=48),
+            48,
+            r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would work",
+        ),
     ],
 )
 def test_impossible_layouts_are_refused_with_what_would_work(layout: Layout, gpus: int, message: str) -> None:
@@ -72,10 +76,10 @@ def test_impossible_layouts_are_refused_with_what_would_work(layout: Layout, gpu
 def test_an_error_names_how_many_gpus_would_fit() -> None:
     with pytest.raises(
         InputError,
-        match=r"nothing fits: .* of 80 on each GPU; \d+xA100-SXM-80GB would do; 16xA100-SXM-80GB could hold \d+ of",
+        match=r"nothing fits: .* of 80 on each GPU; \d+xA100-SXM-80GB would work; 16xA100-SXM-80GB could hold \d+ of",
     ) as raised:
         plan(LLAMA_405B, 1024 * 8192, "16xA100-80GB")
-    would_do = str(raised.value).split("; ")[1].removesuffix(" would do")
+    would_do = str(raised.value).split("; ")[1].removesuffix(" would work")
     assert plan(LLAMA_405B, 1024 * 8192, would_do).fits
 
 
@@ -181,7 +185,7 @@ def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
 def test_an_unknown_published_run_is_refused() -> None:
     with pytest.raises(InputError, match="did you mean"):
         plan_run("olmo-1b-7b", "64xH100")
-    with pytest.raises(InputError, match="ep=3: 64 experts do not divide by 3"):
+    with pytest.raises(InputError, match="ep=3: 64 experts are not divisible by 3"):
         plan_run("olmoe-1b-7b", "48xH100-80GB", "ep=3")
 
 

@@ -124,10 +124,10 @@ Change = Callable[[Recipe], Recipe]
         (
             {"batch.micro_batch": 8},
             1,
-            r"two micro-batches a step or more, and a rank's 8 .* batch.micro_batch=4",
+            r"at least two micro-batches per step, and a rank's 8 .* batch.micro_batch=4",
         ),
-        ({"batch.tokens": 32}, 1, "a rank has one sequence; take a larger batch"),
-        ({"layout.pp": 2}, 2, "with pp = 2 there is no such moment"),
+        ({"batch.tokens": 32}, 1, "a rank has one sequence; use a larger batch"),
+        ({"layout.pp": 2}, 2, "with pp = 2 there is no such point"),
         ({"layout.dp": 2}, 2, r"--set layout.zero=2 --set layout.dp_replicate=1"),
         ({"layout.dp": 2, "layout.zero": 1}, 2, r"exchanges them once a step"),
         ({"layout.dp": 4, "layout.zero": 2, "layout.dp_replicate": 2}, 4, r"exchanges them once a step"),

@@ -1,1 +1,1 @@
-"""Will it fit, how fast, how long: answered before an accelerator is rented."""
+"""Plan a training run before accelerators are rented: whether it fits, how fast it is and how long it takes."""

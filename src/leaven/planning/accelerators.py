@@ -1,7 +1,8 @@
-"""Accelerators and their published numbers, each with a source, from accelerators.toml and the user's own file.
+"""Read the published numbers of accelerators, each with a source, from accelerators.toml and the user's file.
 
-The user's file has the same form. It may add an accelerator, or replace a group of numbers (such as the network) of a
-known one. It is ``$LEAVEN_ACCELERATORS``, or else leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
+The user's file has the same format. It can add accelerators, or replace a group of numbers (for example ``network``)
+of a built-in accelerator. Its path is ``$LEAVEN_ACCELERATORS`` if that is set, otherwise leaven/accelerators.toml in
+``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
 import os
@@ -41,17 +42,17 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
 @dataclass(frozen=True)
 class Accelerator:
-    """The published numbers of one accelerator. Link and network bandwidth count one direction."""
+    """The published numbers of one accelerator. Link and network bandwidths count one direction."""
 
     name: str
     peak_tflops: float  # dense, in bf16, or fp16 where there is no bf16
-    best_matmul_tflops: float | None  # the best matmul of that dtype that anybody measured
+    best_matmul_tflops: float | None  # the highest measured rate of a matmul in that dtype
     memory_gib: float
     memory_tb_s: float  # bandwidth of its memory
-    link_gb_s: float  # to its neighbours in the node
-    network_gb_s: float  # to other nodes
-    node_size: int = 8  # accelerators joined by the link
-    power_w: float | None = None  # rated, of the board
+    link_gb_s: float  # bandwidth to the other accelerators of its node
+    network_gb_s: float  # bandwidth to other nodes
+    node_size: int = 8  # accelerators that the link connects
+    power_w: float | None = None  # rated power of the board
     multiprocessors: int | None = None
     peaks: tuple[tuple[Dtype, float], ...] = ()  # dense TFLOP/s by dtype
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # best measured TFLOP/s by dtype
@@ -59,17 +60,17 @@ class Accelerator:
     note: str = ""
 
     def peak(self, dtype: Dtype) -> float | None:
-        """Return dense TFLOP/s in a dtype, or None if the device lacks it or the number is not known."""
+        """Return dense TFLOP/s in a dtype, or None if the device lacks the dtype or the number is unknown."""
         return dict(self.peaks or (("bf16", self.peak_tflops),)).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return TFLOP/s of the best matmul in a dtype: measured, or the usual share of the peak."""
+        """Return the TFLOP/s of the best matmul in a dtype: measured, or estimated as the usual share of the peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 
     @property
     def matmul_flops(self) -> float:
-        """FLOP/s of the best 16-bit matmul, which no training step can exceed."""
+        """The FLOP/s of the best 16-bit matmul, which no training step can exceed."""
         tflops = self.best_matmul_tflops
         return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
 
@@ -101,7 +102,7 @@ class _Group(Part):
 
 
 class _Rates(_Group):
-    """TFLOP/s by dtype."""
+    """A group of rates in TFLOP/s by dtype."""
 
     bf16: _Positive | None = None
     fp16: _Positive | None = None
@@ -133,7 +134,7 @@ class _Network(_Group):
 
 
 class _Entry(Part):
-    """One accelerator of the file."""
+    """One accelerator as it is written in a TOML file."""
 
     peak: _Rates
     matmul: _Rates = _Rates()
@@ -147,14 +148,16 @@ class _Entry(Part):
     def _plausible(self) -> "_Entry":
         peaks = dict(self.peak.pairs())
         if not peaks.keys() & {"bf16", "fp16"}:
-            raise ValueError("peak: has neither bf16 nor fp16; the planner wants one of them, in dense TFLOP/s")
+            raise ValueError("peak: has neither bf16 nor fp16; the planner needs one of them, in dense TFLOP/s")
         for dtype, rate in self.matmul.pairs():
             if rate > (peak := peaks.get(dtype, 0)):
-                raise ValueError(f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak, {peak:g}; give dense numbers")
+                raise ValueError(
+                    f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak of {peak:g}; give dense numbers"
+                )
         return self
 
     def accelerator(self, name: str, named: Mapping[str, str]) -> Accelerator:
-        """Return the accelerator of an entry; ``named`` maps short names of sources to full ones."""
+        """Return the entry as an :class:`Accelerator`; ``named`` maps short names of sources to full names."""
         peaks, matmuls = dict(self.peak.pairs()), dict(self.matmul.pairs())
         half: Dtype = "bf16" if "bf16" in peaks else "fp16"
         return Accelerator(
@@ -180,7 +183,7 @@ class _Entry(Part):
 
 
 def _spelt(source: str, named: Mapping[str, str]) -> str:
-    """Replace short names of sources, at the start or after a semicolon, by the full ones."""
+    """Return ``source`` with its short names, at the start and after each semicolon, replaced by full names."""
     parts = []
     for part in source.split("; "):
         short = re.split(r"[ :]", part, maxsplit=1)[0]
@@ -189,7 +192,7 @@ def _spelt(source: str, named: Mapping[str, str]) -> str:
 
 
 def user_file() -> Path:
-    """Return the path of the user's own accelerators; the file may not exist."""
+    """Return the path of the user's file of accelerators; the file may not exist."""
     named = os.environ.get("LEAVEN_ACCELERATORS")
     if named:
         return Path(named).expanduser()
@@ -198,10 +201,11 @@ def user_file() -> Path:
 
 
 def accelerators() -> dict[str, Accelerator]:
-    """Return every known accelerator by name: the built-in ones in their order, then the user's.
+    """Return every known accelerator by name: first the built-in ones in file order, then the user's.
 
     Raises:
-        InputError: naming file, entry and remedy, if the user's file cannot be read or is wrong.
+        InputError: if the user's file cannot be read or is wrong; the message names the file, the entry and the
+            remedy.
     """
     path = user_file()
     return _read(path if path.exists() or os.environ.get("LEAVEN_ACCELERATORS") else None)
@@ -209,7 +213,7 @@ def accelerators() -> dict[str, Accelerator]:
 
 @cache
 def _read(own: Path | None) -> dict[str, Accelerator]:
-    """Return the built-in accelerators and those of the user's file."""
+    """Return the built-in accelerators, and the accelerators of the user's file ``own`` if it is given."""
     entries = _parsed(_BUILT_IN)
     named, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     origins = {name: f"{_BUILT_IN}: [{name}]" for name in entries}
@@ -218,9 +222,13 @@ def _read(own: Path | None) -> dict[str, Accelerator]:
     named |= sources if isinstance(sources, dict) else {}
     for written, groups in users.items():
         if not _NAME.fullmatch(written) or written.lower() == "cpu":
-            raise InputError(f"{own}: [{written}]: not a name for an accelerator; write it like H100-SXM-80GB")
+            raise InputError(
+                f"{own}: [{written}]: not a valid name of an accelerator; write for example H100-SXM-80GB"
+            )
         if not isinstance(groups, dict):
-            raise InputError(f"{own}: {written}: an accelerator is a table; write {written} = {EXAMPLE}")
+            raise InputError(
+                f"{own}: {written}: an accelerator must be a table; write for example {written} = {EXAMPLE}"
+            )
         name = spelt.get(written.upper(), written)
         sourced = {
             group: {"source": str(own), **part} if isinstance(part, dict) else part for group, part in groups.items()
@@ -234,17 +242,21 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; write it, or unset the variable") from None
+        raise InputError(f"LEAVEN_ACCELERATORS is {path}: no such file; create it, or unset the variable") from None
     except OSError as error:
-        raise InputError(f"{path}: your accelerators cannot be read: {error.strerror}; give a TOML file") from None
+        raise InputError(
+            f"{path}: this file of accelerators cannot be read: {error.strerror}; give a TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not TOML: {error}; an accelerator is for example Z1-64GB = {EXAMPLE}") from None
+        raise InputError(
+            f"{path}: not TOML: {error}; write an accelerator for example as Z1-64GB = {EXAMPLE}"
+        ) from None
 
 
 def _validated(entry: dict[str, Any], where: str) -> _Entry:
-    """Return an entry of a file. An error names the first fault in one line.
+    """Validate an entry of a file and return it; an error reports only the first fault, in one line.
 
-    An unknown key comes before a missing one, because it is usually that key misspelt.
+    An unknown key is reported before a missing key, because it is usually the missing key misspelt.
     """
     try:
         return _Entry.model_validate(entry)
@@ -256,9 +268,11 @@ def _validated(entry: dict[str, Any], where: str) -> _Entry:
         part: Any = _Entry if len(keys) == 1 else _Entry.model_fields[keys[0]].annotation
         known = list(part.model_fields)
         close = get_close_matches(keys[-1], known, n=1)
-        message = f"{at}: no such key; " + (f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}")
+        message = f"{at}: no such key; " + (
+            f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
+        )
     elif fault["type"] == "missing":
-        message = f"{at}: missing; an accelerator is for example {EXAMPLE}"
+        message = f"{at}: missing; write an accelerator for example as {EXAMPLE}"
     elif keys:
         message = f"{at}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
     raise InputError(f"{where} {message}")

@@ -1,7 +1,8 @@
-"""What a block keeps for its backward pass, by operator, in bytes per token.
+"""Compute the activations that a block saves for its backward pass, by operator, in bytes per token.
 
-It is what autograd needs: the inputs of products, norms and activations, the dropout masks, and what the attention
-kernel reads again. With context parallelism a rank has fewer tokens; nothing else changes.
+Autograd saves the inputs of matrix products, norms and activation functions, the dropout masks, and the tensors that
+the attention kernel reads again. Context parallelism gives a rank fewer tokens, but does not change the bytes per
+token.
 """
 
 from dataclasses import dataclass
@@ -11,29 +12,29 @@ from leaven.planning.blueprint import BlockTable
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Recompute
 
-# Tensors of the MLP's width that its backward pass needs: before and after the activation; if gated, also the gate
-# and its activation. The gradient of a rectified unit follows from its output.
+# Number of tensors of the MLP's width that its backward pass needs: the input and the output of the activation
+# function; in a gated MLP, also the gate and the activated gate. For ReLU the output alone is enough.
 _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes per token of one block on one rank."""
+    """Activation memory of one block on one rank, in bytes per token."""
 
-    stays: float  # for every micro-batch in flight
-    once: float  # while one block is recomputed
-    gradients: float  # peak within one block
+    stays: float  # saved for every micro-batch in flight
+    once: float  # exists only while the block is recomputed
+    gradients: float  # peak of the gradients within the block
 
 
 @cache
 def operators_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes per token that a block keeps without recomputation, by operator, on one of ``tp`` ranks.
+    """Return the bytes per token that a block saves without recomputation, by operator, on a tensor-parallel rank.
 
-    For a GPT with d_ff = 4h in bf16 this is s b h (10 + 24/t + 5 a s/(h t)) (Korthikanti 2022, arXiv 2205.05198,
-    equation 2); with sequence parallelism all of it is divided by t (equation 4). The rows of an expert count for the
-    tokens routed to it, assumed to be spread evenly; each expert that a token goes to has its own copy.
+    For a GPT with d_ff = 4h in bf16 the total is s b h (10 + 24/t + 5 a s/(h t)) (Korthikanti 2022, arXiv 2205.05198,
+    equation 2); with sequence parallelism all of it is divided by t (equation 4). Experts count for the tokens routed
+    to them, which are assumed to be spread evenly. A token is stored once for each expert that it is sent to.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -79,7 +80,7 @@ def operators_kept(
 def block_kept(
     block: BlockTable, d_model: int, seq_len: int, tp: int, *, recompute: Recompute, code: TrainingCode = LEAVEN_BF16
 ) -> Kept:
-    """Return the sum of :func:`operators_kept` under a mode of recomputation."""
+    """Return the activation memory of a block with the given recomputation, summed over its operators."""
     by_operator = operators_kept(block, d_model, seq_len, tp, code)
     everything, core = sum(by_operator.values()), by_operator.get("attention.core", 0.0)
     stretch = tp if code.sequence_parallel else 1
@@ -103,7 +104,8 @@ def block_kept(
 
 
 def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> float:
-    """Return bytes per token of the outputs of the first, third, ... product of a block, as torchtitan keeps them."""
+    """Return the bytes per token of the outputs of every second matrix product (first, third, ...), as torchtitan
+    saves."""
     stretch = tp if code.sequence_parallel else 1
     kept = block.matmuls[::2]
     return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)

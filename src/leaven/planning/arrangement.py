@@ -1,5 +1,4 @@
-"""An arrangement is one way to run a step on a cluster: layout, micro-batch and accumulation. Its notation and
-limits."""
+"""Parse, write and check arrangements: the layout, micro-batch and gradient accumulation of a step on a cluster."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,7 +22,7 @@ _KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
 
 @dataclass(frozen=True)
 class Arrangement:
-    """One way to run a step."""
+    """A way to run a training step: a layout with its micro-batch and gradient accumulation."""
 
     layout: Layout
     micro_batch: int  # sequences per forward pass of a rank
@@ -38,7 +37,7 @@ class Arrangement:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> "Arrangement":
-        """Return the arrangement that ``to_json`` wrote."""
+        """Return the arrangement of a document that :meth:`to_json` wrote."""
         layout = {name: document[name] for name in Layout.model_fields}
         return cls(Layout.model_validate(layout), document["micro_batch"], document["grad_accumulation"])
 
@@ -57,10 +56,10 @@ class Arrangement:
 
 
 def scheduled(layout: Layout, micro_batches: int) -> int:
-    """Return the micro-batches of a step that the schedule runs.
+    """Return the number of micro-batches that the schedule runs in a step, including padding.
 
-    With several stages per rank, micro-batches go through in rounds of pp; the last round is padded with targets that
-    do not count.
+    Interleaved and zero-bubble schedules run micro-batches in rounds of pp. They fill the last round with padding
+    that does not count in the loss.
     """
     if layout.schedule in {"gpipe", "1f1b"}:
         return micro_batches
@@ -68,10 +67,10 @@ def scheduled(layout: Layout, micro_batches: int) -> int:
 
 
 def parse_keys(text: str) -> dict[str, Any]:
-    """Parse ``tp=8,recompute=full`` into keys and values; ``mbs`` is the micro-batch.
+    """Parse text such as ``tp=8,recompute=full`` into keys and values; the key ``mbs`` is the micro-batch.
 
     Raises:
-        InputError: on an unknown key or a wrong value.
+        InputError: if a key is unknown or a value is wrong.
     """
     values: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -87,7 +86,7 @@ def parse_keys(text: str) -> dict[str, Any]:
         if key in _WORDS and not value:
             raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
         if key in _SWITCHES and value not in _SWITCHES[key]:
-            raise InputError(f"layout {text!r}: {item!r} is neither on nor off; write {key}=true or {key}=false")
+            raise InputError(f"layout {text!r}: {item!r} is neither true nor false; write {key}=true or {key}=false")
         values[key] = int(value) if key in _NUMBERS else _SWITCHES.get(key, {}).get(value, value)
     if values.get("mbs") == 0:
         raise InputError(f"layout {text!r}: the micro-batch mbs must be at least 1; write mbs=1 or leave it out")
@@ -95,10 +94,10 @@ def parse_keys(text: str) -> dict[str, Any]:
 
 
 def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
-    """Return the layout with these values and defaults for the others; ``text`` is what the user wrote.
+    """Return the layout with the given values and defaults for the others; errors quote the user's ``text``.
 
     Raises:
-        InputError: on a wrong value, or values that do not go together.
+        InputError: if a value is wrong or two values cannot be combined.
     """
     try:
         return Layout.model_validate(dict(values))
@@ -110,13 +109,14 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
 
 
 def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Parse a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``; also return its micro-batch, if given.
+    """Parse a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``; also return its micro-batch, or None.
 
-    Keys that are left out have their defaults, ``compile`` the given one; ``dp`` takes the GPUs that tp, pp and cp
-    leave. An error names degrees that the model allows.
+    Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and
+    ``dp`` gets the number of GPUs divided by tp x pp x cp.
 
     Raises:
-        InputError: on an unknown key, a wrong value, or a product that is not the number of GPUs.
+        InputError: if a key is unknown, a value is wrong, or the number of ranks is not the number of GPUs; the
+            message names degrees that would work.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
@@ -126,13 +126,13 @@ def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -
     layout = layout_of(text, values)
     if layout.ranks != gpus:
         model_ranks = layout.tp * layout.pp * layout.cp
-        would = f"dp={gpus // model_ranks} would" if gpus % model_ranks == 0 else _would(model, layout, gpus)
+        would = f"dp={gpus // model_ranks} would work" if gpus % model_ranks == 0 else _would(model, layout, gpus)
         raise InputError(f"{_ranks(layout, gpus)}; {would}")
     return layout, micro_batch
 
 
 def _would(model: Model, layout: Layout, gpus: int) -> str:
-    """Return the degrees of one kind that the model allows and that divide the remaining GPUs."""
+    """Return the end of an error message: values of tp or pp that the model and the number of GPUs allow."""
     options = []
     for key, possible in (("tp", tensor_degrees(model)), ("pp", range(1, model.n_layers + 1))):
         own = getattr(layout, key)
@@ -140,7 +140,7 @@ def _would(model: Model, layout: Layout, gpus: int) -> str:
         would = [degree for degree in possible if gpus % (degree * rest) == 0]
         if own > 1 and would:
             options.append(f"{key} of {listed(would)}")
-    return f"{', or '.join(options)} would" if options else f"tp x pp must divide {gpus:,}"
+    return f"{', or '.join(options)} would work" if options else f"tp x pp must divide {gpus:,}"
 
 
 def listed(numbers: Iterable[int]) -> str:
@@ -149,22 +149,23 @@ def listed(numbers: Iterable[int]) -> str:
 
 
 def written(layout: Layout) -> str:
-    """Return a layout as ``--layout`` takes it, without default values."""
+    """Return a layout in the notation of ``--layout``, without values that are the default."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
 
 
 def _ranks(layout: Layout, gpus: int) -> str:
-    """Return ``layout dp 2 x tp 4 x pp 1 is 8 ranks, the cluster has 4 GPUs``."""
+    """Return text such as ``layout dp 2 x tp 4 x pp 1 is 8 ranks, the cluster has 4 GPUs``."""
     cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
     ranks, has = (f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (gpus, "GPU")))
     return f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp} is {ranks}, the cluster has {has}"
 
 
 def tensor_degrees(model: Model) -> list[int]:
-    """Return the tensor-parallel degrees of a model.
+    """Return the tensor-parallel degrees that are possible for a model.
 
-    They divide heads, key-value heads, the MLP's width, the vocabulary and, between products, the sequence.
+    Each divides the numbers of heads and of key-value heads, the width of the MLP, the vocabulary, and the sequence
+    length, because tensor-parallel ranks split the sequence between matrix products.
     """
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
@@ -174,31 +175,33 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
     """Check that the model and the cluster allow a layout.
 
     Raises:
-        InputError: says which degree would work.
+        InputError: if they do not; the message says what would work.
     """
     if layout.ranks != cluster.gpus:
-        raise InputError(f"{_ranks(layout, cluster.gpus)}; make the product {cluster.gpus}")
+        raise InputError(
+            f"{_ranks(layout, cluster.gpus)}; change the degrees so that their product is {cluster.gpus}"
+        )
     refusal = shape_refusal(model, layout)
     if refusal is not None:
         raise InputError(f"layout {refusal}")
 
 
 def shape_refusal(model: Model, layout: Layout) -> str | None:
-    """Return why a model cannot have this layout and what would work, or None if it can."""
+    """Return why a model cannot have this layout and what would work, or None if it can have it."""
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
-        return f"tp={tp}: {_cut_by_tensor_ranks(model)} do not all divide by {tp}; tp of {listed(possible)} works"
+        return f"tp={tp}: {_cut_by_tensor_ranks(model)} are not all divisible by {tp}; tp of {listed(possible)} works"
     if stages > model.n_layers:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
         return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
     if layout.cp > 1 and model.seq_len % (2 * layout.cp):
-        # each rank has a piece from either half, so that causal attention is equal work
-        return f"cp={layout.cp}: seq_len {model.seq_len} does not divide by 2 x {layout.cp}"
+        # Each rank gets one piece of either half, so that causal attention is equal work for all ranks.
+        return f"cp={layout.cp}: seq_len {model.seq_len} is not divisible by 2 x {layout.cp}"
     if layout.ep > 1 and not experts:
-        return f"ep={layout.ep}: this model has no experts to share out; ep=1 works"
+        return f"ep={layout.ep}: this model has no experts to distribute; ep=1 works"
     if experts % layout.ep:
-        return f"ep={layout.ep}: {experts} experts do not divide by {layout.ep}; take a divisor"
+        return f"ep={layout.ep}: {experts} experts are not divisible by {layout.ep}; use a divisor of {experts}"
     return None
 
 
@@ -212,20 +215,21 @@ def _cut_by_tensor_ranks(model: Model) -> str:
 
 
 def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
-    """Return the share of a step that a pipeline rank is idle: (p - 1) / (v m + p - 1).
+    """Return the share of a step in which a pipeline rank is idle: (p - 1) / (v m + p - 1).
 
-    p ranks have v stages each and run m micro-batches (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
+    The pipeline has p ranks with v stages each and runs m micro-batches (Narayanan et al. 2021, arXiv 2104.04473,
+    2.2).
     """
     return (stages - 1) / (stages_per_rank * micro_batches + stages - 1)
 
 
 def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Return the forward passes of a rank in a step."""
+    """Return the number of forward passes that a rank runs in a step."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return why the smallest batch of a run cannot fill a pipeline and what would, or None if it can."""
+    """Return why the smallest batch of a run cannot fill the pipeline and what would, or None if it can."""
     count = forwards(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

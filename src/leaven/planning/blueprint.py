@@ -1,9 +1,9 @@
-"""The planner's model: a table of operators, from which FLOPs, memory and time are counted.
+"""Describe a model to the planner as a table of matrix products, from which it computes FLOPs, memory and time.
 
-A :class:`Blueprint` can describe more than leaven builds: experts, latent attention, widths that change from layer to
-layer. It is made from a :class:`ModelShape` or from the architecture of a published run. Each row of a block says how
-tensor parallelism splits it and how many of its copies a token passes, so the code that counts need not know which
-kind of model it is.
+A :class:`Blueprint` can describe more models than leaven can build: models with experts, latent attention, or widths
+that change from layer to layer. It is made from a :class:`ModelShape` or from the architecture of a published run.
+Each row of a block says how tensor parallelism splits the product, how many copies of it exist and how many of them a
+token uses, so the planner's code is the same for every kind of model.
 """
 
 from collections import Counter
@@ -21,76 +21,77 @@ Attention = Literal["full", "causal"]
 
 @dataclass(frozen=True)
 class Matmul:
-    """A product of a block: ``k`` inputs become ``n`` outputs for every token."""
+    """A matrix product of a block, which turns ``k`` inputs into ``n`` outputs for every token."""
 
     name: str
     k: int
     n: int
     split: Split  # tensor parallelism splits the outputs (column), the inputs (row, then all-reduce), or nothing
     bias: bool = False
-    stored: int = 1  # copies that exist: the number of experts
-    passed: int = 1  # copies that a token passes
+    stored: int = 1  # number of copies (experts)
+    passed: int = 1  # number of copies that a token uses
 
     @property
     def routed(self) -> bool:
-        """Whether it belongs to one of many experts, which the ``ep`` ranks share out."""
+        """Whether the product belongs to routed experts, which are distributed over the ``ep`` ranks."""
         return self.stored > 1
 
     @property
     def size(self) -> int:
-        """Weights of all copies."""
+        """The number of weights of all copies."""
         return self.stored * self.k * self.n
 
     @property
     def flops(self) -> int:
-        """Operations of a forward pass, per token."""
+        """The floating-point operations of a forward pass per token."""
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
-        """Return (k, n) on a tensor rank; if a size does not divide it is rounded up, as padding would."""
+        """Return (k, n) on one tensor-parallel rank; sizes that do not divide evenly are rounded up."""
         return -(-self.k // (tp if self.split == "row" else 1)), -(-self.n // (tp if self.split == "column" else 1))
 
 
 @dataclass(frozen=True)
 class Core:
-    """Scores, softmax and the weighted sum of values."""
+    """The core of attention: scores, softmax and the weighted sum of values."""
 
     heads: int
     kv_heads: int
     d_qk: int  # width of a head's queries and keys
     d_v: int  # width of a head's values
-    window: int | None = None  # keys that a query sees at most; None for all
+    window: int | None = None  # the most keys that a query attends to; None for all
 
     def keys(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the mean number of keys that a query sees: its window, or the part that is not in the future."""
+        """Return the mean number of keys that a query attends to: all in its window, or with ``causal`` the past
+        ones."""
         window = min(self.window or seq_len, seq_len)
         return window if attention == "full" else window * (1 - window / (2 * seq_len))
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the operations of a forward pass per token: a product with the keys and one with the values."""
+        """Return the operations of a forward pass per token, for the products with keys and with values."""
         return 2 * self.heads * (self.d_qk + self.d_v) * self.keys(seq_len, attention)
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """One layer."""
+    """One layer: its matrix products, its attention core, and the parameters of its norms and biases."""
 
     matmuls: tuple[Matmul, ...]
     core: Core
-    vectors: int  # parameters of gains and biases that every tensor rank holds
-    split_vectors: int  # parameters of gains and biases that tensor ranks split
+    vectors: int  # parameters of gains and biases that every tensor-parallel rank stores in full
+    split_vectors: int  # parameters of gains and biases that tensor-parallel ranks split
     activation: str
     qk_norm: bool = False
     dropout: bool = False
 
     @cached_property
     def matrices(self) -> int:
-        """Weights of the matrices without those of routed experts."""
+        """The number of weights in matrices, without routed experts."""
         return sum(row.size for row in self.matmuls if not row.routed)
 
     @cached_property
     def experts(self) -> int:
-        """Weights of the routed experts."""
+        """The number of weights in routed experts."""
         return sum(row.size for row in self.matmuls if row.routed)
 
     @property
@@ -99,23 +100,23 @@ class BlockTable:
 
     @cached_property
     def active(self) -> int:
-        """Parameters that one token passes."""
+        """The number of parameters that one token uses."""
         return self.params - sum((row.stored - row.passed) * row.k * row.n for row in self.matmuls)
 
     @cached_property
     def whole(self) -> int:
-        """Parameters that every tensor rank holds in full."""
+        """The number of parameters that every tensor-parallel rank stores in full."""
         return self.vectors + sum(row.size for row in self.matmuls if not row.routed and row.split == "none")
 
     @cached_property
     def cut(self) -> int:
-        """Parameters that tensor ranks split, without those of routed experts."""
+        """The number of parameters that tensor-parallel ranks split, without routed experts."""
         return self.params - self.experts - self.whole
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A model for the planner: its blocks in order, and its two ends."""
+    """A model as the planner sees it: its blocks in order, and the embedding and unembedding at its ends."""
 
     seq_len: int
     d_model: int
@@ -124,8 +125,8 @@ class Blueprint:
     tied: bool  # the unembedding is the embedding
     positions: int = 0  # weights of learned positions
     embedding_norm: bool = False
-    embedding_vectors: int = 0  # of the norm after the embedding
-    final_vectors: int = 0  # of the norm before the unembedding
+    embedding_vectors: int = 0  # parameters of the norm after the embedding
+    final_vectors: int = 0  # parameters of the norm before the unembedding
 
     def __hash__(self) -> int:
         return self._hash
@@ -140,7 +141,7 @@ class Blueprint:
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockTable, int], ...]:
-        """The different blocks with their counts."""
+        """The distinct blocks, each with the number of layers that have it."""
         return tuple(Counter(self.blocks).items())
 
     @property
@@ -149,7 +150,7 @@ class Blueprint:
 
     @cached_property
     def ends(self) -> int:
-        """All parameters outside the blocks."""
+        """The number of parameters outside the blocks."""
         return self.embedding * (1 if self.tied else 2) + self.positions + self.embedding_vectors + self.final_vectors
 
     @cached_property
@@ -158,17 +159,18 @@ class Blueprint:
 
     @cached_property
     def active_params(self) -> int:
-        """Parameters that one token passes; of routed experts only those it is sent to."""
+        """The number of parameters that one token uses; of the routed experts, only those that it is sent to."""
         return self.ends + sum(count * block.active for block, count in self.kinds)
 
     @cached_property
     def experts(self) -> int:
-        """Routed experts of a layer, 0 where there are none."""
+        """The number of routed experts in a layer, or 0 if there are none."""
         return max((row.stored for block, _ in self.kinds for row in block.matmuls if row.routed), default=0)
 
     @cached_property
     def tensor_unit(self) -> int:
-        """What a tensor degree must divide: heads, key-value heads, every split width, and the vocabulary."""
+        """The greatest common divisor of all sizes that tensor parallelism splits; a tensor-parallel degree divides
+        it."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]
@@ -177,13 +179,13 @@ class Blueprint:
 
 
 Model: TypeAlias = ModelShape | Blueprint
-"""A model as the planner accepts it."""
+"""A model in either form that the planner accepts."""
 
 
 def attention_rows(
     d: int, heads: int, kv_heads: int, d_head: int, *, bias: bool = False, qkv_bias: bool = False
 ) -> list[Matmul]:
-    """Return the products around grouped-query attention."""
+    """Return the query, key, value and output projections of grouped-query attention."""
     return [
         Matmul("attention.query", d, heads * d_head, "column", qkv_bias),
         Matmul("attention.key", d, kv_heads * d_head, "column", qkv_bias),
@@ -195,7 +197,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the products of an MLP, or of ``stored`` experts of which a token passes ``passed``."""
+    """Return the matrix products of an MLP, or of ``stored`` experts of which a token uses ``passed``."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
@@ -213,9 +215,10 @@ def block_table(
     qk_norm: bool = False,
     dropout: bool = False,
 ) -> BlockTable:
-    """Return a layer with the biases of its products. ``gains`` and ``split_gains`` are parameters of its norms.
+    """Return a layer from its matrix products. ``gains`` and ``split_gains`` count the parameters of its norms.
 
-    The bias of a row-parallel product is added after the sum over ranks, so every rank holds all of it.
+    The biases of the products are added to these counts. The bias of a row-parallel product is added after the sum
+    over ranks, so every rank stores all of it.
     """
     shared, split = (sum(row.n for row in matmuls if row.bias and row.split == how) for how in ("row", "column"))
     return BlockTable(tuple(matmuls), core, gains + shared, split_gains + split, activation, qk_norm, dropout)
@@ -223,7 +226,7 @@ def block_table(
 
 @cache
 def blueprint(model: Model) -> Blueprint:
-    """Return the table of a model that leaven can build. A table is returned as it is."""
+    """Return the blueprint of a model. A model that is already a blueprint is returned unchanged."""
     if isinstance(model, Blueprint):
         return model
     d, heads, kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head

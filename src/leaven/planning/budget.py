@@ -1,9 +1,9 @@
-"""The planner in reverse: which model sizes and how many tokens fit a cluster for a given time.
+"""Find the model sizes and numbers of tokens that a cluster can train in a given time.
 
-A law gives the best size N for a budget of C = 6 N D FLOPs, but how many FLOPs a cluster delivers depends on how fast
-it trains that size. So each row is a fixed point: size -> shape (as ``leaven new`` builds it) -> fastest layout ->
-FLOPs in the time -> size. FLOP/s change slowly with size, so one or two iterations suffice when starting from the
-speed of a neighbouring size, and sizes within 5% of each other share one plan.
+A scaling law gives the best size N for a budget of C = 6 N D FLOPs, but how many FLOPs a cluster delivers depends on
+how fast it trains that size. So each size is found by iteration: size -> shape (as ``leaven new`` builds it) ->
+fastest layout -> FLOPs in the time -> size. FLOP/s change slowly with size, so one or two iterations suffice if they
+start from the speed of a similar size. Sizes within 5% of each other share one plan.
 """
 
 import math
@@ -36,23 +36,23 @@ _BUDGET = re.compile(
     re.IGNORECASE,
 )
 _FIRST_MFU = 0.4
-_SAME = 0.05  # sizes nearer than this are planned once: whole layers and widths come 3% near a size themselves
+_SAME = 0.05  # sizes this near share a plan; shapes have whole layers and widths, so they miss a size by up to 3%
 _STEPS = 4
 
 
 @dataclass(frozen=True)
 class BudgetSpeed:
-    """How fast the cluster trains one shape."""
+    """The speed at which the cluster trains one model shape."""
 
     shape: ModelShape
     batch_tokens: int
-    flops: float  # 6 N D a second, of all GPUs
-    mfu: float  # over the dense peak (full attention)
-    plan: ClusterPlan | None  # None where the MFU was given
+    flops: float  # 6 N D per second, on all GPUs
+    mfu: float  # share of the dense peak, counting full attention
+    plan: ClusterPlan | None  # None if the user gave the MFU
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
-    """Parse cluster and seconds from ``64xH100 x 14d``; also ``300h`` and ``2w``.
+    """Parse text such as ``64xH100 x 14d`` into a cluster and seconds; times may also be ``300h`` or ``2w``.
 
     Raises:
         InputError: if the text does not have this form, or the cluster is unknown.
@@ -60,7 +60,7 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
     match = _BUDGET.fullmatch(text.strip())
     if match is None:
         raise InputError(
-            f"--budget {text}: not a cluster and a time; write for example '64xH100-80GB x 14d' (h, d, w)"
+            f"--budget {text}: not a cluster and a time in h, d or w; write for example '64xH100-80GB x 14d'"
         )
     seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
     if not seconds:
@@ -69,16 +69,19 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
 
 
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
-    """Return the sizes and tokens that fit ``64xH100 x 14d`` by every compute-optimal law, and over-trained ones.
+    """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
-    With ``mfu`` that share of the dense peak is assumed and no layout is planned.
+    There is one size for each compute-optimal law and for each of several ratios of tokens to parameters. ``mfu``
+    sets the speed as a share of the dense peak; no layout is planned then.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
     """
     cluster, seconds = parse_budget(text)
     if mfu is not None and not 0 < mfu < 1:
-        raise InputError(f"--mfu {mfu:g}: a share of the dense peak; give one between 0 and 1, for example 0.4")
+        raise InputError(
+            f"--mfu {mfu:g}: not a share of the dense peak; give a number between 0 and 1, for example 0.4"
+        )
     speeds = _Speeds(cluster, seconds, mfu)
     rows, refused = [], []
     for law, size in sorted(_answers(), key=lambda answer: answer[1](1e22)):
@@ -104,7 +107,7 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
 
 
 def _answers() -> list[tuple[str, Callable[[float], float]]]:
-    """Return the laws of the best size by name, each as a function from FLOPs to parameters."""
+    """Return the laws of the best model size by name, each as a function from FLOPs to parameters."""
     frontiers = [(frontier.name, frontier.sizes.optimal_params) for frontier in FRONTIERS]
 
     def at(ratio: int) -> Callable[[float], float]:
@@ -114,14 +117,14 @@ def _answers() -> list[tuple[str, Callable[[float], float]]]:
 
 
 class _Speeds:
-    """The planned speeds of one budget by size; nearly equal sizes share a plan."""
+    """The planned speeds of one budget by model size; nearly equal sizes share a plan."""
 
     def __init__(self, cluster: Cluster, seconds: float, mfu: float | None) -> None:
         self._cluster, self._seconds, self._mfu = cluster, seconds, mfu
         self._planned: dict[float, BudgetSpeed] = {}
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the fixed point of one law."""
+        """Return the size and tokens of one law, at the speed with which the cluster trains that size."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self._planned.values()), None)
         peak = self._cluster.accelerator.peak_tflops * 1e12 * self._cluster.gpus
@@ -149,7 +152,7 @@ class _Speeds:
         )
 
     def _at(self, params: float, tokens: float) -> BudgetSpeed:
-        """Return the speed of a shape of about so many parameters."""
+        """Return the speed of a shape with about ``params`` parameters, trained on about ``tokens`` tokens."""
         for planned, speed in self._planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed
@@ -173,7 +176,8 @@ def _check(request: StarterRequest) -> None:
     size = f"{format_quantity(request.params)} parameters on {format_quantity(request.tokens)} tokens"
     if request.params < LEAST_PARAMS:
         raise InputError(
-            f"{size}: below {format_quantity(LEAST_PARAMS)} a model is nearly all vocabulary; increase the time"
+            f"{size}: below {format_quantity(LEAST_PARAMS)} parameters a model is nearly all vocabulary; "
+            "increase the time"
         )
     if request.params > MOST_PARAMS or request.tokens > MOST_TOKENS:
         raise InputError(f"{size}: too large to plan; reduce the time")

@@ -1,8 +1,8 @@
-"""The calibration history: what runs and measurements took, and how far the planner was off.
+"""Record the time and memory of steps in the calibration history, and correct the planner's predictions by them.
 
-The history is a file in leaven's cache (``LEAVEN_CACHE``), one line a record, shared by all runs of a user. It is
-written at the end of a run and must never harm it: if the disk is full or the folder read-only, only the line is
-lost. Lines that this version of leaven cannot read are skipped.
+The history is a file in leaven's cache folder (``LEAVEN_CACHE``), one record per line, shared by all runs of a user.
+It is written at the end of a run and must never harm the run: if the disk is full or the folder read-only, only the
+record is lost. Lines that this version of leaven cannot read are skipped.
 """
 
 import math
@@ -26,35 +26,35 @@ from leaven.recipe.files import cache_folder
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
-# Names of the file that grows and of the full one before it.
+# File names: the file that records are appended to, and the previous, full file.
 _NAME, _FULL = "history.jsonl", "history-before.jsonl"
-# Ratio of parameters within which a run is near, and within which it counts at all.
+# Ratio of parameters up to which a run is near, and up to which it counts at all.
 NEAR, FAR = 4.0, 16.0
 # Only the newest runs count: older ones were made with other versions.
 NEWEST = 100
-# Size of a file of the history, about 400 lines. A full one replaces the one before it.
+# Largest size of a history file, about 400 lines. A full file replaces the previous full file.
 LIMIT_BYTES = 512 * 1024
-# How long a line waits for the lock before it is dropped.
+# How long to wait for the lock before the record is dropped.
 LOCK_SECONDS = 5.0
 
 
 class StepCost(BaseModel):
-    """Time and memory of one optimizer step."""
+    """The time and memory of one optimizer step."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     step_seconds: float = Field(gt=0)
-    memory_gib: float | None = Field(default=None, gt=0)  # the most that tensors hold on a rank
+    memory_gib: float | None = Field(default=None, gt=0)  # peak memory of the tensors on a rank
 
 
 class CalibrationRecord(BaseModel):
-    """One batch size of one start of a run, or a measurement: a line of the history."""
+    """A line of the history: the predicted and the measured cost of a step at one batch size."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     by: Literal["run", "measurement"]
-    device: str  # name by its driver; of a processor its model
-    accelerator: str | None  # its name in the planner's table, if it is there
+    device: str  # name that the driver reports, or the processor's model
+    accelerator: str | None  # name in the planner's table; None if it is not there
     threads: int | None = None
     compute: str  # dtype
     model: ModelShape
@@ -64,10 +64,10 @@ class CalibrationRecord(BaseModel):
     grad_accumulation: int = Field(gt=0)
     predicted: StepCost | None  # None for an accelerator that is not in the table
     measured: StepCost | None
-    steps: int = Field(ge=0)  # that were measured
+    steps: int = Field(ge=0)  # number of measured steps
     torch: str  # version
     leaven: str  # version
-    seconds: float  # since 1970
+    seconds: float  # when it was written: seconds since 1970
 
     @property
     def arrangement(self) -> Arrangement:
@@ -75,10 +75,10 @@ class CalibrationRecord(BaseModel):
 
 
 def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
-    """Return the planner's time and memory of one step by leaven, or None if it cannot plan it.
+    """Return the time and memory that the planner predicts for a step in leaven, or None if it cannot plan the step.
 
-    Memory excludes the context and fragmentation, which cannot be measured. No error may stop the run that calls
-    this.
+    The memory excludes the device's context and fragmentation, because runs cannot measure these. No error is raised,
+    because an error would stop the run that calls this.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
@@ -90,7 +90,7 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
 
 
 def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
-    """Append a record to the history. Returns whether it was written."""
+    """Append a record to the history, and return whether it was written."""
     folder = folder or cache_folder()
     path = folder / _NAME
     try:
@@ -105,7 +105,7 @@ def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
 
 
 def history(folder: Path | None = None) -> list[CalibrationRecord]:
-    """Return this user's records, the oldest first."""
+    """Return the records of this user, the oldest first."""
     found = []
     for name in (_FULL, _NAME):
         with suppress(OSError):
@@ -117,14 +117,14 @@ def history(folder: Path | None = None) -> list[CalibrationRecord]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors on what the planner predicts, from runs on this accelerator."""
+    """Factors that correct the planner's predictions, from runs on this accelerator."""
 
-    time: float  # of a step
-    memory: float | None  # None if it was not measured
-    runs: int  # that were counted
-    low: float  # smallest factor of a run in time
-    high: float  # largest
-    measurement: bool = False  # the one run was --measure
+    time: float  # factor on the time of a step
+    memory: float | None  # factor on memory; None if memory was not measured
+    runs: int  # number of runs that count
+    low: float  # smallest time factor of a run
+    high: float  # largest time factor of a run
+    measurement: bool = False  # whether the only record is from --measure
 
     def __str__(self) -> str:
         runs = "a measurement" if self.measurement else "1 run" if self.runs == 1 else f"{self.runs} runs"
@@ -135,14 +135,14 @@ class Calibration:
 def calibration(
     records: Iterable[CalibrationRecord], accelerator: str, params: int, layout: Layout, compute: str
 ) -> Calibration | None:
-    """Return the factors for a model of ``params`` parameters in a layout, or None without a usable record.
+    """Return the correction factors for a model of ``params`` parameters in a layout, or None if no record is usable.
 
-    Only records of the same accelerator and dtype count; for a processor, also of the same model. A factor is the
-    weighted median of measured / predicted. Near runs (within 4 times the parameters, the same kinds of parallelism,
-    recomputation and compilation) count alone if there are any, else all within 16 times: a small model, which waits
-    for kernel launches, does not predict a large one. The weight of a run is 1 / (1 + doublings of the parameters
-    between + kinds that differ). The prediction is computed again, so that a newer planner is compared with the same
-    measurements.
+    Only records of the same accelerator and dtype count; records of a processor must also be of the same processor
+    model. A factor is the weighted median of measured / predicted. A run is near if its parameters are within a
+    factor of 4 and its kinds of parallelism, recomputation and compilation are the same. If there are near runs, only
+    these count, otherwise all runs within a factor of 16: a small model, which waits for kernel launches, does not
+    predict a large one. The weight of a run is 1 / (1 + doublings between the parameters + kinds that differ).
+    Predictions are computed again, so that a newer planner is compared with old measurements.
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
@@ -173,10 +173,10 @@ def calibration(
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
-    """Return the weighted median of (value, weight) pairs: at most half of the weight is below it, and at most half
-    above.
+    """Return the weighted median of (value, weight) pairs.
 
-    Between two such values it is their mean.
+    At most half of the weight lies below the median and at most half above it. If two values satisfy this, their mean
+    is returned.
 
     >>> weighted_median([(1.0, 1.0), (9.0, 1.0)]), weighted_median([(1.0, 1.0), (2.0, 1.0), (9.0, 1.5)])
     (5.0, 2.0)
@@ -193,7 +193,7 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 
 def _kinds(layout: Layout) -> set[str]:
-    """Return the features of a layout whose time the planner may misjudge."""
+    """Return the features of a layout for which the planner may misjudge the time."""
     kinds = {
         "dp": layout.dp > 1,
         "tp": layout.tp > 1,

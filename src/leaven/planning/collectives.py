@@ -1,4 +1,4 @@
-"""Time of communication between ranks: rings and all-to-alls, inside a node and across nodes."""
+"""Compute the time of communication between ranks, inside a node and across nodes."""
 
 from dataclasses import replace
 from math import ceil, log2
@@ -12,9 +12,10 @@ LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
-    """Return bytes/s of a rank in a group of ranks ``stride`` apart that spans ``span`` ranks.
+    """Return the bytes/s of one rank in a group whose ranks are ``stride`` apart and which spans ``span`` ranks.
 
-    Inside a node it is the link. Across nodes the rings of a group share the NICs of its members in a node.
+    Inside a node this is the bandwidth of the link. Across nodes it is the sum of the NICs of all the group's members
+    in a node, but at most the bandwidth of the link.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s
@@ -25,9 +26,9 @@ def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
 
 
 def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
-    """Return seconds of a reduce-scatter or all-gather of ``size`` bytes, sent in ``messages`` messages.
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, sent in ``messages`` messages.
 
-    Each of n ranks sends (n - 1)/n of it in n - 1 steps; a step between nodes has the network's latency.
+    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps; a step between nodes has the latency of the network.
     """
     if ranks == 1:
         return 0.0
@@ -38,7 +39,7 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 
 
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
-    """Return seconds of an all-reduce: twice the bytes of a ring.
+    """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
     Its latency is that of two rings or of a tree over the nodes, whichever is shorter, as NCCL chooses.
     """
@@ -52,14 +53,16 @@ def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages:
 
 
 def _nodes(ranks: int, stride: int, cluster: Cluster) -> int:
-    """Return the number of nodes that a group of ranks ``stride`` apart covers."""
+    """Return the number of nodes over which a group of ranks ``stride`` apart extends."""
     size = cluster.accelerator.node_size
     return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
 
 
 def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
-    """Return seconds of an exchange in which each of n ranks sends (n - 1)/n of ``size`` bytes, an equal part to each
-    other rank."""
+    """Return the seconds of an all-to-all of ``size`` bytes per rank.
+
+    Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks.
+    """
     if ranks == 1:
         return 0.0
     accelerator = cluster.accelerator
@@ -70,14 +73,14 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 
 
 def hop(size: float, ranks: int, cluster: Cluster) -> float:
-    """Return seconds to send ``size`` bytes to the next stage of a pipeline that spans ``ranks`` ranks."""
+    """Return the seconds to send ``size`` bytes to the next stage of a pipeline that spans ``ranks`` ranks."""
     across = ranks > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
     return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)
 
 
 def one_nic(cluster: Cluster) -> Cluster:
-    """Return the cluster with one GPU per node, for code whose rings do not share the NICs of a node."""
+    """Return the cluster with one GPU per node, for training codes whose rings do not share the NICs of a node."""
     if cluster.gpus <= cluster.accelerator.node_size:
         return cluster
     return replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))

@@ -1,4 +1,4 @@
-"""Why another layout was not chosen, and what to change if none fits."""
+"""Explain why another layout was not chosen, and what to change if no layout fits."""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ _N_NOT = 4
 _SLOWER = 0.03
 # If nothing fits, these multiples of the GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
-# If no layout divides the GPUs, so many other counts are tried on either side.
+# If no layout divides the GPUs, this many other counts are tried on either side.
 _TRIED = 64
 
 
@@ -60,8 +60,10 @@ def _comparison(
     found: LayoutCandidate | None = None,
     needs: tuple[Arrangement, Memory] | None = None,
 ) -> Explanation:
-    """Compare a layout with the choice. ``found`` is the best that fits, ``needs`` the one that needs least if none
-    does."""
+    """Return the comparison of a requested layout with the chosen one.
+
+    ``found`` is the best candidate that fits. If none fits, ``needs`` is the arrangement that needs the least memory.
+    """
     how, memory = (found.arrangement, found.memory) if found else needs or (None, None)
 
     def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
@@ -80,14 +82,14 @@ def _comparison(
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
-    """Compare the choice with the best layout that has, say, ``tp=4`` or ``pp=8,recompute=full``.
+    """Compare the chosen layout with the best layout that has the requested values, such as ``pp=8,zero=1``.
 
     Raises:
-        InputError: if the text is not part of a layout.
+        InputError: if ``asked`` is not part of a layout.
     """
     fixed = parse_keys(asked)
     if not fixed:
-        raise InputError(f"explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
+        raise InputError(f"--explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
     micro_batch = fixed.pop("mbs", None)
     _require_values(asked, fixed)
     job = exploration.job if micro_batch is None else replace(exploration.job, micro_batch=micro_batch)
@@ -117,10 +119,11 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
-    """Return a line for each neighbour of the choice that is more than 3% slower or does not fit, with the reason.
+    """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour has another value of one key, dp adjusted to it, and its best micro-batch. Where no such layout exists
-    the other values that change are named: ``pp 2 (with zero 1)``.
+    A neighbour has another value of one key, dp adjusted to it, and its best micro-batch. Neighbours are listed if
+    they do not fit or are more than 3% slower. If a value requires other values to change too, the line names them:
+    ``pp 2 (with zero 1)``.
     """
     cluster = exploration.job.cluster
     found: list[tuple[float, str]] = []
@@ -150,7 +153,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values in which a layout differs from the choice, except one key and what follows from it."""
+    """Return the values in which a layout differs from the chosen one, except ``key`` and its consequences."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     mine, theirs = layout.model_dump(), own.model_dump()
@@ -158,7 +161,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the next lower and the next higher number; of words, all others."""
+    """Return the values to compare with ``own``: the next lower and the next higher number, or all other texts."""
     others = [value for value in values if value != own]
     if isinstance(own, str):
         return others
@@ -168,7 +171,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
     if found.arrangement == chosen.arrangement:
-        return "this is the choice"
+        return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
     memory = f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
     slower = found.time.step / chosen.time.step - 1
@@ -180,7 +183,7 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
-    """Return the part of a step that grows most, with its share."""
+    """Return the part of a step that grows most compared with the chosen layout, and its share of the step."""
     more = {part: seconds - vars(chosen.time)[part] for part, seconds in vars(found.time).items()}
     part = max(more, key=more.__getitem__)
     share = vars(found.time)[part] / found.time.step
@@ -195,13 +198,13 @@ def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
 
 
 def too_large(cluster: Cluster, memory: Memory) -> str:
-    """Return ``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
+    """Return text such as ``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
     gib = cluster.accelerator.memory_gib
     return f"needs {memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"
 
 
 def _require_values(asked: str, fixed: dict[str, Any]) -> None:
-    """Raise InputError for a value that no layout can have."""
+    """Raise InputError if no layout can have one of the values."""
     for key, value in fixed.items():
         rest = {"dp": value} if key in {"ep", "dp_replicate"} else {}
         rest |= {"zero": 1} if key == "dp_replicate" else {"pp": 2} if key in {"schedule", "stages_per_rank"} else {}
@@ -211,7 +214,7 @@ def _require_values(asked: str, fixed: dict[str, Any]) -> None:
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return what the search leaves out on principle, as the end of a line."""
+    """Return a note, appended to a line, on requested values that the search leaves out on principle."""
     left_out = []
     if fixed.get("tp", 1) > job.cluster.accelerator.node_size:
         left_out.append("tensor parallelism across nodes")
@@ -219,32 +222,32 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
         left_out.append(f"ZeRO {fixed['zero']} with a pipeline")
     if fixed.get("schedule") == "zero-bubble":
         left_out.append("a zero-bubble schedule")
-    notes = f"; {' and '.join(left_out)} is not searched" if left_out else ""
+    notes = f"; the search leaves out {' and '.join(left_out)}" if left_out else ""
     if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
-        notes += "; leaven plans and exports this but cannot train with it"
+        notes += "; leaven can plan and export this but cannot train with it"
     return notes
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why the model or the cluster has no layout with these values, or None if it may have."""
+    """Return why no layout of the model and the cluster has these values, or None if one may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     product = tp * pp * cp * fixed.get("dp", 1)
     divides = job.cluster.gpus % product == 0
     return shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep)) or (
-        None if divides else f"{job.cluster.gpus:,} GPUs do not divide by {product}"
+        None if divides else f"{job.cluster.gpus:,} GPUs are not divisible by {product}"
     )
 
 
 def no_layout(seen: Exploration) -> InputError:
-    """Return the error for a search that found nothing: one line with the reason and what would work."""
+    """Return the error for a search that found no layout: one line with the reason and what would work."""
     job, beyond = seen.job, seen.untrained
     if seen.misfits:
         message = _nothing_fits(job, *seen.misfits[0])
     elif near := _near(job):
         message = (
             f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of "
-            f"{job.batch_tokens // job.model.seq_len:,} sequences over so many; "
-            f"{' or '.join(f'{count:,}' for count in near)} GPUs would do"
+            f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; "
+            f"{' or '.join(f'{count:,}' for count in near)} GPUs would work"
         )
     else:
         message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
@@ -254,7 +257,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def lacking(job: Job, chosen: LayoutCandidate) -> str:
-    """Return what a layout that does not fit needs, and one change that would make it fit."""
+    """Return how much memory a layout that does not fit needs, and one change with which it would fit."""
     layout, message = chosen.arrangement.layout, too_large(job.cluster, chosen.memory)
     changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
     for key in ("tp", "pp"):
@@ -269,12 +272,12 @@ def lacking(job: Job, chosen: LayoutCandidate) -> str:
         memory = worst_stage(job.model, how, job.code)
         if other != layout and fits(memory, job.cluster):
             asked = ",".join(f"{key}={value}" for key, value in change.items())
-            return f"{message}; {asked} would fit in {memory.total / GIB:.1f}"
+            return f"{message}; {asked} would fit in {memory.total / GIB:.1f} GiB"
     return f"{message}; without --layout leaven plans one that fits"
 
 
 def possible(job: Job) -> bool:
-    """Return whether any layout that may be chosen fits."""
+    """Return whether any layout that leaven may choose fits."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # the leanest are at the end
         try:
@@ -289,12 +292,12 @@ def possible(job: Job) -> bool:
 def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
     accelerator = job.cluster.accelerator
     message = (
-        f"nothing fits: the leanest layout ({least}) needs {memory.total / GIB:.1f} GiB of "
+        f"nothing fits: even the layout with the least memory ({least}) needs {memory.total / GIB:.1f} GiB of "
         f"{accelerator.memory_gib:g} on each GPU"
     )
     larger = (_of_gpus(job.cluster, job.cluster.gpus * times) for times in _MORE)
     more = next((cluster for cluster in larger if possible(replace(job, cluster=cluster))), None)
-    would = [f"{more} would do"] if more else []
+    would = [f"{more} would work"] if more else []
     # What fits with some layers fits with fewer.
     layers = bisect_left(
         range(1, job.model.n_layers), True, key=lambda n: not possible(replace(job, model=_of_layers(job, n)))
@@ -314,7 +317,7 @@ def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
 
 
 def _padded(job: Job) -> Job | None:
-    """Return the job with its vocabulary padded to a multiple of 128, if tensor parallelism lacks that."""
+    """Return the job with its vocabulary padded to a multiple of 128, or None if there is nothing to pad."""
     if not isinstance(job.model, ModelShape) or job.model.vocab_size % 128 == 0:
         return None
     model = job.model.model_copy(update={"vocab_size": -(-job.model.vocab_size // 128) * 128})
@@ -328,7 +331,7 @@ def _of_layers(job: Job, layers: int) -> Model:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster of so many of the same GPUs, in the accelerator's usual nodes unless others were requested."""
+    """Return a cluster of ``gpus`` GPUs of the same kind, in nodes of the usual or the requested size."""
     name = cluster.accelerator.name
     if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -337,7 +340,7 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 
 
 def _near(job: Job) -> list[int]:
-    """Return the nearest lower and higher number of GPUs that some layout divides and the model fits."""
+    """Return the nearest lower and the nearest higher number of GPUs with which some layout fits."""
     counts, found = sorted(_dividing(job)), []
     own = bisect_left(counts, job.cluster.gpus)
     for near in (counts[:own][::-1], counts[own:]):
@@ -349,8 +352,8 @@ def _near(job: Job) -> list[int]:
 def _dividing(job: Job) -> set[int]:
     """Return every number of GPUs that some layout can use.
 
-    Each is dp x tp x pp, where dp divides the batch, tp is a possible tensor-parallel degree of the model, and every
-    pipeline stage has a layer and a micro-batch.
+    Each number is dp x tp x pp, where dp divides the batch, tp is a tensor-parallel degree that the model allows, and
+    every pipeline stage has a layer and a micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)

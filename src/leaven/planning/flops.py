@@ -1,9 +1,9 @@
-"""Floating-point operations of training, by operator.
+"""Count the floating-point operations of training, by operator.
 
-A multiply-add is two operations. The backward pass costs twice the forward pass. Embedding lookups, norms,
-activations and softmax are not counted; the unembedding is: the convention of PaLM (appendix B), Narayanan 2021 and
-torchtitan. Routed experts count for the tokens routed to them, and the router counts. What a flash kernel recomputes
-in its own backward pass is not counted, as usual. Conventions of published tables are in
+A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM (appendix B),
+Narayanan 2021 and torchtitan, the unembedding counts; embedding lookups, norms, activations and softmax do not.
+Routed experts count for the tokens routed to them, and the router counts. The recomputation of a flash kernel in its
+own backward pass is not counted, as usual. The conventions of published tables are in
 benchmarks/planner/conventions.py.
 """
 
@@ -21,9 +21,9 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of one forward pass per token.
+    """The operations of one forward pass per token.
 
-    ``attention`` counts the full matrix of scores, ``causal`` the part that a causal kernel computes.
+    ``attention`` counts the full matrix of scores, ``causal`` only the part that a causal kernel computes.
     """
 
     matrices: int
@@ -59,10 +59,10 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 
 
 def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
-    """Return model FLOPs plus recomputation: of all blocks (``full``) or of the attention core (``selective``).
+    """Return the model FLOPs plus recomputation, of all blocks (``full``) or of attention cores (``selective``).
 
-    With ``full`` this is Narayanan 2021, equation 3. For ``selective`` Korthikanti 2022 prints s/(3h), two thirds
-    more than the one forward pass of the attention core that is repeated; here it counts once.
+    With ``full`` this is Narayanan 2021, equation 3. For ``selective``, Korthikanti 2022 prints s/(3h), which is two
+    thirds more than the one forward pass of the attention core that is repeated; here it counts once.
     """
     forward = forward_flops(model)
     again = {

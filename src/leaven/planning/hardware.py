@@ -1,4 +1,4 @@
-"""Clusters: how people and drivers write them, and what it costs to rent one."""
+"""Parse clusters and names of accelerators as people and drivers write them, and compute the cost of a cluster."""
 
 import re
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ _PUE = 1.0
 
 @dataclass(frozen=True)
 class Cluster:
-    """Accelerators of one kind, in nodes of ``accelerator.node_size``."""
+    """A number of accelerators of one kind, in nodes of ``accelerator.node_size``."""
 
     gpus: int
     accelerator: Accelerator
@@ -33,7 +33,7 @@ class Cluster:
 
     @property
     def nodes_text(self) -> str:
-        """``one node``, ``8 nodes of 8``, ``2 nodes of 8, the last of 5``."""
+        """The nodes as text: ``one node``, ``8 nodes of 8``, or ``2 nodes of 8, the last of 5``."""
         node = self.accelerator.node_size
         if self.nodes == 1:
             return "one node"
@@ -41,9 +41,9 @@ class Cluster:
         return f"{self.nodes} nodes of {node}" + (f", the last of {rest}" if rest else "")
 
     def cost(self, seconds: float, price: Price | None = None) -> CostRow:
-        """Return the cost of using the whole cluster for ``seconds``; ``price`` is for one GPU-hour.
+        """Return the cost of using the whole cluster for ``seconds``; ``price`` is the price of one GPU-hour.
 
-        Energy is None for a board of unknown power, money without a price.
+        The energy is None if the board's power is unknown, and the money is None if there is no price.
         """
         gpu_hours, power = seconds / 3_600 * self.gpus, self.accelerator.power_w
         return CostRow(
@@ -68,13 +68,13 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Parse a cluster: ``384xA100-80GB``, with the GPUs of a node ``48x8xA100-80GB``, or ``cpu``.
+    """Parse a cluster: ``384xA100-80GB``, ``48x8xA100-80GB`` (nodes x GPUs per node), or ``cpu``.
 
-    A count that does not fill whole nodes is spread evenly: 12 GPUs in nodes of 8 are two nodes of 6. If that would
-    leave more than half of each node idle, the last node is short: 13 are 8 and 5.
+    If the GPUs do not fill whole nodes, they are spread evenly: 12 GPUs in nodes of 8 become two nodes of 6. If that
+    would leave more than half of each node idle, only the last node is not full: 13 GPUs become nodes of 8 and 5.
 
     Raises:
-        InputError: if the text is none of these, or the name is not in the table.
+        InputError: if the text has none of these forms, or the accelerator is unknown.
     """
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
@@ -94,9 +94,9 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the GPUs in each node if all nodes have the same number, between half of a node and a full one.
+    """Return the number of GPUs per node, between half a node and a full node, that divides ``gpus``.
 
-    A full node if no such number divides ``gpus``.
+    If no such number divides ``gpus``, the number of GPUs in a full node is returned.
     """
     return (
         next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
@@ -104,14 +104,14 @@ def _even_nodes(gpus: int, node: int) -> int:
 
 
 def parse_price(text: str) -> Price:
-    """Parse the price of one GPU-hour: ``2.5``, ``$2.50``, ``2.2 EUR``.
+    """Parse the price of one GPU-hour, such as ``2.5``, ``$2.50`` or ``2.2 EUR``.
 
     Raises:
         InputError: if the text is not a price.
     """
     match = _PRICE.fullmatch(text)
     if match is None or (match[1] and match[3]):
-        raise InputError(f"--price {text}: not the price of a GPU for an hour; write for example 2.50 or $2.50")
+        raise InputError(f"--price {text}: not a price per GPU-hour; write for example 2.50 or $2.50")
     return Price(amount=float(match[2]), currency=match[1] or match[3])
 
 
@@ -119,7 +119,7 @@ def find_accelerator(name: str) -> Accelerator:
     """Return an accelerator by name. Maker, memory and form may be left out: ``H100``, ``A100 40 GB``, ``h200-sxm``.
 
     Raises:
-        InputError: if the table has no such accelerator; says which are near, and what to type to add it.
+        InputError: if no accelerator has this name; the message gives the nearest names and says how to add one.
     """
     exact = next((known for key, known in accelerators().items() if key.upper() == name.upper().strip()), None)
     if exact is not None:
@@ -137,15 +137,15 @@ def find_accelerator(name: str) -> Accelerator:
     nearest = list(dict.fromkeys(by_short[short] for short in close))[:3]
     word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
     raise InputError(
-        f"no accelerator {name!r} in the table; nearest are {', '.join(nearest)} (all: leaven hardware); "
+        f"no accelerator {name!r} in the table; the nearest are {', '.join(nearest)} (leaven hardware lists all); "
         f"to add it, put a line like this example into {user_file()}, with its own numbers: {word} = {EXAMPLE}"
     )
 
 
 def known_device(name: str) -> Accelerator | None:
-    """Return the accelerator that a driver calls, say, ``NVIDIA H100 80GB HBM3``, or None if it is not in the table.
+    """Return the accelerator for a name that a driver reports, such as ``NVIDIA H100 80GB HBM3``, or None.
 
-    If there are several of that kind, the one with the memory in the name is returned, else the first.
+    If several accelerators match, the one whose memory is in the name is returned, otherwise the first.
     """
     words = set(_words(name))
     if words & {"LAPTOP", "MOBILE", "MAX"}:  # slower boards of the same name
@@ -161,13 +161,13 @@ def known_device(name: str) -> Accelerator | None:
 
 
 def _words(name: str) -> list[str]:
-    """Split a name into words: ``H100 96 GB`` and ``H100-96GB`` are H100 and 96GB; SXM4 and SXM5 are SXM."""
+    """Split a name into words in one spelling: ``H100 96 GB`` equals ``H100-96GB``, and SXM4 and SXM5 become SXM."""
     joined = re.sub(r"(\d)\s*GI?B\b", r"\1GB", name.upper())
     return [re.sub(r"^SXM\d$", "SXM", word) for word in re.split(r"[-_/\s]+", joined) if word]
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether an accelerator's name has every word, also if they are joined (``TPU v5p``, ``RTX4090``)."""
+    """Return whether a name has every wanted word, also if words are joined (``TPU v5p``, ``RTX4090``)."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

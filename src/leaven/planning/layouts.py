@@ -1,7 +1,7 @@
-"""The search for a layout: everything that model, batch and memory allow, the fastest first.
+"""Search for the fastest layout among all that the model, the batch and the memory allow.
 
-The search is exhaustive. Memory is computed first, and it prunes safely: if a micro-batch does not fit, its multiples
-do not either, so they are skipped.
+The search is exhaustive. It computes memory first, which makes it safe to skip layouts: if a micro-batch does not
+fit, its multiples do not fit either.
 """
 
 import math
@@ -45,7 +45,7 @@ _WORTH_A_WORD = 0.02
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """An arrangement with its memory and time."""
+    """An arrangement with its memory and the time of its step."""
 
     arrangement: Arrangement
     memory: Memory
@@ -55,7 +55,7 @@ class LayoutCandidate:
         return fits(self.memory, cluster)
 
     def times(self, factor: float) -> "LayoutCandidate":
-        """Return the candidate with its step slower by a factor."""
+        """Return the candidate with the time of its step multiplied by ``factor``."""
         return replace(self, time=self.time.times(factor))
 
     @property
@@ -65,26 +65,27 @@ class LayoutCandidate:
 
 @dataclass(frozen=True)
 class Job:
-    """What to lay out: a model, its batch, a cluster, and the training code."""
+    """The input of a layout search: a model, its batch, a cluster, and the training code."""
 
     model: Model
     batch_tokens: int
     cluster: Cluster
-    micro_batch: int | None = None  # sequences; None where it is free
-    smallest_tokens: int | None = None  # the batch that a ramp begins with
+    micro_batch: int | None = None  # sequences; None lets the search choose
+    smallest_tokens: int | None = None  # the first batch of a batch ramp; None without a ramp
     code: TrainingCode = LEAVEN_BF16
     by_leaven: bool = True  # only layouts that leaven's own trainer supports may be chosen
     compile: bool = False  # blocks are compiled in every layout
     slower: float = 1.0  # calibration: factor on the planner's time of a step
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """Return a layout with every micro-batch that divides a rank's share of the batch, or with the given one.
+        """Return the arrangements of a layout, one for each micro-batch that divides a rank's share of the batch.
 
-        The smallest batch of a ramp must fill the pipeline, too.
+        If the job sets a micro-batch, only the arrangement with that micro-batch is returned. Arrangements in which
+        the smallest batch of a ramp does not fill the pipeline are left out.
 
         Raises:
-            InputError: if the batch is not a whole number of sequences, does not divide, or does not fill the
-                pipeline; says what would work.
+            InputError: if the batch is not a whole number of sequences, does not divide over the ranks, or does not
+                fill the pipeline; the message says what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
         sequences, rest = divmod(self.batch_tokens, seq_len)
@@ -98,13 +99,13 @@ class Job:
         sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
         if rest or share % (given or 1):
             unit = layout.dp * (given or 1)
-            batch = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens would"
+            batch = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens would work"
             if rest:
                 over = f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
                 raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {batch}")
             raise InputError(
                 f"micro-batch {given} does not divide a rank's {share:,} sequences at dp {layout.dp}; "
-                f"{listed(sizes)} does, or {batch}"
+                f"micro-batch {listed(sizes)} would work, or {batch}"
             )
         most = max(1, _MOST_TOKENS // seq_len)
         sizes = [given] if given else [size for size in sizes if size <= most]
@@ -116,46 +117,46 @@ class Job:
         return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
-        """Return the time of a step."""
+        """Return the time of a step in an arrangement."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
     def candidate(self, how: Arrangement) -> LayoutCandidate:
-        """Return an arrangement with its memory and time."""
+        """Return an arrangement together with its memory and time."""
         return LayoutCandidate(how, worst_stage(self.model, how, self.code), self.time(how))
 
 
 @dataclass(frozen=True)
 class Exploration:
-    """The result of a search."""
+    """The result of a layout search."""
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # the best first
     too_large: tuple[tuple[Arrangement, Memory], ...]  # each layout's smallest micro-batch, least memory first
-    refusal: InputError | None  # why a layout could not divide the batch, if one could not
-    evaluations: int = field(compare=False, default=0)  # memories and times that were computed
+    refusal: InputError | None  # the error of the first layout that cannot divide the batch, if any
+    evaluations: int = field(compare=False, default=0)  # number of memories and times that were computed
 
     def slower(self, factor: float) -> "Exploration":
-        """Return the same search with every step longer than the planner's own by a factor."""
+        """Return the same result with the time of every step set to ``factor`` times the planner's own time."""
         fitting = tuple(candidate.times(factor / self.job.slower) for candidate in self.fitting)
         return replace(self, job=replace(self.job, slower=factor), fitting=fitting)
 
     @property
     def misfits(self) -> tuple[tuple[Arrangement, Memory], ...]:
-        """The entries of ``too_large`` that could be chosen if they fitted."""
+        """The entries of ``too_large`` that leaven could choose if they fitted."""
         if not self.job.by_leaven:
             return self.too_large
         return tuple(each for each in self.too_large if _trained(each[0]))
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The fitting arrangements that may be chosen, the best first."""
+        """The arrangements that fit and that leaven may choose, the best first."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """The layouts that may be chosen, each with its best micro-batch, the best first."""
+        """The layouts that leaven may choose, each with its best micro-batch, the best first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -163,7 +164,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that may not be chosen, if it is more than 2% faster or nothing else fits."""
+        """The best layout that leaven cannot train, if it is over 2% faster than the choice or nothing else fits."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -172,7 +173,7 @@ class Exploration:
 
 
 def _trained(how: Arrangement) -> bool:
-    """Return whether leaven can train with it. Context and expert parallelism can only be planned and exported."""
+    """Return whether leaven can train an arrangement; it can only plan and export context and expert parallelism."""
     return how.layout.cp == how.layout.ep == 1
 
 
@@ -188,9 +189,9 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
 
-    Tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a pipeline, and a rank keeps at
-    least 4,096 tokens of a sequence; a fixed value may break these rules. ZeRO 3 also shards over 1, 2, 4 or 8
-    nodes with replicas on the others.
+    Tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a pipeline, and a rank keeps at least
+    4,096 tokens of a sequence. Values in ``fixed`` may break these rules. ZeRO 3 is also tried with the model sharded
+    over only 1, 2, 4 or 8 nodes and replicated on the others.
     """
     fixed = fixed or {}
     gpus, node = cluster.gpus, cluster.accelerator.node_size
@@ -205,7 +206,7 @@ def layouts(
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
-    """Evaluate every layout of a job with every micro-batch that fits; ``fixed`` as in :func:`layouts`."""
+    """Evaluate every layout of a job with every micro-batch that fits; ``fixed`` is as in :func:`layouts`."""
     fitting: list[LayoutCandidate] = []
     too_large: list[tuple[Arrangement, Memory]] = []
     refusal: InputError | None = None
@@ -234,11 +235,12 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 
 
 def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Sort candidates, the fastest first. Times within 1% of each other are equal: the planner is no more precise.
+    """Return the candidates sorted, the fastest first.
 
-    Among equals these come first: what leaven can train, a pipeline with enough micro-batches, the lower ZeRO
-    stage, fewer replicas and stages, the micro-batch nearest to 8,192 tokens from below (launch latency favours it),
-    less memory.
+    Times within 1% of each other count as equal, because the planner is no more precise. Candidates with equal times
+    are sorted by these preferences: a layout that leaven can train, a pipeline with enough micro-batches, the lower
+    ZeRO stage, fewer replicas and stages, the larger micro-batch up to 8,192 tokens (fewer kernel launches), less
+    memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 
@@ -258,12 +260,12 @@ def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandid
 
 
 def thin_pipeline(how: Arrangement) -> bool:
-    """Return whether a pipeline has fewer than four micro-batches per stage, a rule of thumb."""
+    """Return whether a pipeline has fewer than four micro-batches per stage, the minimum by a rule of thumb."""
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp
 
 
 def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Return the candidates that no other beats in both time and memory, the fastest first."""
+    """Return the candidates that no other candidate beats in both time and memory, the fastest first."""
     front: list[LayoutCandidate] = []
     for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
         if not front or candidate.memory.total < front[-1].memory.total:
@@ -274,7 +276,8 @@ def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
 def _kinds(
     model: Model, degrees: dict[str, int], node: int, code: TrainingCode, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
-    """Yield the layouts with the same degrees: ZeRO stages, replicas, stages per rank, recomputation."""
+    """Yield the layouts with the given degrees, with all ZeRO stages, replicas, stages per rank and
+    recomputations."""
     pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
     zeros = (0,) if sharers == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
     per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= model.n_layers] or [1]
@@ -299,7 +302,7 @@ def _kinds(
 
 
 def _replicas(degrees: dict[str, int], node: int) -> list[int]:
-    """Return the numbers of replicas: one, and as many as there are if 1, 2, 4 or 8 nodes share a model."""
+    """Return the numbers of ZeRO 3 replicas to try: one, and those for which 1, 2, 4 or 8 nodes share a model."""
     dp, in_node = degrees["dp"], max(1, node // (degrees["tp"] * degrees["cp"]))
     shared_by = [in_node * nodes for nodes in (1, 2, 4, 8)]
     return sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
@@ -310,17 +313,19 @@ def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
 
 
 def _divisors(gpus: int, taken: int, most: int) -> Iterator[int]:
-    """Yield the degrees up to a limit that divide the remaining GPUs."""
+    """Yield the degrees up to ``most`` that divide ``gpus / taken``, the number of GPUs that are left."""
     left = gpus // taken if taken and gpus % taken == 0 else 0
     return (degree for degree in range(1, min(left, most) + 1) if left % degree == 0)
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
-    """Return whether tensor-parallel groups of this size fit into nodes without one crossing two nodes."""
+    """Return whether tensor-parallel groups of ``tp`` ranks fit into the nodes so that no group spans two nodes."""
     return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether ``cp`` ranks can each have a piece of either half of a sequence: equal work for causal
-    attention."""
+    """Return whether a sequence can be cut so that ``cp`` ranks each get one piece of either half.
+
+    Such pieces make causal attention equal work for all ranks.
+    """
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)

@@ -1,8 +1,9 @@
-"""Memory of one rank by part, in bytes.
+"""Compute the memory of one rank by part, in bytes.
 
-It is computed from first principles: what the optimizer keeps for every parameter, what the backward pass needs from
-every operator, the logits, the buffers, and a fixed amount that no formula gives. States: ZeRO paper, arXiv
-1910.02054. Errors on published measurements: docs/planner-accuracy.md; on leaven's own steps: benchmarks/memory.py.
+The memory is computed from first principles: what the optimizer stores for every parameter, what the backward pass
+needs from every operator, the logits, the buffers, and a fixed amount that no formula gives. The source for optimizer
+states is the ZeRO paper, arXiv 1910.02054. docs/planner-accuracy.md lists the errors on published measurements;
+benchmarks/memory.py measures the errors on leaven's own steps.
 """
 
 from collections import defaultdict
@@ -21,7 +22,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by part; ``total`` is their sum."""
+    """The memory of one rank by part, in bytes; ``total`` is the sum of the parts."""
 
     weights: float
     grads: float
@@ -32,7 +33,7 @@ class Memory:
     logits: float
     buffers: float  # for exchanging gradients and weights, and for the update
     fixed: float  # context, NCCL, kernels
-    reserve: float  # held by the allocator but unusable
+    reserve: float  # reserved by the allocator but unusable
 
     @property
     def total(self) -> float:
@@ -40,7 +41,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """Bytes that stay from step to step, without the gradients."""
+        """The bytes that stay allocated from step to step, without the gradients."""
         return self.weights + self.optimizer
 
     @property
@@ -50,7 +51,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _States:
-    """What a rank needs regardless of its micro-batch, in bytes unless stated otherwise."""
+    """The memory of a rank that does not depend on its micro-batch, in bytes unless stated otherwise."""
 
     weights: float
     grads: float
@@ -61,16 +62,16 @@ class _States:
     buffers: float
     exchange: float  # gradients of a block while they are exchanged
     update: float  # extra memory of the update
-    stays: float  # bytes per token in flight
-    once: float  # bytes per token that exist once
+    stays: float  # activations, bytes per token of every micro-batch in flight
+    once: float  # activations that exist only once, bytes per token
     unembedding: float  # parameters of the unembedding on this rank
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    The logits and the working memory of a block's backward pass (with its gradient exchange and gathered weights) are
-    never there at the same time, so the larger of the two counts.
+    The logits never exist at the same time as the working memory of a block's backward pass (with its gradient
+    exchange and gathered weights), so only the larger of the two counts.
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -167,7 +168,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Return the bytes per token that a rank keeps for every micro-batch in flight, and those that exist once."""
+    """Return two sizes in bytes per token: what a rank saves for each micro-batch in flight, and what exists once."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -201,7 +202,8 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory.
 
-    These are both ends and the first rank with each set of blocks; ranks behind it keep fewer micro-batches.
+    These are the first and the last rank, and the first rank with each set of blocks; later ranks with the same
+    blocks keep fewer micro-batches.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -210,11 +212,11 @@ def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balan
 def activation_parts(
     model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16
 ) -> dict[str, float]:
-    """Return the bytes of the activations of one rank by operator, for all its blocks and micro-batches in flight.
+    """Return the bytes of one rank's activations by operator, over all its blocks and micro-batches in flight.
 
-    They add up to the activations of :func:`stage_memory`. With recomputation the part that stays is ``kept``,
-    without operators. ``elsewhere`` is outside the blocks, sent to the next stage, or inside one block in its
-    backward pass.
+    The values add up to the activations of :func:`stage_memory`. With recomputation, the saved activations are summed
+    under the name ``kept`` instead. ``elsewhere`` counts activations outside the blocks, sent to the next stage, or
+    inside one block during its backward pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

@@ -1,9 +1,9 @@
-"""A batch ramp from the measured gradient noise scale: the batch stays at or below a multiple of it.
+"""Propose a batch ramp from the measured gradient noise scale: the batch stays at or below a multiple of it.
 
-A batch of m noise scales needs 1 + m times the fewest tokens for a loss, and 1 + 1/m times the fewest steps
-(McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be read from a smaller
-model at the same number of tokens: critical batches depend on the tokens and hardly on the size (Zhang et al. 2024,
-arXiv 2410.21676).
+To reach a loss, a batch of m noise scales needs 1 + m times the minimum of tokens and 1 + 1/m times the minimum of
+steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be measured on a
+smaller model at the same number of tokens, because critical batches depend on the tokens and hardly on the size
+(Zhang et al. 2024, arXiv 2410.21676).
 """
 
 import math
@@ -22,21 +22,21 @@ FEWEST = 10
 
 
 class NoiseFit(NoiseFitRow):
-    """A power law of the tokens through measured noise scales."""
+    """A power law fitted to measured noise scales, as a function of the tokens trained."""
 
     def at(self, tokens: float) -> float:
-        """Return the noise scale in tokens; before the first point it is that of the first."""
+        """Return the noise scale after ``tokens`` tokens; before the first measurement it is constant."""
         return self.last * float((max(tokens, self.from_tokens) / self.to_tokens) ** self.exponent)
 
     def reaches(self, noise: float) -> float:
-        """Return the tokens at which the noise scale reaches ``noise``; infinite if it never does."""
+        """Return the number of tokens after which the noise scale reaches ``noise``, or infinity if it never does."""
         if noise <= self.at(0):
             return 0.0
         return self.to_tokens * (noise / self.last) ** (1 / self.exponent) if self.exponent else math.inf
 
 
 def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
-    """Fit a line to the logarithms of (tokens, noise scale); if it falls, use a constant.
+    """Fit a power law to pairs of (tokens, noise scale); if the noise scale falls, fit a constant instead.
 
     Raises:
         InputError: if there are too few measurements.
@@ -44,8 +44,8 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
     used = measured[SETTLING:]
     if len(used) < FEWEST:
         raise InputError(
-            f"{len(measured)} measured noise scales, and {SETTLING + FEWEST} are needed; train a run with a smaller "
-            "stability.noise_scale_every_tokens"
+            f"{SETTLING + FEWEST} measured noise scales are needed, and the run has {len(measured)}; train a run "
+            "with a smaller stability.noise_scale_every_tokens"
         )
     xs, ys = [math.log(tokens) for tokens, _ in used], [math.log(noise) for _, noise in used]
     x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
@@ -63,11 +63,10 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose stages that double up to the full batch, in whole sequences; each begins where it is ``multiple`` noise
-    scales.
+    """Propose the stages of a batch ramp; each stage begins when its batch equals ``multiple`` noise scales.
 
-    The first is the largest that the first measurements allow, or one sequence. The document has no commands to run
-    next.
+    Batches are whole numbers of sequences that double up to the full batch. The first is the largest that the first
+    measurements allow, or one sequence. The caller adds the commands to run next.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len
@@ -82,15 +81,15 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     if stages[-1][1] != batch.tokens:
         end_batch = max(int(multiple * fit.at(tokens)) // seq_len, 1) * seq_len
         why = (
-            f"none: a batch of {full} tokens is above {allowed} even at the end of the run, where that allows "
-            f"{format_quantity(end_batch)}; leaven transfer --batch-tokens {end_batch} moves the recipe to it"
+            f"none: a batch of {full} tokens is above {allowed} even at the end of the run, where the limit is "
+            f"{format_quantity(end_batch)}; use leaven transfer --batch-tokens {end_batch}"
         )
     elif not later:
         why = f"none: a batch of {full} tokens is within {allowed} from the start"
     else:
         why = (
             f"each stage begins where its batch is {allowed}: {steps:,} steps instead of {full_steps:,}, "
-            f"and about {1 + multiple:g} times the fewest tokens for a loss"
+            f"and about {1 + multiple:g} times the minimum of tokens for a loss"
         )
         listed = ", ".join(f"{{from_tokens={start},tokens={size}}}" for start, size in stages)
         settings = [*(["batch.ramp="] if batch.ramp else []), f"batch.stages=[{listed}]"]

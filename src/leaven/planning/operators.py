@@ -1,9 +1,9 @@
-"""Time of the operators of one block on one accelerator.
+"""Compute the time of the operators of one block on one accelerator.
 
-A matrix product takes whole waves of tiles at the best measured matmul rate, reduced if its widths do not suit the
-tensor cores. Everything else reads and writes memory at its bandwidth. No kernel is shorter than a launch. The shares
-below are relative to the device's published numbers and are the same for every device; their sources are in
-docs/planner-accuracy.md.
+A matrix product runs whole waves of tiles at the best measured matmul rate; widths that do not suit the tensor cores
+reduce the rate. All other operators read and write memory at the memory bandwidth. No kernel is shorter than a
+launch. The shares below are relative to a device's published numbers and are the same for every device; their sources
+are in docs/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,17 @@ from leaven.planning.training_codes import TrainingCode
 # Share of the best measured matmul that large products sustain in training. The best is measured with the best
 # shape, in isolation and on a cool device.
 SUSTAINED = 0.90
-# Share of the memory bandwidth that a kernel reaches that only reads and writes.
+# Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
 # Attention by a flash kernel, as a share of SUSTAINED, charged for the full matrix of scores: a causal kernel skips
 # half and is about half as efficient on the rest.
 FLASH = 0.85
 # Products whose widths are no multiple of 64 elements (128 bytes): BLOOM's prequel, line 582 (h 14,400 at tp 8).
 UNALIGNED = 0.75
-# Nor of 8 (16 bytes). Of one pair of rows alone, line 833 (heads of 108, a multiple of 4) against 831 (of 216), of
-# batched products of scores on an A100. That wide ones (d_ff 14,337 for 14,336) lose as much is taken over and not
-# measured: cuBLAS from 11 on has tensor cores for them too, less efficient ones, and no published row says how much.
+# Products whose widths are not even multiples of 8 elements (16 bytes). The value is from a single pair of rows,
+# batched products of scores on an A100: line 833 (heads of width 108, a multiple of 4) against line 831 (width 216).
+# That wide products (d_ff 14,337 instead of 14,336) lose as much is an assumption: from cuBLAS 11 on they use tensor
+# cores too, less efficiently, and no published row says how much.
 MISALIGNED = 0.15
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
@@ -38,7 +39,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
 
 @dataclass(frozen=True)
 class Operator:
-    """Seconds of one operator for one micro-batch."""
+    """The time of one operator for one micro-batch, in seconds."""
 
     name: str
     forward: float
@@ -53,21 +54,22 @@ class Operator:
 class Work:
     """The part of a micro-batch that one rank computes."""
 
-    tokens: int  # its own
+    tokens: int  # tokens of the micro-batch on this rank
     seq_len: int
     width: int
     tp: int = 1
     cp: int = 1
     ep: int = 1
-    fused: bool = False  # elementwise operators are
+    fused: bool = False  # whether elementwise operators are fused
 
 
 def matmul_seconds(
     mnk: tuple[int, int, int], accelerator: Accelerator, *, count: int = 1, dtype: Dtype = "bf16"
 ) -> float:
-    """Return seconds of ``count`` products (m, k) x (k, n) in one launch.
+    """Return the seconds of ``count`` products (m, k) x (k, n) in one launch.
 
-    It is the longer of the whole waves of tiles and of reading and writing the matrices once (2 bytes an element).
+    This is the longer of two times: that of computing whole waves of tiles, and that of reading and writing the
+    matrices once (2 bytes per element).
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -87,7 +89,7 @@ def matmul_seconds(
 
 
 def stream_seconds(size: float, accelerator: Accelerator) -> float:
-    """Return seconds of a kernel that reads and writes ``size`` bytes in total."""
+    """Return the seconds of a kernel that reads and writes ``size`` bytes in total."""
     return max(size / (accelerator.memory_tb_s * 1e12 * STREAMED), LAUNCH)
 
 
@@ -95,7 +97,7 @@ def stream_seconds(size: float, accelerator: Accelerator) -> float:
 def block_operators(
     block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode
 ) -> tuple[Operator, ...]:
-    """Return the operators of one block with their times, for a rank's part of a micro-batch."""
+    """Return the operators of one block with their times, for the part of a micro-batch that a rank computes."""
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
@@ -108,7 +110,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Group products with the same input: query, key and value; gate and in."""
+    """Return the products of a block grouped by input: query, key and value form a group, and so do gate and in."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -117,8 +119,10 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return a product with its backward pass (gradients of weights and of inputs); all experts of a rank run in one
-    launch."""
+    """Return the operator of matrix products with the same input, including their backward pass.
+
+    The backward pass computes the gradients of weights and of inputs. All experts of a rank run in one launch.
+    """
     first, dtype = rows[0], code.products
     k, n = first.on_rank(work.tp)[0], sum(row.on_rank(work.tp)[1] for row in rows)
     count = max(1, first.stored // work.ep) if first.routed else 1
@@ -132,8 +136,9 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
     """Return scores, softmax and the weighted sum as one operator.
 
-    A flash kernel recomputes the scores in its backward pass: five products for two. Without one, every score is
-    written and read by product, softmax, dropout and product.
+    A flash kernel recomputes the scores in its backward pass, which therefore has five products, while the forward
+    pass has two. Without a flash kernel, every score is written and read by each step: product, softmax, dropout,
+    product.
     """
     core = block.core
     if code.flash_attention:
@@ -151,10 +156,11 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the norms and residual additions of the two branches.
+    """Return the norms and residual additions of a block's two branches as one operator.
 
-    A norm reads the stream and writes the branch's input; the branch is added to the stream, with its dropout mask.
-    The backward passes read the saved tensors and the incoming gradients, and write the outgoing ones.
+    A norm reads the residual stream and writes the branch's input. The branch's output is added to the stream, with
+    its dropout mask. The backward passes read the saved tensors and the incoming gradients, and write the outgoing
+    ones.
     """
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0
@@ -165,9 +171,9 @@ def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: Traini
 
 
 def _activation(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the activation of the MLP.
+    """Return the activation function of the MLP as an operator.
 
-    If it is not fused, the activation of the gate and the product with it are two kernels.
+    In a gated MLP that is not fused, the gate's activation and its product with the other branch are two kernels.
     """
     entering = sum(
         row.passed * row.on_rank(work.tp)[1] for row in block.matmuls if row.name.endswith((".in", ".gate"))

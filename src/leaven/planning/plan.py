@@ -1,4 +1,4 @@
-"""The plan of a run on a cluster: whether it fits, how fast it is and how long it takes."""
+"""Plan a run on a cluster: whether it fits, how fast it is and how long it takes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -57,21 +57,21 @@ ACCURACY = (
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """One arrangement on a cluster. Everything that follows from it is computed when it is first read.
+    """The plan of a run in one arrangement on a cluster. Derived values are computed when they are first read.
 
-    Every time of the plan, also of other layouts, includes the calibration (``job.slower``). ``memory`` does not: it
-    is the planner's own count.
+    All times, also those of other layouts, include the calibration (``job.slower``). ``memory`` does not: it is the
+    planner's own estimate.
     """
 
     job: Job
-    tokens: int  # of the run
+    tokens: int  # that the run trains on
     batch: Batch
     chosen: LayoutCandidate
-    share: float = SHARE  # of the full batch's throughput that a ramp must keep from its start
+    share: float = SHARE  # the share of the full batch's throughput that a ramp must keep from its start
     calibration: "Calibration | None" = None
 
     def changed(self, *, calibration: "Calibration | None" = None, share: float | None = None) -> "ClusterPlan":
-        """Return the plan with another calibration or share."""
+        """Return the plan with another calibration or another share."""
         calibration, share = calibration or self.calibration, self.share if share is None else share
         slower = calibration.time if calibration else 1.0
         job, chosen = replace(self.job, slower=slower), self.chosen.times(slower / self.job.slower)
@@ -81,7 +81,7 @@ class ClusterPlan:
         return plan
 
     def calibrated(self, records: "Iterable[CalibrationRecord]", compute: str) -> "ClusterPlan":
-        """Return the plan with the factors that the records of its accelerator give for this compute dtype."""
+        """Return the plan corrected by the records of its accelerator and dtype, or unchanged if there are none."""
         from leaven.planning.calibration import calibration
 
         layout, accelerator = self.arrangement.layout, self.cluster.accelerator.name
@@ -98,7 +98,7 @@ class ClusterPlan:
 
     @property
     def memory(self) -> Memory:
-        """Memory of the rank that needs most."""
+        """The memory of the rank that needs the most."""
         return self.chosen.memory
 
     @property
@@ -107,12 +107,12 @@ class ClusterPlan:
 
     @property
     def time(self) -> StepTime:
-        """Time of a step at the full batch."""
+        """The time of a step at the full batch, by part."""
         return self.chosen.time
 
     @cached_property
     def speed(self) -> SpeedPlan:
-        """Speed at the full batch."""
+        """The speed at the full batch."""
         model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
         peak = self.cluster.accelerator.peak_tflops * 1e12
         rate = batch_tokens / step / self.cluster.gpus
@@ -128,12 +128,12 @@ class ClusterPlan:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the run, including its batch ramp."""
+        """The duration of the run in seconds, including its batch ramp."""
         return RampThroughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @cached_property
     def exploration(self) -> Exploration:
-        """The search over all layouts and micro-batches. It also runs if the plan's own layout was given."""
+        """The search over all layouts and micro-batches, which also runs if the user gave a layout."""
         return explore(self.job)
 
     @property
@@ -143,17 +143,17 @@ class ClusterPlan:
 
     @cached_property
     def pareto(self) -> tuple[LayoutCandidate, ...]:
-        """The choices that no other beats in both time and memory, the fastest first."""
+        """The arrangements that no other arrangement beats in both time and memory, the fastest first."""
         return tuple(pareto(self.exploration.choices))
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
-        """Warnings: what does not fit, and what is allowed but breaks a rule of thumb."""
+        """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
         found = [] if self.fits else [lacking(self.job, self.chosen)]
         device = self.cluster.accelerator
         if any(of.confidence == "guess" for of in device.sources):
             rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
-            found.append(f"the speed of {device.name} is a guess, and with it {rest}")
+            found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
         layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
         if thin_pipeline(self.arrangement):
             found.append(
@@ -165,19 +165,21 @@ class ClusterPlan:
         took = (self.memory.total / GIB - context) * (factor or 1.0) + context
         if self.fits and took > room:
             found.append(
-                f"runs on this accelerator took x{factor:.3g} of the planned memory; by that it does not fit: "
-                f"{took:.3g} GiB of {room:.3g}"
+                f"runs on this accelerator needed x{factor:.3g} of the planned memory; at this factor the run does "
+                f"not fit: {took:.3g} GiB of {room:.3g}"
             )
         return tuple(found)
 
     @cached_property
     def ramp(self) -> RampPlan:
-        """Where a batch ramp in this layout should start, and what it costs."""
+        """The plan of a batch ramp in this layout: where it should start, and what each start costs."""
         return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
 
     def document(self, asked: str | None = None, price: Price | None = None) -> PlanDocument:
-        """Return the document of ``leaven plan``, without the commands to run next. ``asked`` is a layout to explain,
-        ``price`` that of a GPU-hour."""
+        """Return the document of ``leaven plan``, without the commands to run next.
+
+        ``asked`` is the layout of ``--explain``, and ``price`` is the price of a GPU-hour.
+        """
         model, code, own, times = self.job.model, self.job.code, self.arrangement.layout, self.calibration
         stages = [stage_memory(model, self.arrangement, rank, code) for rank in range(own.pp)]
         totals = [memory.total for memory in stages]
@@ -234,12 +236,12 @@ def _row(candidate: LayoutCandidate) -> CandidateRow:
 def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
 
-    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``. Blocks are compiled if the recipe's own layout compiles
-    them, unless ``layout`` says otherwise. ``moments`` of an optimizer other than Adam can be planned but not
-    trained.
+    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``. Blocks are compiled if the recipe's layout compiles them,
+    unless ``layout`` says otherwise. ``moments`` chooses the optimizer; leaven can train only with ``adam`` and can
+    only plan the others.
 
     Raises:
-        InputError: as :func:`plan` and :func:`in_precision`.
+        InputError: for the reasons given in :func:`plan` and :func:`in_precision`.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     compiled = recipe.layout.compile
@@ -261,13 +263,14 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
 
 
 def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
-    """Plan a job that trains ``tokens`` tokens. Pass ``batch`` only if the batch grows during the run.
+    """Plan a job that trains ``tokens`` tokens. ``batch`` is the batch ramp, or None for a fixed batch size.
 
-    Without a layout the fastest that fits is chosen. A given layout is planned with its fastest micro-batch that
-    fits. If none fits, the one that needs least memory is planned, and ``fits`` is False.
+    Without ``layout``, the fastest layout that fits is chosen. A given layout is planned with its fastest micro-batch
+    that fits. If none fits, the micro-batch that needs the least memory is planned, and ``fits`` is False.
 
     Raises:
-        InputError: if a layout, batch or cluster is impossible, or nothing fits; says what would work.
+        InputError: if the layout, batch or cluster is impossible, or if nothing fits; the message says what would
+            work.
     """
     batch = batch or Batch(tokens=job.batch_tokens)
     if layout is None:

@@ -1,4 +1,4 @@
-"""Blueprints and plans of published runs, including architectures that leaven cannot build."""
+"""Build the blueprints and plans of published runs, also of architectures that leaven cannot build."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class LayerWidths(NamedTuple):
-    """The widths of one layer."""
+    """The number of heads and the MLP's width of one layer."""
 
     n_heads: int
     n_kv_heads: int
@@ -37,20 +37,22 @@ class LayerWidths(NamedTuple):
 
 
 def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
-    """Plan a published run by its id, of any architecture, as Megatron with flash attention would train it.
+    """Plan a published run of any architecture by its id, as Megatron with flash attention would train it.
 
-    Sequence length, batch and tokens are the run's own; the vocabulary is padded to a multiple of 128. Limits of
-    leaven's own trainer do not apply.
+    Sequence length, batch and tokens are those of the run; the vocabulary is padded to a multiple of 128. The limits
+    of leaven's own trainer do not apply.
 
     Raises:
-        InputError: if there is no such run, or too little of it is published to plan it.
+        InputError: if there is no such run, or too little is published to plan it.
     """
     run = find_run(id)
     seq_len = run.data.seq_len if run.data else None
     known = {"sequence length": seq_len, "batch": run.batch_tokens, "number of tokens": run.tokens}
     missing = [name for name, value in known.items() if value is None]
     if seq_len is None or run.batch_tokens is None or run.tokens is None:
-        raise InputError(f"{id}: no {' and no '.join(missing)} is published; plan a recipe: leaven new --from {id}")
+        raise InputError(
+            f"{id}: no {' and no '.join(missing)} is published; plan a recipe instead: leaven new --from {id}"
+        )
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     cluster = parse_cluster(gpus)
@@ -68,9 +70,10 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
-    """Return the number of sequences of a batch that was published as a rounded number of tokens.
+    """Return the number of sequences in a batch that was published as a rounded number of tokens.
 
-    It is the roundest count within 5%: 16M tokens in sequences of 8,192 are 2,048.
+    The result is a multiple of the largest power of two that comes within 5%: 16M tokens in sequences of 8,192 are
+    2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -85,11 +88,11 @@ def published_blueprint(
 ) -> Blueprint:
     """Return the blueprint of a published architecture at a sequence length.
 
-    ``windows`` are the attention windows (in keys) of successive layers, repeated from the first; None means all
-    keys. Where a source has experts in some layers only, the layers without experts come first.
+    ``windows`` are the attention windows (in keys) of successive layers, repeated cyclically; None means all keys. If
+    only some layers have experts, the layers without experts come first.
 
     Raises:
-        InputError: naming what of the shape is not published.
+        InputError: if a part of the shape is not published; the message names it.
     """
     missing = [name for name in _NEEDED if getattr(arch, name) is None]
     missing += [] if arch.vocab_padded or arch.vocab_size else ["vocab_size"]
@@ -101,7 +104,7 @@ def published_blueprint(
     if missing or widths is None:
         raise InputError(
             f"the shape is not published in full: {', '.join(missing or ['d_ff'])} is not known; "
-            "plan a recipe of a shape that is"
+            "plan a run with a complete shape"
         )
     d, vocab = arch.d_model or 0, arch.vocab_padded or arch.vocab_size or 0
     gains = _gains(arch)
@@ -140,7 +143,7 @@ def _layer_widths(arch: PublishedArchitecture) -> Sequence[LayerWidths] | None:
 
 
 def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Sequence[LayerWidths] | None:
-    """Return the layer widths of OpenELM.
+    """Return the layer widths of OpenELM, which differ from layer to layer.
 
     Multipliers are linear over the layers and rounded to 0.01; widths are rounded to whole groups of heads. Source:
     apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
@@ -149,7 +152,7 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Se
         return None
 
     def width(ends: tuple[float, float], layer: int, divisor: int) -> int:
-        """Return the multiple of ``divisor`` nearest to a layer's width, but not below 90% of it."""
+        """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it."""
         first, last = ends
         exact = round(first + (last - first) * layer / ((arch.n_layers or 0) - 1), 2) * (arch.d_model or 0)
         rounded = max(divisor, int(exact + divisor / 2) // divisor * divisor)
@@ -164,7 +167,7 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Se
 
 
 def _gains(arch: PublishedArchitecture) -> int:
-    """Return the parameters that a norm has for each channel."""
+    """Return the number of parameters that a norm has per channel."""
     bias = arch.bias if arch.norm_bias is None else arch.norm_bias
     return (1 + (arch.norm == "layernorm" and bool(bias))) if arch.norm_affine else 0
 
@@ -194,9 +197,9 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, 
 
 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
-    """Return the products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
+    """Return the matrix products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    The products that lead to a latent are whole on every tensor rank, as in Megatron.
+    Every tensor-parallel rank stores the products that compute a latent in full, as in Megatron.
     """
     d = arch.d_model or 0
     nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
@@ -213,7 +216,7 @@ def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | No
 
 
 def _experts(arch: PublishedArchitecture, gated: bool) -> list[Matmul]:
-    """Return the products of the router, of its experts, and of the shared experts as one wider MLP."""
+    """Return the matrix products of the router, of the routed experts, and of the shared experts as one wider MLP."""
     d, width, routed, shared = arch.d_model or 0, arch.d_expert or 0, arch.n_experts or 0, arch.n_shared_experts or 0
     rows = [Matmul("router", d, routed, "none")]
     rows += mlp_rows("experts", d, width, gated=gated, stored=routed, passed=arch.experts_per_token or 0)

@@ -1,9 +1,9 @@
-"""Throughput while the batch grows: where a ramp should start, and how many hours each start costs.
+"""Plan a batch ramp: where it should start, and how many hours each start costs.
 
-With a small batch each rank has few micro-batches: a pipeline is idle for most of the step, and work done once a step
-(gradient exchange, optimizer) is spread over few tokens. The layout is the run's. The micro-batch may be smaller: a
-rank cannot put more sequences into one forward pass than it has, and smaller micro-batches fill a pipeline better.
-Which step has which batch is in :mod:`leaven.recipe.batch`.
+With a small batch each rank has few micro-batches, so a pipeline is idle for most of the step, and work done once per
+step (gradient exchange, optimizer) is spread over few tokens. The layout stays the same during the run. The
+micro-batch may become smaller: a forward pass cannot contain more sequences than its rank has, and smaller
+micro-batches fill a pipeline better. :mod:`leaven.recipe.batch` computes which step has which batch.
 """
 
 from leaven.documents.planning import RampChoice, RampMicroBatch, RampPlan, RampPoint
@@ -21,17 +21,17 @@ _MOST_INCREMENTS = 64
 
 
 class RampThroughput:
-    """Step times of one layout at any batch; each batch is computed once."""
+    """The step times of one layout at any batch; each batch is computed once."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full
         self._steps: dict[int, tuple[Arrangement, float]] = {}
 
     def step(self, sequences: int) -> tuple[Arrangement, float]:
-        """Return the fastest arrangement for a batch and its seconds. Micro-batches are at most the full batch's.
+        """Return the fastest arrangement for a batch, and its seconds per step.
 
-        A batch that does not divide is distributed as the trainer does it: the rank with the most sequences sets the
-        time.
+        Its micro-batch is at most that of the full batch. If a batch does not divide evenly, it is distributed as the
+        trainer does it: the rank with the most sequences sets the time.
         """
         if sequences not in self._steps:
             self._steps[sequences] = min(
@@ -66,7 +66,7 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run whose batch grows by these sizes."""
+        """Return the seconds of a run with a growing batch; ``sizes`` are pairs of (first token, batch in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
@@ -95,10 +95,11 @@ def plan_ramp(
     own: Batch | None = None,
     share: float = SHARE,
 ) -> RampPlan:
-    """Return the ramp of a run in one layout. It begins where ``share`` of the full throughput is kept.
+    """Return the plan of a batch ramp that starts at the smallest batch with ``share`` of the full throughput.
 
-    Increments are equal, as in Megatron: the same number of sequences on every rank, at most 64. The ramp is as long
-    as the recipe's own, or 3% of the run.
+    The layout is that of the arrangement ``full``. All increments are equal, as in Megatron: at most 64 increments of
+    the same number of sequences on every rank. The ramp is as long as the recipe's own ramp, or 3% of the run if the
+    recipe has none.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch_tokens // seq_len, full.layout.dp
@@ -135,9 +136,9 @@ def plan_ramp(
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest multiple of dp x micro-batch that divides a batch into at most 64 increments.
+    """Return the smallest increment, a multiple of dp x micro-batch, that divides a batch into at most 64 increments.
 
-    If that gives fewer than eight increments, it is a multiple of dp alone.
+    If this would give fewer than eight increments, a multiple of dp alone is returned. All numbers are in sequences.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -145,14 +146,14 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return starts to compare: the first possible, the chosen one, those next above 1/2, 1/4, ... of the batch."""
+    """Return the starts to compare: the chosen one, and the first ones at or above 1, 1/2, 1/4, ... of the batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)
 
 
 def _steps(sizes: tuple[tuple[int, int], ...], tokens: int) -> list[tuple[int, int]]:
-    """Return (batch in tokens, steps of that batch) for a run of so many tokens."""
+    """Return pairs of (batch in tokens, number of steps at that batch) for a run of ``tokens`` tokens."""
     schedule = BatchSchedule(sizes)
     ends = [segment.first_step for segment in schedule.segments[1:]] + [schedule.first_step_at(tokens)]
     last = ends[-1]

@@ -1,8 +1,8 @@
-"""A pipeline step, pass by pass: which rank computes what, and when.
+"""Simulate a pipeline step pass by pass: which rank computes what, and when.
 
 A schedule (GPipe, 1F1B, interleaved 1F1B, zero-bubble) is an order of passes on every rank; tests compare it with
-torch.distributed.pipelining. The times follow from the order: a pass begins when its rank is free and its inputs are
-there. From them come the bubble and the micro-batches in flight, also for uneven stages.
+torch.distributed.pipelining. The times follow from the order: a pass begins when its rank is free and its inputs have
+arrived. The times give the bubble and the micro-batches in flight, also for uneven stages.
 
 Stage s of p ranks with v stages each runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2). GPipe:
 Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
@@ -26,10 +26,10 @@ Key = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 class Pass(NamedTuple):
-    """The work of a stage on one micro-batch.
+    """The work of a stage on one micro-batch, with its start and end.
 
-    Zero-bubble splits a backward pass into the gradients of the stage's input, which the previous stage needs, and
-    those of its weights, which nothing waits for.
+    A zero-bubble schedule splits a backward pass into the gradients of the stage's input, which the previous stage
+    needs, and the gradients of its weights, which no other stage needs.
     """
 
     kind: Kind
@@ -41,7 +41,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank in order, in the unit of time that was given."""
+    """The passes of every rank in order, timed in the unit of the simulation's inputs."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 
@@ -51,12 +51,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The mean share of the time that ranks are idle."""
+        """The share of the time in which ranks are idle, as a mean over the ranks."""
         busy = sum(each.end - each.start for passes in self.ranks for each in passes)
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return the most passes of a rank that await their backward pass at the same time."""
+        """Return the largest number of a rank's micro-batches that wait for their backward pass at the same time."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -65,12 +65,12 @@ class Timeline:
 
 
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
-    """Return the passes of a rank in order; ``micro_batches`` as counted by :func:`arrangement.scheduled`.
+    """Return the passes of a rank in order; ``micro_batches`` is the result of :func:`arrangement.scheduled`.
 
-    Forward passes fill the pipeline, then each is followed by a backward pass, then backward passes drain it. With
-    several stages per rank, micro-batches go through in rounds of p. Ahead of its first backward pass rank r runs the
-    passes of its other stages, (v - 1) p, and two for every rank behind it; with zero-bubble one for each, since rank
-    r delays the gradients of weights by r passes so that all ranks end together.
+    Rank r first runs forward passes alone: all of them with GPipe, (v - 1) p + 2 (p - 1 - r) with interleaved stages,
+    otherwise (v - 1) p + p - 1 - r. Then forward and backward passes alternate, and the remaining backward passes
+    come last. With several stages per rank, micro-batches run in rounds of p. With zero-bubble, rank r delays the
+    gradients of weights by r passes, so that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -96,7 +96,7 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
 
 
 def _turns(layout: Layout, rank: int, micro_batches: int, last_first: bool) -> Iterator[tuple[int, int]]:
-    """Return (stage, micro-batch) in the order of the passes in one direction."""
+    """Yield (stage, micro-batch) for each of a rank's passes in one direction, in order."""
     p, v = layout.pp, layout.stages_per_rank
     together = p if v > 1 else micro_batches
     for first in range(0, micro_batches, together):
@@ -112,11 +112,12 @@ def simulate(
     backward: Sequence[float],
     weight: Sequence[float] | None = None,
 ) -> Timeline:
-    """Return the passes of a step with their times, in any unit; the times are exact if all inputs are integers.
+    """Return the passes of a step with their times, in the unit of the inputs; integer inputs give exact times.
 
-    ``forward`` and ``backward`` are the times of each of the p v stages; ``weight`` is the part of ``backward`` for
-    the gradients of weights, by default as long as the forward pass, which has the same products. For the first stage
-    torch computes the whole backward pass in that part, because nothing needs the gradient of tokens.
+    ``forward`` and ``backward`` are the times of each of the p v stages. ``weight`` is the part of ``backward`` that
+    computes the gradients of weights; the default is the time of the forward pass, which has the same products. For
+    the first stage, torch computes the whole backward pass in this part, because nothing needs the gradient of
+    tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
@@ -130,7 +131,7 @@ def simulate(
         return weight[stage] if kind == "weight" else backward[stage] - weight[stage]
 
     def needs(kind: Kind, stage: int, micro_batch: int) -> Key | None:
-        """Return the pass of another rank that must be done before this one."""
+        """Return the pass of another rank that must end before this pass can start, or None."""
         if kind == "forward" and stage:
             return ("forward", stage - 1, micro_batch)
         if kind == half and stage < stages - 1:
@@ -159,9 +160,9 @@ def simulate(
 
 
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
-    """Return the step of an arrangement in seconds, with uneven stages, logits on the last one, and the transfers.
+    """Return the passes of a step in seconds, including uneven stages, logits on the last stage, and transfers.
 
-    Unlike :func:`timing.step_time` it leaves out what happens once per step.
+    Unlike :func:`timing.step_time`, it leaves out the work that is done once per step.
     """
     layout = how.layout
     block = block_time(model, how, cluster, code)

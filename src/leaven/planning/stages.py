@@ -1,4 +1,4 @@
-"""Blocks, parameters and micro-batches in flight of each pipeline rank."""
+"""Assign blocks to pipeline ranks, and count each rank's parameters and micro-batches in flight."""
 
 from collections import Counter
 from functools import cache
@@ -12,11 +12,11 @@ from leaven.recipe.layout import Layout
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage, at least one.
 
-    - ``weight``: minimises the largest stage. The embedding counts for the first stage and the unembedding for the
-      last, as many blocks as they have parameters of one that a token passes.
-    - ``number``: the stages differ by one block at most, and the extra ones are in the middle, as for BLOOM.
-    - ``work``: a stage is full when the FLOPs so far reach its share; the unembedding counts, the embedding does not,
-      as in nanotron.
+    - ``weight``: makes the largest stage as small as possible, measured in parameters that a token uses. The
+      embedding counts for the first stage and the unembedding for the last.
+    - ``number``: the stages differ by at most one block, and the larger stages are in the middle, as in BLOOM.
+    - ``work``: fills each stage in turn until the FLOPs so far reach its share; the unembedding counts, the embedding
+      does not, as in nanotron.
     """
     table = blueprint(model)
     n_layers = table.n_layers
@@ -63,7 +63,7 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return the different blocks on a pipeline rank with their counts, over all its stages r, r + pp, ..."""
+    """Return the distinct blocks on a pipeline rank with their counts, over all its stages r, r + pp, ..."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
@@ -80,9 +80,9 @@ def rank_layers(model: Model, layout: Layout, rank: int, code: TrainingCode = LE
 
 
 def stage_parameters(model: Model, layout: Layout, stage: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the parameters on one tensor-parallel rank of a pipeline rank.
+    """Return the number of parameters on one tensor-parallel rank of a pipeline rank.
 
-    Tied embeddings are on both ends; the ``ep`` ranks share out the routed experts.
+    Tied embeddings are stored on both ends of the pipeline; routed experts are distributed over the ``ep`` ranks.
     """
     table = blueprint(model)
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -92,7 +92,7 @@ def stage_parameters(model: Model, layout: Layout, stage: int, code: TrainingCod
 
 
 def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> float:
-    """Return the parameters outside the blocks on one tensor-parallel rank."""
+    """Return the number of parameters outside the blocks on one tensor-parallel rank of an end of the pipeline."""
     parameters = 0.0
     if first:
         parameters += table.embedding / tp + table.embedding_vectors + table.positions
@@ -104,8 +104,9 @@ def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> flo
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
     """Return the most micro-batches whose activations a pipeline rank keeps at once, over all its stages.
 
-    GPipe: all. 1F1B: p - r. With v stages: 2 (p - r - 1) + (v - 1) p + 1 of the v m passes (Narayanan et al. 2021,
-    arXiv 2104.04473, 2.2). Zero-bubble: p, because it delays the gradients of weights. torch's schedules do the same.
+    Rank r keeps all m micro-batches under GPipe and p - r under 1F1B. With v stages it keeps 2 (p - r - 1) + (v - 1)
+    p + 1 of its v m passes (Narayanan et al. 2021, arXiv 2104.04473, 2.2). Under zero-bubble it keeps p, because it
+    delays the gradients of weights. torch's schedules keep the same numbers.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

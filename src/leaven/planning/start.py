@@ -1,4 +1,4 @@
-"""The recipes of `leaven new`: a target, its proxy, and a comparison of the target with published runs."""
+"""Derive the recipes of ``leaven new``, a target and its proxy, and compare the target with published runs."""
 
 import math
 from dataclasses import dataclass, replace
@@ -31,18 +31,18 @@ FAR = 1.25
 
 @dataclass(frozen=True)
 class StarterRecipes:
-    """The recipes that ``leaven new`` writes, and how they came about."""
+    """The recipes that ``leaven new`` writes, with the steps that derived them."""
 
     derivation: Derivation
     proxy: Recipe | None
-    compared: tuple[ComparedRow, ...]  # the target beside published runs
+    compared: tuple[ComparedRow, ...]  # values of the target compared with published runs
 
     @property
     def target(self) -> Recipe:
         return self.derivation.recipe
 
     def document(self, path: Path, proxy_path: Path, next: list[str]) -> NewRecipe:
-        """Return the document of ``leaven new``, which wrote these recipes to ``path`` and ``proxy_path``."""
+        """Return the document of ``leaven new`` for recipes that were written to ``path`` and ``proxy_path``."""
         tuning, target = self.derivation.tuning, self.target
         proxy = tuning.proxy
         return NewRecipe(
@@ -71,7 +71,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
     """Derive the target and its proxy, and compare the target with published runs.
 
     Raises:
-        InputError: if size or duration are out of range, or the target does not fit the cluster.
+        InputError: if the size or the duration is out of range, or the target does not fit the cluster.
     """
     derived = starter(request)
     if cluster:
@@ -91,17 +91,17 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
-    """Put the starter on a cluster, in the fastest layout that fits.
+    """Add the fastest layout that fits the cluster to a derived recipe.
 
     Raises:
-        InputError: if nothing fits or the batch divides over no layout; says what would.
+        InputError: if nothing fits or no layout divides the batch; the message says what would work.
     """
     recipe = derivation.recipe
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
     try:
         found = plan(Job(recipe.model, recipe.batch.tokens, cluster, smallest_tokens=smallest), recipe.data.tokens)
     except InputError as error:
-        raise InputError(f"--gpus {cluster}: {error}; or take fewer GPUs") from None
+        raise InputError(f"--gpus {cluster}: {error}; or use fewer GPUs") from None
     how = found.arrangement
     facts = {
         "cluster": str(cluster),
@@ -138,7 +138,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
 
 
 def _proxy(derived: Derivation) -> Recipe | None:
-    """Return the recipe of the proxy: the target scaled down to its own base, in one process."""
+    """Return the recipe of the proxy, a scaled-down target laid out for one process; None if there is no proxy."""
     proxy, target = derived.tuning.proxy, derived.recipe
     if proxy is None:
         return None
@@ -161,7 +161,7 @@ def _proxy(derived: Derivation) -> Recipe | None:
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Compare what the rule gives the target with what the published runs of its size have."""
+    """Compare the target's hyperparameters with those of published runs of about its size."""
     rows = resolve(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:
@@ -198,6 +198,6 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
 
 
 def _line(one: ComparedRow) -> str:
-    """Return the name of the message about a compared value."""
+    """Return the name of the message text for a compared value."""
     kind = "beta" if one.what.startswith("beta") else "value"
     return f"{kind} outside" if one.factor > _ROUNDING else kind

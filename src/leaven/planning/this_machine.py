@@ -1,6 +1,6 @@
-"""The machine that leaven runs on: its processor as an accelerator, its GPUs, and what it can train.
+"""Describe the machine that leaven runs on: its processor as an accelerator, its GPUs, and what it can train.
 
-:func:`trainable_here` and :func:`cluster_for` are rough estimates, without a plan.
+:func:`trainable_here` and :func:`cluster_for` make rough estimates without a plan.
 """
 
 import math
@@ -21,7 +21,7 @@ _MAX_SECONDS = 30 * 86_400
 _MFU = 0.4
 _GPU = "H100-80GB"
 _GPU_FLOPS = 1e15  # per second, dense bf16
-_GPU_BYTES = 60 * 2**30  # of 80 GiB, what is left beside activations
+_GPU_BYTES = 60 * 2**30  # the part of 80 GiB that activations leave free
 
 
 def cores() -> int:
@@ -41,7 +41,7 @@ def processor() -> str:
 def this_machine() -> Accelerator:
     """Return the processors of this machine as one accelerator.
 
-    Memory and cores are the machine's own. The rest is a guess by the core, for a server with AVX2.
+    Its memory and number of cores are the real ones. The other numbers are guesses per core, for a server with AVX2.
     """
     cores = os.cpu_count() or 1
     rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
@@ -78,9 +78,10 @@ def trainable_here(recipe: Recipe) -> bool:
 
 
 def cluster_for(recipe: Recipe) -> str:
-    """Return the smallest power of two of GPUs that holds the model and trains it within a month, as ``COUNTxNAME``.
+    """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
 
-    At most one GPU for each sequence of a batch. A recipe that has a layout gets as many GPUs as it has ranks.
+    The number of GPUs is a power of two, with at most one GPU per sequence of a batch. If the recipe has a layout,
+    the number of GPUs is that of its ranks.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"
@@ -92,7 +93,7 @@ def cluster_for(recipe: Recipe) -> str:
 
 
 def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs of this machine, counted by their device files: no import is needed."""
+    """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0
 
 

@@ -1,11 +1,13 @@
-"""Time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
+"""Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-A block is its operators (operators.py) plus its communication (collectives.py). The gathers and scatters of ZeRO 2
-and 3 overlap with the compute of their own micro-batch. The gradients of ZeRO 0 and 1 overlap with the last backward
-pass if the training code does that. Where weights are sharded from ZeRO 1 on, they are gathered in the dtype that
-products read: under ZeRO 1 and 2 once a step, overlapping its first forward pass, under 3 for every pass. Elsewhere
-they are gathered after the update, in the dtype in which they are kept. The root unit is not hidden: nothing is
-computed before it has arrived, and its gradients come last.
+The time of a block is that of its operators (operators.py) plus its communication (collectives.py). Under ZeRO 2 and
+3, gathers and scatters overlap with the compute of their own micro-batch. Under ZeRO 0 and 1, the gradient exchange
+overlaps with the last backward pass if the training code does that.
+
+Training codes that shard weights from ZeRO 1 on gather them in the dtype that products read: under ZeRO 1 and 2 once
+per step, overlapping with its first forward pass, and under ZeRO 3 for every pass. Other training codes gather the
+weights after the update, in the dtype in which they are stored. The exchange of the root unit (the parameters outside
+the blocks) overlaps with nothing: compute waits for its weights, and its gradients come last.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -28,7 +30,7 @@ from leaven.recipe.layout import Layout, Recompute
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step by part; ``step`` is their sum."""
+    """The seconds of one optimizer step by part; ``step`` is the sum of the parts."""
 
     compute: float  # of all micro-batches
     tensor_parallel: float  # communication of tensor, context and expert ranks
@@ -47,7 +49,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class BlockTime:
-    """Seconds of the mean block for one micro-batch."""
+    """The seconds of one block for one micro-batch, as a mean over the blocks of a model."""
 
     forward: float
     backward: float  # with recomputation
@@ -61,7 +63,7 @@ class BlockTime:
 
 
 def block_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> BlockTime:
-    """Return the time of the mean block of a model for one micro-batch."""
+    """Return the time of one block for one micro-batch, as a mean over the blocks of a model."""
     layout, table = how.layout, blueprint(model)
     work = Work(
         tokens=_tokens(table, how),
@@ -95,13 +97,13 @@ def _block_time(
 
 
 def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
-    """Return the seconds of recomputation in the backward pass."""
+    """Return the seconds that recomputation adds to the backward pass of a block."""
     if recompute == "none":
         return 0.0
     core = sum(operator.forward for operator in operators if operator.name == "attention")
     if recompute == "selective" and code.selective == "core":
         return core
-    # else everything but attention and every second product
+    # Otherwise everything except attention and every second product is recomputed.
     kept = core + sum(operator.forward for operator in operators if operator.weight) / 2
     return once - (kept if recompute == "selective" else 0.0)
 
@@ -109,8 +111,9 @@ def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, c
 def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> float:
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
-    Tensor ranks exchange after each of two branches. Context ranks send keys and values round a ring, hidden as far
-    as attention takes longer. Experts receive their tokens and send them back.
+    Tensor-parallel ranks exchange activations after attention and after the MLP. Context-parallel ranks send keys and
+    values around a ring; only the time by which this exceeds attention counts. Tokens are sent to their experts and
+    back.
     """
     node = Cluster(work.tp * work.cp * work.ep, accelerator)
     stream = code.element * work.tokens * work.width
@@ -132,13 +135,13 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 
 @dataclass(frozen=True)
 class _Stage:
-    """Sizes of pipeline ranks that determine the time."""
+    """The sizes of pipeline ranks that determine the time of a step."""
 
     most: int  # blocks of the rank with the most
     last: int  # blocks of the last rank
-    blocks: float  # parameters in blocks without routed experts, on the rank with the most parameters
-    experts: float  # its routed experts
-    ends: float  # its parameters in no block
+    blocks: float  # parameters in blocks, without routed experts, on the rank with the most parameters
+    experts: float  # parameters of routed experts on that rank
+    ends: float  # parameters outside the blocks on that rank
 
     @property
     def parameters(self) -> float:
@@ -157,8 +160,10 @@ def _stages(table: Blueprint, layout: Layout, code: TrainingCode) -> _Stage:
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds of logits and loss for one micro-batch, forward and backward; every byte at the peak is
-    written and read."""
+    """Return the seconds of the logits and the loss for one micro-batch, forward and backward.
+
+    Every byte of the logits' peak memory is assumed to be written once and read once.
+    """
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
 
@@ -180,23 +185,24 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to add the gradients of a micro-batch to the sum."""
+    """Return the seconds to add the gradients of a micro-batch to the sum over micro-batches."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
 
 def _tokens(table: Blueprint, how: Arrangement) -> int:
-    """Return the tokens of a micro-batch on one rank."""
+    """Return the number of tokens of a micro-batch on one rank."""
     return how.micro_batch * table.seq_len // how.layout.cp
 
 
 def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> StepTime:
     """Return the time of one optimizer step.
 
-    It is m + (p - 1) / v slots of the slowest of p ranks with v stages each, plus the optimizer. A zero-bubble
-    schedule fills the bubble with the gradients of weights: twice their time is saved for every forward and backward
-    pass (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is the other half alone). torch's
-    schedule gives the same (planning/schedule.py, and measured: docs/log.md).
+    With m micro-batches and p ranks of v stages each, the passes take m + (p - 1) / v times as long as one
+    micro-batch on the slowest rank. The gradient exchange and the optimizer are added. A zero-bubble schedule fills
+    the bubble with the gradients of weights: each forward and backward pass in the bubble gets shorter by twice their
+    time (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is only the other half of the backward
+    pass). torch's schedule gives the same time (planning/schedule.py; measured in docs/log.md).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
@@ -234,7 +240,7 @@ def _data_parallel(
 ) -> float:
     """Return the seconds per step of data-parallel communication that no compute hides.
 
-    ``forward`` and ``backward`` are times of the stage for one micro-batch.
+    ``forward`` and ``backward`` are the times of the stage for one micro-batch.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
@@ -251,7 +257,7 @@ def _data_parallel(
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds to exchange the blocks; the ranks of ``ep`` hold different experts."""
+        """Return the seconds to exchange all blocks; an expert is exchanged only by the ranks that store it."""
         of_experts = collective(of_each * stage.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
 

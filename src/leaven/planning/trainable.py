@@ -1,4 +1,4 @@
-"""Check before a run starts whether leaven can train a recipe in its layout on the given number of processes."""
+"""Check, before a run starts, whether leaven can train a recipe in its layout on the given number of processes."""
 
 from importlib.metadata import version
 
@@ -12,15 +12,15 @@ from leaven.scaling.tested_ranges import Caution
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
-    """Check that a recipe can be trained in its layout on this number of processes.
+    """Check that leaven can train a recipe in its layout on this number of processes.
 
     Raises:
-        InputError: says what would work.
+        InputError: if it cannot; the message says what would work.
     """
     for key in ("cp", "ep"):
         if getattr(recipe.layout, key) > 1:
             raise InputError(
-                f"[layout] {key}: leaven plans and exports it and does not train with it; --set layout.{key}=1"
+                f"[layout] {key}: leaven can plan and export it but not train with it; use --set layout.{key}=1"
             )
     require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
@@ -39,7 +39,11 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
 
 
 def require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError, naming the nearest possible layouts, if a layout does not have this number of ranks."""
+    """Check that a layout has this number of ranks.
+
+    Raises:
+        InputError: if it has another number; the message names the nearest possible layouts.
+    """
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -55,7 +59,7 @@ def require_ranks(recipe: Recipe, processes: int) -> None:
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe of a run for another number of processes, with another dp; unchanged if none fits."""
+    """Return the recipe with dp changed to fit the number of processes, or unchanged if no dp fits."""
     layout = recipe.layout
     dp, rest = divmod(processes, layout.tp * layout.pp)
     if rest or not dp or dp == layout.dp:
@@ -65,7 +69,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
-    """Return up to two possible (dp, tp, pp) with this number of ranks, the nearest to the recipe's first."""
+    """Return up to two possible (dp, tp, pp) with this number of ranks; the first is nearest to the recipe's."""
     layout = recipe.layout
 
     def possible(degrees: dict[str, int]) -> bool:
@@ -92,45 +96,46 @@ def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
-    """Return why the noise scale cannot be measured, or None if it can.
+    """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    It needs the gradient of part of the batch, over all processes, before the gradient of all of it.
+    The measurement needs the gradient of a part of the batch, over all processes, before the gradient of the whole
+    batch.
     """
     layout = recipe.layout
-    off = "take it out to train like this"
+    off = "remove this setting to train without measuring it"
     if layout.pp > 1:
-        return f"is measured after the first micro-batch, and with pp = {layout.pp} there is no such moment; {off}"
+        return f"is measured after the first micro-batch, and with pp = {layout.pp} there is no such point; {off}"
     if layout.ranks > 1 and (layout.zero < 2 or layout.dp_replicate > 1):
         return (
             "needs gradients that are exchanged after every micro-batch, and this layout exchanges them once a step; "
-            f"--set layout.zero=2 --set layout.dp_replicate=1, or {off}"
+            f"use --set layout.zero=2 --set layout.dp_replicate=1, or {off}"
         )
     each = -(-recipe.batch.tokens // recipe.model.seq_len // layout.dp)
     size = recipe.batch.micro_batch
     if each == 1:
-        return f"needs two micro-batches a step or more, and a rank has one sequence; take a larger batch, or {off}"
+        return f"needs at least two micro-batches per step, and a rank has one sequence; use a larger batch, or {off}"
     if size != "auto" and size >= each:
         return (
-            f"needs two micro-batches a step or more, and a rank's {each} sequences are one of up to {size}; "
-            f"--set batch.micro_batch={each // 2}, or {off}"
+            f"needs at least two micro-batches per step, and a rank's {each} sequences fit into one of {size}; "
+            f"use --set batch.micro_batch={each // 2}, or {off}"
         )
     return None
 
 
 def _torch_refusal(recipe: Recipe) -> str | None:
-    """Return why this version of torch cannot split a backward pass, or None if it can.
+    """Return why the installed torch cannot run a zero-bubble schedule, or None if it can.
 
-    Before 2.13 torch silently takes the gradients of some weights for a wrong output (2.11), or adds them twice where
-    one is computed from another (2.12).
+    Before version 2.13 torch silently computes wrong gradients if an operation has several outputs: 2.11 uses the
+    first output for all of them, and 2.12 adds gradients twice if one output is computed from another.
     """
     there = version("torch")
     if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):
         return None
-    return f'schedule = "zero-bubble" computes wrong gradients in torch {there}; install torch 2.13, or take "1f1b"'
+    return f'schedule = "zero-bubble" computes wrong gradients in torch {there}; install torch 2.13, or use "1f1b"'
 
 
 def layout_cautions(recipe: Recipe) -> list[Caution]:
-    """Return warnings about layouts that are allowed but probably a mistake."""
+    """Return warnings about a layout that is allowed but probably a mistake."""
     layout = recipe.layout
     found = []
     if layout.zero and layout.dp == 1:

@@ -1,4 +1,4 @@
-"""What memory and time depend on besides shape and layout: the training code, read from training_codes.toml."""
+"""Describe training codes (training_codes.toml): what memory and time depend on besides shape and layout."""
 
 import math
 import tomllib
@@ -26,12 +26,12 @@ _DTYPES = {4: "fp32", 2: "16 bits"}
 
 @dataclass(frozen=True)
 class TrainingCode:
-    """Memory use and overlap of a training code. Sizes are bytes per parameter unless stated otherwise."""
+    """The memory use and communication of a training code; sizes are bytes per parameter unless stated otherwise."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     # States.
-    weights: int = 4  # kept from step to step
+    weights: int = 4  # as they are stored from step to step
     grads: int = 4  # as the backward pass computes them
     accumulation: int = 0  # sum of gradients over micro-batches, if it is kept separately
     optimizer: int = 8  # moments, and the master copy if any
@@ -40,7 +40,7 @@ class TrainingCode:
     # Copies.
     compute_copy: int = 2  # weights in the compute dtype, if they are kept in fp32
     gathered_ends: int = 0  # embedding and unembedding, if every rank holds them in full
-    exchange: int = 0  # for a block while ranks exchange its gradients
+    exchange: int = 0  # extra memory of a block while ranks exchange its gradients
     update_copy: int = 0  # extra memory of the update, when the activations are free
     # A single rank casts weights when a product reads them, so there is no copy of the embedding, and with full
     # recomputation only one block's at a time. Under ZeRO 3 the embedding is freed like a block.
@@ -52,17 +52,19 @@ class TrainingCode:
     residual: int = 2  # bytes of an element of the residual stream
     flash_attention: bool = True  # the scores of attention are never written
     sequence_parallel: bool = False  # between products a tensor rank holds only part of the sequence
-    gathered_inputs: bool = False  # but keeps the full inputs of column-parallel products
-    selective: Selective = "core"  # recomputed: the core of attention, or all but every second product
+    gathered_inputs: bool = (
+        False  # with sequence_parallel: a rank still saves full inputs of column-parallel products
+    )
+    selective: Selective = "core"  # what is recomputed: the core of attention, or all but every second product
     # Loss.
     logit: int = 14  # peak bytes per logit
-    sharded_logit: int | None = None  # the same if tensor ranks shard the vocabulary and it differs
+    sharded_logit: int | None = None  # ``logit`` if tensor ranks shard the vocabulary; None if it is the same
     logits_at_once: float = math.inf  # most logits that exist at once
     unembedding: int = 0  # gradient of the unembedding that the loss keeps until the backward pass
     # Pipeline.
     keeps_outputs: bool = False  # a stage keeps the outputs that it has sent
     balance: Balance = "weight"  # how blocks are assigned to stages: see :func:`stages.stage_layers`
-    # Overhead: usual are 1 to 2 GB (Ultra-Scale Playbook) and 5 to 10%.
+    # Overhead. Usual values are 1 to 2 GB (Ultra-Scale Playbook) and 5 to 10%.
     fixed_gib: float = 2.0  # context, NCCL, kernels
     slack: float = 0.05  # share of everything else that the allocator holds but cannot use
     # Speed.
@@ -85,11 +87,11 @@ class TrainingCode:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
     def with_moments(self, moments: Moments) -> "TrainingCode":
-        """Return the code with another optimizer.
+        """Return the training code with another optimizer.
 
-        ``adam``: two moments in fp32. ``adam-8bit``: two moments of one byte (Dettmers 2021, arXiv 2110.02861; its
-        scales, one for 2,048 values, are not counted). ``muon``: one moment in fp32 for matrices, Adam for everything
-        else.
+        ``adam`` stores two moments in fp32. ``adam-8bit`` stores two moments of one byte each (Dettmers 2021, arXiv
+        2110.02861; its scales, one per 2,048 values, are not counted). ``muon`` stores one moment in fp32 for
+        matrices and uses Adam for all other parameters.
         """
         matrices = self.master + 4 if moments == "muon" else None
         return replace(
@@ -98,7 +100,7 @@ class TrainingCode:
 
 
 def read_training_codes(path: Path) -> dict[str, TrainingCode]:
-    """Return every code of the file by name. Each group of values must have a source."""
+    """Return the training codes of a file by name. Each group of values in the file must have a source."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         flat = dict(values.get(groups.pop("like", ""), {}))
@@ -114,12 +116,12 @@ LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven
 
 
 def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]:
-    """Return the cluster with its speed in the compute dtype, and leaven's own training code in it.
+    """Return the cluster with its speed in the compute dtype, and leaven's training code for this dtype.
 
-    fp16 is planned like bf16: every accelerator has the same peak for both.
+    fp16 is planned like bf16, because every accelerator has the same peak for both.
 
     Raises:
-        InputError: for fp32 on an accelerator whose peak in fp32 is not known.
+        InputError: if ``compute`` is fp32 and the accelerator's fp32 peak is unknown.
     """
     if compute != "fp32":
         return cluster, LEAVEN_BF16
@@ -127,7 +129,7 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
     peak = accelerator.peak("fp32")
     if peak is None:
         raise InputError(
-            f"no peak of {accelerator.name} in fp32 is known, in which this recipe computes; "
+            f"no peak of {accelerator.name} in fp32 is known, and this recipe computes in fp32; "
             f"plan it with --set precision.compute=bf16"
         )
     slower = replace(accelerator, peak_tflops=peak, best_matmul_tflops=accelerator.matmul("fp32"))
@@ -135,23 +137,28 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return what a code keeps for ``params`` parameters from step to step, before ranks share it out.
+    """Return what a training code stores for ``params`` parameters from step to step, before sharding over ranks.
 
-    ``matrices`` of the parameters are in the blocks' matrices, for which some optimizers keep less.
+    ``matrices`` is how many of the parameters are in matrices of blocks, for which some optimizers store less.
 
-    7B parameters in fp32 with Adam need 4 + 4 + 8 = 16 bytes each, 112 GB; in bf16 with fp32 master weights it is 16
-    again, 2 + 2 + 4 + 8. The 140 GB of a common rule of thumb ("the optimizer is three times the weights") are 20
-    bytes each: that needs a master copy beside weights that are already in fp32.
+    7B parameters in fp32 with Adam need 4 + 4 + 8 = 16 bytes each, 112 GB. In bf16 with fp32 master weights they also
+    need 2 + 2 + 4 + 8 = 16 bytes each. The 140 GB of a common rule of thumb ("the optimizer is three times the
+    weights") are 20 bytes each, which requires a master copy of weights that are already in fp32.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
-    master = "a copy in fp32 that the updates are added to: small ones would be rounded off"
+    master = "an fp32 copy that updates are added to, because in 16 bits small updates would be rounded off"
     adam = f"Adam's means of the gradient and of its square, {moments / 2:g} bytes each"
     found = (
-        ("weights", params, code.weights, f"what the model is, {_DTYPES.get(code.weights, 'bytes')}"),
+        ("weights", params, code.weights, f"the model's parameters, {_DTYPES.get(code.weights, 'bytes')}"),
         ("gradients", params, code.grads, "one for every weight, until the update"),
-        ("accumulation", params, code.accumulation, "the gradients' sum over micro-batches, kept beside them"),
+        ("accumulation", params, code.accumulation, "the sum of gradients over micro-batches, stored separately"),
         ("master weights", params, code.master, master),
-        ("momentum of matrices", lean, (code.optimizer_of_matrices or 0) - code.master, "one mean of the gradient"),
+        (
+            "momentum of matrices",
+            lean,
+            (code.optimizer_of_matrices or 0) - code.master,
+            "Muon's mean of the gradient",
+        ),
         ("moments", params - lean, moments, adam),
     )
     return [
