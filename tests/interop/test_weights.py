@@ -142,10 +142,8 @@ IN: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
     "llama, biases": ("LlamaForCausalLM", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8, "rope_parameters": ROPE}),
-    "qwen3, wide heads": ("Qwen3ForCausalLM", LLAMA),  # 128 a head, whatever the width
     "gpt2": ("GPT2LMHeadModel", GPT2),
     "gpt2, untied, wide": ("GPT2LMHeadModel", GPT2 | {"n_inner": 80, "tie_word_embeddings": False}),
-    "gpt2, relu": ("GPT2LMHeadModel", GPT2 | {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
     "bloom": (
         "BloomForCausalLM",
         {"vocab_size": 320, "hidden_size": 48, "n_head": 6, "n_layer": 3, "seq_length": 32},
@@ -174,14 +172,8 @@ def test_weights_of_transformers_give_the_same_logits(tiny: Recipe, tmp_path: Pa
     theirs = foreign(name, tmp_path, max_shard_size="50KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     shape = read_huggingface(tmp_path).shape
-    smaller = {
-        "width": 24,
-        "depth": 1,
-        "batch_tokens": 256,
-        "tokens": 10_240,
-        "d_head": shape.d_head // 2,
-        "d_ff": 80,
-    }
+    smaller = {"width": 24, "depth": 1, "batch_tokens": 256, "tokens": 10_240, "d_head": shape.d_head // 2}
+    smaller["d_ff"] = 80
     for base in (None, smaller):
         recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
         model = random_model(recipe, resolve(recipe))
@@ -227,22 +219,16 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
             {"architectures": ["MistralForCausalLM"]},
             "MistralForCausalLM is not supported; leaven reads Llama",
         ),
-        ("llama", {"hidden_act": "gelu"}, "activation 'gelu': leaven reads LlamaForCausalLM with silu"),
         ("llama", {"attention_bias": True}, "attention_bias = True, mlp_bias = False: leaven has a single value"),
         ("llama", {"head_dim": 16}, "q_proj.weight is (48, 48), not the (96, 48) of config.json"),
         ("llama", {"num_hidden_layers": 4}, "model.layers.3.input_layernorm.weight is missing"),
         ("llama", {"num_hidden_layers": 2}, "contains model.layers.2."),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("gpt2", {"activation_function": "gelu"}, "gelu_new, gelu_pytorch_tanh, relu, relu2"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ("gpt-neox", {"rope_parameters": {}, "rotary_pct": 0.25}, "partial rotary positions"),
         # values of the wrong type
         ("llama", {"num_attention_heads": 0, "head_dim": None}, "num_attention_heads = 0 must be a count above 0"),
-        ("llama", {"num_hidden_layers": True}, "num_hidden_layers = True must be a count"),
         ("llama", {"hidden_act": ["silu"]}, "hidden_act = ['silu'] must be a word"),
-        ("llama", {"tie_word_embeddings": 3}, "tie_word_embeddings = 3 must be true or false"),
-        ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x' must be a finite number"),
-        ("llama", {"rope_parameters": [1]}, "rope_parameters = [1] must be a table"),
         ("llama", {"rope_parameters": {"rope_theta": "abc"}}, "rope_theta = 'abc' must be a finite number"),
         ("llama", {"architectures": [5]}, "architectures = [5] must be a list of names"),
         # old and new spelling together: transformers uses the old one
@@ -276,10 +262,7 @@ def test_missing_keys_of_config_json_have_defaults(tmp_path: Path, tokenizer_fil
         recipe = recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
         reasons.append((recipe.hyperparameters.init_std, recipe.why["hyperparameters.init_std"].partition(";")[0]))
     path = f"{tmp_path}/config.json"
-    assert reasons == [
-        (0.3, f"initializer_range of {path}"),
-        (0.02, f"default of LlamaForCausalLM, not in {path}"),
-    ]
+    assert reasons == [(0.3, f"initializer_range of {path}"), (0.02, f"default of LlamaForCausalLM, not in {path}")]
     (tmp_path / "config.json").write_text(json.dumps(config | {"initializer_range": -1}))
     with pytest.raises(InputError, match=r"not a valid recipe: \[hyperparameters\] init_std"):
         recipe_from(read_huggingface(tmp_path), "own", source="python-stdlib")
@@ -316,9 +299,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     ("shape", "says"),
     [
         ({"activation": "squared_relu"}, 'Qwen3ForCausalLM, set [model] activation = "swiglu"'),
-        ({"bias": True}, "LlamaForCausalLM, set [model] qk_norm = false"),
         (GPT | {"positions": "alibi", "embedding_norm": True}, "BloomForCausalLM, set [model] d_ff = 64"),
-        (GPT | {"positions": "learned", "n_kv_heads": 1}, "GPT2LMHeadModel, set [model] n_kv_heads = 2"),
     ],
 )
 def test_a_shape_without_an_architecture_is_refused_with_the_keys_to_change(

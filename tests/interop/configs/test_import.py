@@ -103,12 +103,9 @@ def test_steps_and_fractions_become_tokens() -> None:
     [
         ("--num-experts 8", "--num-experts: leaven does not have mixtures of experts"),
         ("--optimizer sgd", "--optimizer sgd: leaven supports only adam"),
-        ("--rotary-percent 0.5", "--rotary-percent: leaven supports only 1.0"),
         ("--lr nan", "--lr nan must be a finite number"),
         ("--lr", "--lr has no value"),
-        ("--num-layers 2.5", "--num-layers 2.5 must be a whole number"),
         ("--num-attention-heads 5", "does not divide"),
-        ("--lr 0.1 --weight-decay 20", "not a valid recipe"),
         ("--global-batch-size 8 --rampup-batch-size 3 2 100", "not a batch that leaven supports"),
         ("--step-batch-size-schedule 5", "write it as TOKENS:BATCH"),
         ("--disable-bias-linear --add-qkv-bias", "--add-qkv-bias: leaven has biases in all matrices or in none"),
@@ -117,7 +114,6 @@ def test_steps_and_fractions_become_tokens() -> None:
             "--ffn-hidden-size $FFN",
             "--ffn-hidden-size is $FFN, which is unknown until the script runs; write the number",
         ),
-        ("--kv-channels $(nproc)", "--kv-channels is the output of a command, which is unknown until"),
         ("--save 'x", "cannot be split into words"),
     ],
 )
@@ -136,24 +132,9 @@ def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
     assert (shape.vocab_size, shape.embedding_norm, shape.activation, shape.bias) == (512, True, "swiglu", True)
     assert (shape.norm_eps, shape.d_ff) == (1e-6, 256)  # its gated units are as wide as plain ones
     assert found.unread == ()
-
-
-def test_num_query_groups_needs_group_query_attention() -> None:
-    found = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
-    assert found.recipe.model.n_kv_heads == 4
-    assert found.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
-    found = from_megatron.read(
-        f"{MINIMAL} --vocab-size 512 --num-query-groups 2 --group-query-attention", "args.sh", "x"
-    )
-    assert found.recipe.model.n_kv_heads == 2
-    assert found.unread == ()
-
-
-def test_text_without_the_needed_flags_is_refused() -> None:
-    with pytest.raises(InputError, match="contains no --flag"):
-        from_megatron.read("just words", "x.txt", "x")
-    with pytest.raises(InputError, match="--num-attention-heads is missing, and a recipe needs it"):
-        from_megatron.read("--lr 1", "x.txt", "x")
+    ignored = from_megatron.read(f"{MINIMAL} --vocab-size 512 --num-query-groups 2", "args.sh", "x")
+    assert ignored.recipe.model.n_kv_heads == 4
+    assert ignored.unread == ("--num-query-groups: Megatron reads it beside --group-query-attention only",)
 
 
 # Round trips ------------------------------------------------------------------------------------------------------
@@ -333,7 +314,6 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
     ("config", "arguments", "says"),
     [
         ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, None, "architecture MixtralForCausalLM"),
-        (CONFIG | {"hidden_size": "wide"}, None, "hidden_size = 'wide' must be a count"),
         (CONFIG, {"learning_rate": "fast"}, "learning_rate fast must be a number"),
         (CONFIG, {"gradient_accumulation_steps": 1.5}, "must be a whole number"),
         (CONFIG, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "leaven does not have this schedule"),
@@ -346,11 +326,3 @@ def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any,
         from_transformers.read(path if config else path / "training_args.json", "x")
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_missing_and_damaged_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no such file"):
-        from_transformers.read(tmp_path / "absent", "x")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(InputError, match="cannot be read as JSON"):
-        from_transformers.read(tmp_path, "x")
