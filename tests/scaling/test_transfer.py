@@ -171,7 +171,7 @@ def test_proportions_of_the_proxy_are_stated_in_the_base_of_the_target(tiny: Rec
         ({"width": 1_000_000_000}, "--width 1 B: the widest published model has 20,480"),
         ({"depth": 20_000}, "--depth 20 k: the deepest published"),
         ({"tokens": 10**18}, "--tokens"),
-        ({"width": 24}, "--width: width 24 is not a multiple of .* 16 or 32 is"),
+        ({"width": 24}, "--width: width 24 is not a multiple of .* give 16 or 32"),
         ({"n_kv_heads": 3}, "n_heads 2 is not a multiple of n_kv_heads 3; set n_kv_heads to 1 or 2"),
         ({"batch_tokens": 100}, "is not a multiple of the sequence length 32; give 96 or 128"),
     ],

@@ -1,2 +1,1 @@
-"""Published training runs and empirical laws. Every number names its source, or says that it is quoted from
-memory."""
+"""Published training runs and empirical laws. Every number names its source, or says that it is from memory."""

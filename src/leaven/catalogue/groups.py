@@ -21,7 +21,7 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
-    """The source of a value, and how it was obtained: read in the source itself, in notes about it, or from
+    """The source of a value, and how the value was obtained: from the source itself, from notes about it, or from
     memory."""
 
     source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]

@@ -1,5 +1,4 @@
-"""Evaluate empirical laws (``laws.toml``): hyperparameters of a run, lr at another batch, best size for a FLOP
-budget.
+"""Evaluate empirical laws (``laws.toml``): hyperparameters of a run, lr at another batch, best size for a budget.
 
 A law is a fit to training runs. It is valid only in its own units, with its own definition of N, and in the setting
 in which it was fitted (``conditions``). Outside its fitted range it is a guess.
@@ -71,7 +70,7 @@ class LogLinear(Part):
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return the value of the law at a point, or None if it is not positive there and so means nothing."""
+        """Return the value of the law at a point, or None if the formula gives no positive value there."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
@@ -260,7 +259,10 @@ def power_lines_tau(params: float, tokens: float) -> float:
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal (or the critical) batch in tokens by each law that predicts it, one form of each law."""
+    """Return the batches in tokens that laws predict, by the names of the laws.
+
+    ``kind`` selects optimal or critical batches. If a law has several forms, only its main form is included.
+    """
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     }
@@ -277,7 +279,7 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
     ``square_root`` is for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287).
     ``linear`` is for SGD below the critical batch (McCandlish et al. 2018), and for AdamW at a fixed decay if its
     timescale is to stay the same. ``surge`` is for Adam: the lr falls above the noise scale, ``noise`` tokens (arXiv
-    2405.14578). ``own`` is fitted to the law's own data.
+    2405.14578). ``own`` uses the exponent that was fitted to the law's own data.
     """
     if law.lr is None or law.lr_batch_tokens is None:
         return None

@@ -94,7 +94,10 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return a run's row of ``leaven recipes nearest``, at a distance from a model of ``params`` parameters."""
+    """Return the row of ``leaven recipes nearest`` for a published run.
+
+    ``distance`` is the run's distance, in octaves of parameters, from a model of ``params`` parameters.
+    """
     ratio = size_ratio(run, params)
     return NearRun(
         **run.summary().model_dump(),
@@ -108,7 +111,7 @@ def near_run(run: PublishedRun, distance: float, params: int, factor: float, wan
 
 @dataclass(frozen=True)
 class Votes:
-    """The values of several voters (runs or laws), and the value chosen from them: the middle or the most
+    """The values of several voters (runs or laws), and the value chosen from them: their middle or the most
     frequent."""
 
     value: Any
@@ -124,7 +127,7 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes with their most frequent value as the choice, or None if there are no votes.
+    """Choose the most frequent value of several votes, or return None if there are no votes.
 
     If several values are equally frequent, the first is chosen.
     """
@@ -132,8 +135,7 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes with their middle as the choice: the median of the logarithms, weighted if ``weights`` is
-    given.
+    """Choose the middle of several votes: the median of the logarithms, weighted if ``weights`` is given.
 
     The weighted median has half of the weight below it. Each vote is placed at the middle of its own weight, and the
     values between votes are interpolated linearly. So equal weights give the ordinary median, and a vote with weight
@@ -184,10 +186,10 @@ class Neighbours:
         return {id: terms(run) for id, run in self.table.items()}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the known values of the runs that vote, by run id; only the reference's value, if the reference has
-        one.
+        """Return the known values of the runs that vote, by run id.
 
-        ``what`` is a path of a recipe, or a function of a run.
+        If the reference run has a value, only its value is returned. ``what`` is a path of a recipe, or a function of
+        a run.
         """
         known = {
             id: value
@@ -199,7 +201,7 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the middle of values by run id, in which nearer runs have more weight."""
+        """Return the weighted middle of values, which are keyed by run id; nearer runs have more weight."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:

@@ -42,29 +42,32 @@ def noise_scale(small: float, big: float, squares: Iterable[tuple[float, float]]
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return E / E_min = 1 + B / B_crit: the tokens needed to reach a loss, relative to the smallest batch.
+    """Return the tokens needed to reach a loss at batch B, relative to the smallest batch.
 
-    Together with :func:`steps_over_least`: (S / S_min - 1) (E / E_min - 1) = 1 (section 2.3), and B_crit = E_min /
-    S_min.
+    They are E / E_min = 1 + B / B_crit. Together with :func:`steps_over_least`: (S / S_min - 1) (E / E_min - 1) = 1
+    (section 2.3), and B_crit = E_min / S_min.
     """
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return S / S_min = 1 + B_crit / B: the steps needed to reach a loss, relative to the largest batch."""
+    """Return the steps needed to reach a loss at batch B, relative to the largest batch.
+
+    They are S / S_min = 1 + B_crit / B.
+    """
     return 1 + critical / batch
 
 
 def sgd_lr(batch: float, noise: float) -> float:
-    """Return the best lr of SGD at a batch, relative to the largest batch: 1 / (1 + B_noise / B) (section 2.2)."""
+    """Return the best lr of SGD at batch B, relative to the largest batch: 1 / (1 + B_noise / B) (section 2.2)."""
     return 1 / (1 + noise / batch)
 
 
 def surge_lr(batch: float, noise: float) -> float:
-    """Return the best lr of Adam at a batch, relative to the best lr at B_noise.
+    """Return the best lr of Adam at batch B, relative to the best lr at B_noise.
 
-    It is 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)): about proportional to sqrt(B) below B_noise, and falling above
-    (Li et al. 2024, arXiv 2405.14578).
+    It is 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)). Below B_noise the lr grows about as sqrt(B), above B_noise it
+    falls (Li et al. 2024, arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

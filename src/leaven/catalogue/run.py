@@ -74,7 +74,7 @@ class Stack(NamedTuple):
 
 
 class PublishedRun(Part):
-    """A published run, or a base that leaven tuned itself (which has :attr:`tuning`).
+    """A published run, or a run that leaven tuned itself as a base (with :attr:`tuning`).
 
     The groups contain the values as the source states them; the properties have leaven's names and units. A property
     is None if its value is not known.
@@ -168,7 +168,7 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """Return whether the learning rate can be compared: not with muP, and only with Adam or AdamW."""
+        """Return whether the lr can be compared with other runs: it must be for Adam or AdamW, and not for muP."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
@@ -202,7 +202,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return leaven's decay shape that is nearest to the published one."""
+        """Return the decay shape of leaven that is nearest to the published shape."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property

@@ -1,5 +1,4 @@
-"""Read the published training runs. Each run is a TOML file in ``runs/``, in which every group of values has its
-source.
+"""Read the published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
 
 The folder also contains the bases that leaven tuned itself; they have a group ``[tuning]`` and no vote. To add a run,
 add a file. The file's name is the run's id; the groups are defined in :mod:`leaven.catalogue.groups`.

@@ -34,7 +34,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
     """Return a run's batch growth, adapted to a run of ``tokens`` tokens that ends with batches of ``batch`` tokens.
 
     Every increment or stage comes at the same share of the run. Batch sizes are multiples of ``unit``, which divides
-    ``batch``. At the published length, batch and sequence length the growth is the published one. Return None if too
+    ``batch``. If length, batch and sequence length are the published ones, so is the growth. Return None if too
     little is published.
     """
     ramp, length = run.ramp, run.tokens
@@ -100,7 +100,7 @@ def warmup_tokens(run: PublishedRun) -> float | None:
 
 
 def cooldown_share(run: PublishedRun) -> float | None:
-    """Return the share of the run that the final cooldown took, or None without a published wsd schedule."""
+    """Return the share of the run that the final cooldown took, or None if no wsd schedule is published."""
     schedule = run.schedule
     if schedule is None or schedule.shape != "wsd":
         return None

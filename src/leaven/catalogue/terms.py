@@ -37,7 +37,7 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer; Adam with L2 decay gets a name of its own.
+    """Return the optimizer's name; Adam with L2 decay has a different name from Adam without decay.
 
     A paper may write Adam and mean AdamW. In a recipe, ``adam`` adds the decay to the gradient, which no published
     run did.

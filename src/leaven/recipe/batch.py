@@ -85,7 +85,7 @@ class Batch(Part):
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the batch sizes in order, each as (tokens consumed when it begins, batch in tokens).
 
-        The first one begins at 0.
+        The first size begins at 0.
         """
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
@@ -113,7 +113,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch of every step of a run, without an end.
+    """The batch of every step of a run; the schedule has no end.
 
     The batch of a step depends on the tokens consumed before that step. So the batches of all steps before step n add
     up to ``tokens_at_step(n)`` exactly.

@@ -23,4 +23,4 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 class ProcessLost(RuntimeError):
-    """The error that a process of a distributed run has died or hangs. The run can be resumed."""
+    """Raised when a process of a distributed run has died or hangs. The run can be resumed."""

@@ -72,7 +72,8 @@ def _override(document: dict[str, Any], path: str, text: str) -> None:
     try:
         set_path(document, path, value)
     except (AttributeError, TypeError):
-        raise InputError(f"--set {path}: {'.'.join(split_path(path)[:-1])} is a value, not a table") from None
+        outer = ".".join(split_path(path)[:-1])
+        raise InputError(f"--set {path}: {outer} is a value, not a table; write --set {outer}=VALUE") from None
 
 
 def _take_out(document: dict[str, Any], path: str) -> None:
@@ -173,7 +174,7 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container, and leave values that are equal as they are.
+    """Write nested values into a TOML container, and leave equal values as they are.
 
     ``prune`` removes the keys that ``values`` does not have.
     """
@@ -198,7 +199,7 @@ def _plain(item: Any) -> Any:
 
 
 def _item(value: Any) -> Any:
-    """Return a value as TOML. Large counts are written in groups of three digits."""
+    """Return a value as TOML, with large counts in groups of three digits."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return tomlkit.integer(f"{value:_}")
     return value

@@ -128,7 +128,8 @@ class Hyperparameters(Part):
         """Check that modules with multipliers exist, and that each multiplier has an effect.
 
         Raises:
-            ValueError: if not; the message names the module, and the most similar one if the module does not exist.
+            ValueError: otherwise; the message names the module, and the most similar module if there is none of this
+                name.
         """
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]

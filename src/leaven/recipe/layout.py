@@ -11,7 +11,7 @@ Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 class Layout(Part):
-    """How a run is laid out over accelerators: dp x cp x tp x pp ranks, and what saves memory or time on each."""
+    """How a run is laid out over dp x cp x tp x pp ranks, and how it saves memory and time."""
 
     dp: int = Field(default=1, gt=0)  # data-parallel degree
     tp: int = Field(default=1, gt=0)  # tensor-parallel degree

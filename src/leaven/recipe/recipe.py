@@ -137,7 +137,7 @@ def _both_sides(value: Any) -> Any:
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
-            f"{low:g} to {high:g} octaves: the first number must be below 0, the recipe's own value, the second above"
+            f"{low:g} to {high:g} octaves: 0 is the recipe's own value; give a first number below 0, a second above 0"
         )
     return (low, high)
 

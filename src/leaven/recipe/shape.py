@@ -207,7 +207,7 @@ class ModelShape(Part):
             times = f" x {self.d_model} / {together}" if self.d_attention else ""
             raise ValueError(
                 f"width {width} is not a multiple of d_head x heads per kv head = {d_head} x {group}{times}; "
-                f"{lower} or {lower + unit} is"
+                f"give {lower} or {lower + unit}"
             )
         if d_ff is None and self.d_ff * width % self.d_model:
             raise ValueError(

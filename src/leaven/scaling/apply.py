@@ -24,9 +24,9 @@ class Factors:
     def beta(self, base: float, multiplier: float = 1.0) -> float:
         """Return ``base ** (multiplier / half_life)``.
 
-        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, but beta stays within (0, 1). With
-        the linear form beta1 = 0.9 would leave this range if the run has ten times fewer steps. Over batch ratios of
-        1/4 to 8 both forms gave the same loss.
+        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, but beta stays within (0, 1). A
+        linear formula would move beta1 = 0.9 out of this range if the run has ten times fewer steps. Over batch
+        ratios of 1/4 to 8 both formulas gave the same loss.
         """
         return float(base ** (multiplier / self.half_life))
 

@@ -1,5 +1,4 @@
-"""Cells of a scaling rule's table: by which factor a quantity changes, as a product of powers of the ratios target /
-base.
+"""Cells of a scaling rule's table: how a quantity changes, as a product of powers of the ratios target / base.
 
 A cell is written as in the papers, with a letter for each ratio::
 

@@ -105,9 +105,9 @@ def resolve(recipe: Recipe) -> ParameterTable:
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     """Return the factors of a scaled ramp at step ``step`` (from 0), relative to the full batch.
 
-    Also return the half-life of the moments in steps, relative to the previous step. The factors are those that the
-    rule gives for the step's batch. They are the same for every parameter, because the cells for the batch are shared
-    by all roles. They are exactly 1 after the ramp, and always if the ramp's rule is ``fixed``.
+    Also return the half-life of the moments in steps, relative to the previous step. The factors are what the rule
+    gives for the step's batch. They are the same for every parameter, because the cells for the batch are shared by
+    all roles. They are exactly 1 after the ramp, and always if the ramp's rule is ``fixed``.
     """
 
     def at(step: int) -> Factors:
@@ -172,10 +172,10 @@ def resolve_row(
 
 
 def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return optimiser groups without tensors, one for each module and set of values; each row is in exactly one
-    group.
+    """Return optimiser groups without tensors, one for each module and set of values.
 
-    The keys of a group are module, param_names, peak_lr, lr, betas, eps, weight_decay.
+    Each row is in exactly one group. The keys of a group are module, param_names, peak_lr, lr, betas, eps,
+    weight_decay.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:

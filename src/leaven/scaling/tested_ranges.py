@@ -77,7 +77,7 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about ratios to the base that are beyond the tested ones.
+    """Warn about ratios to the base that are outside the tested range.
 
     The batch was tested at a fixed duration, at which it changes the number of steps. If the batch grows with the
     tokens, the number of steps stays the same and the rule's factors for batch and tokens cancel. In that case the
@@ -129,9 +129,9 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn if eps / sqrt(v) of a matrix in a block is large even by its lower bound.
+    """Warn if eps / sqrt(v) of a matrix in a block is too large, as estimated from below.
 
-    The bound assumes a gradient of norm 1 (or the clipping limit) that is spread evenly over all parameters. Real
+    The estimate assumes a gradient of norm 1 (or the clipping limit) that is spread evenly over all parameters. Real
     gradients in blocks are smaller, because most of the norm belongs to the unembedding and most runs have a norm
     below 1 after the warm-up. So the real ratio is higher.
     """
@@ -158,10 +158,10 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     """Warn about weight decay with Adam (L2 in the loss), because the rules for weight decay are for AdamW.
 
-    A check of activations does not find this fault (microsoft/mup, PR 73). It is a warning and not an error: the run
-    itself is sound, only its decay does not correspond to that at the base. Measured over width 64 to 512, the L2
-    term divided by the gradient grows as width^1.5, because the rule multiplies the decay by the width and the
-    gradient falls.
+    A check of activations does not find this fault (microsoft/mup, PR 73). It is a warning and not an error, because
+    the run itself is sound, and only its decay does not correspond to the decay at the base. Measured over width 64
+    to 512, the L2 term divided by the gradient grows as width^1.5, because the rule multiplies the decay by the width
+    and the gradient falls.
     """
     if recipe.hyperparameters.optimizer != "adam":
         return

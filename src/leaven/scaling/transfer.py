@@ -143,8 +143,9 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with the hyperparameters and the scaling rule of ``tuned``.
 
     Shape, batch, tokens, data, layout, stability, evaluation and precision stay as in the target. Values outside
-    ``[hyperparameters]`` that a study searched are transferred too. The warm-up keeps its share of the run; batch and
-    tokens keep their ratio to the values with which the study began; other values are copied.
+    ``[hyperparameters]`` that a study searched are transferred too. The warm-up keeps its share of the run. The
+    tokens keep their ratio to the base's tokens, and the batch its ratio to the batch with which the study began.
+    Other values are copied.
 
     Raises:
         InputError: if the two models belong to different families, or if the run is too short for Adam's moments.
@@ -222,7 +223,7 @@ def _require_moments(recipe: Recipe) -> None:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the recipe's base, and its proportions if the target has others."""
+    """Return the recipe's base, with its proportions if the target's proportions differ."""
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:

@@ -1,4 +1,4 @@
-"""Compare a recipe with the published runs: report each value outside their range, and name runs to compare it with.
+"""Compare a recipe with the published runs, report each value outside their range, and name runs with usual values.
 
 To add a check, write its limits and its message in ``checks.toml``, a function in ``quantities.py`` that computes
 what is compared, and a test in ``tests/catalogue`` with a fault that the check finds.
@@ -51,8 +51,8 @@ class Check:
     def read(self, case: Case) -> Reading | None:
         """Return what this check compares in a recipe, or None if there is nothing to compare.
 
-        If `quantities` has a function with the check's name, that function reads the quantity. This entry of
-        ``checks.toml`` then fills in what the function leaves out.
+        If `quantities` has a function with the check's name, that function reads the quantity, and the entry in
+        ``checks.toml`` fills in what the function leaves out.
         """
         far = not case.neighbours
         if far and self.far_from_runs == "skip":
@@ -74,8 +74,7 @@ class Check:
         return replace(reading, **completed)
 
     def distance(self, value: float) -> float:
-        """Return what is compared: for a beta its horizon 1 / (1 - beta) in steps, for other values the value
-        itself."""
+        """Return the number that is compared with limits: 1 / (1 - beta) steps for a beta, else the value itself."""
         if self.hidden not in ("beta1", "beta2"):
             return value
         return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
@@ -132,7 +131,7 @@ def _all(case: Case) -> list[FindingRow]:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return what a check finds in a recipe, or None if the value is usual. The suggestions are not tried yet."""
+    """Return what a check finds in a recipe, or None if the value is usual. The suggestions are not tried."""
     reading = check.read(case)
     if reading is None:
         return None

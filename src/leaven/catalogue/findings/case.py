@@ -106,8 +106,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the matrices that read the residual stream; 0 if all of them start from
-        zeros."""
+        """Return the median init std of the matrices that read the residual stream, or 0 if all start from zeros."""
         reads = [row for row in self.rows if row.role is Role.HIDDEN_WEIGHT and row.module not in BRANCH_ENDS]
         return median([row.init_std for row in reads if row.init_std] or [0.0])
 
@@ -122,7 +121,7 @@ class Case:
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters as the scaling rule gives them to the hidden matrices, by their paths in a
+        """Return the hyperparameters that the scaling rule gives to the hidden matrices, by their paths in a
         recipe."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
@@ -169,14 +168,17 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return a suggestion for a run of ``tokens`` tokens; a warm-up that is longer is cut to 1% of the run."""
+        """Return a suggestion for a run of ``tokens`` tokens.
+
+        If the warm-up is longer than that run, it is shortened to 1% of the run.
+        """
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
 
 
 @cache
 def critical_batches(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
-    """Return the critical batch in tokens by each law that predicts it."""
+    """Return the critical batches in tokens that laws predict, by the names of the laws."""
     return batches(evaluate(params, tokens, params_non_embedding=non_embedding), "critical")
 
 

@@ -1,7 +1,7 @@
 """Compute what each check compares, in a recipe and in a published run, and the changes that it suggests.
 
-A function has the name of its check and returns None if there is nothing to compare. It omits what the check's entry
-in ``checks.toml`` states: fixed limits, the published value, suggestions, messages.
+A function has the name of its check and returns None if there is nothing to compare. The check's entry in
+``checks.toml`` supplies what a function omits: fixed limits, the published value, suggestions, messages.
 """
 
 import math
@@ -148,7 +148,7 @@ def z_loss(case: Case) -> Reading | None:
 
 
 def beta2(case: Case) -> Reading:
-    """Compare beta2.
+    """Compare beta2 with limits that depend on the batch.
 
     Adam's default of 0.999 is usual at small batches, but rare in runs with half a million tokens a batch.
     """
@@ -185,8 +185,8 @@ def l2_decay(case: Case) -> Reading | None:
 def timescale(case: Case) -> Reading | None:
     """Compare the timescale of weight decay, B / (lr x decay x D), with the best timescale by Power Lines.
 
-    B and D are the batch and the run in tokens. The timescale of published runs is 0.34 to 10.9 times the best one,
-    except for GPT-NeoX-20B with 33 times.
+    B and D are the batch and the run in tokens. Published runs have 0.34 to 10.9 times the best timescale, except for
+    GPT-NeoX-20B with 33 times.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -309,7 +309,7 @@ def batch(case: Case) -> Reading | None:
 
 
 def critical_batch(case: Case) -> Reading:
-    """Compare the batch with the median of the laws' critical batches.
+    """Compare the batch with the median of the critical batches that the laws predict.
 
     The batch is outside if it exceeds that median by a larger factor than in any published run.
     """
@@ -381,8 +381,8 @@ def ramp_length(case: Case) -> Reading | None:
 def warm_up(case: Case) -> Reading:
     """Compare the length of the warm-up: 0.1% to 10% of the run is usual.
 
-    A warm-up under 0.1% is outside, but only a note if it has the 2,000 steps of most runs. A longer one is outside
-    if it takes a larger share than in every published run.
+    A shorter warm-up is outside, but only a note if it has the 2,000 steps of most runs. A longer warm-up is outside
+    if it takes a larger share of the run than in every published run.
     """
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]

@@ -72,7 +72,7 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
     """Return the largest tuned base from which values can be transferred to a model, or None.
 
-    A base has at most half the model's parameters, and about as many tokens per parameter.
+    Such a base has at most half the model's parameters and about as many tokens per parameter as the model's run.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -93,7 +93,7 @@ def _at_base(model: ModelShape, base: Recipe) -> bool:
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Set the hyperparameters to those of a tuned base, and the warm-up to the same share of the run."""
+    """Take over the hyperparameters of a tuned base, and its warm-up as the same share of the run."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

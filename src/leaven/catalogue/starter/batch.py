@@ -145,8 +145,10 @@ def _steps(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return the number nearest to ``sequences``, at most a sixteenth away, that a power of two of the GPUs
-    divides."""
+    """Return the number nearest to ``sequences`` that divides over a power of two of the GPUs.
+
+    It is at most a sixteenth away.
+    """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 

@@ -87,13 +87,13 @@ class Evidence:
 
     @property
     def middle(self) -> float:
-        """Return the weighted mean, in logarithms, of the laws' middle and the runs' middle."""
+        """Return the weighted mean of the laws' value and the runs' value, in logarithms."""
         weight = self.laws.weight
         return math.exp(weight * math.log(self.laws.value) + (1 - weight) * math.log(self.runs.value))
 
     @property
     def spread(self) -> float:
-        """Return the largest value divided by the smallest."""
+        """Return the largest value of all laws and runs divided by the smallest."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
@@ -164,8 +164,8 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish a step, which contains the values decided since the previous step.
 
-        The fields of its message are filled from ``facts``, then from the facts of these decisions (the first one
-        that has the field), then from the values of the recipe.
+        The fields of its message are filled from ``facts``, then from the facts of these decisions (of the first
+        decision that has the field), then from the values of the recipe.
         """
         known: dict[str, Any] = dict(self.document)
         for path in reversed(self._open):

@@ -84,7 +84,7 @@ def usual_width(params: int, aspect: float) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual``, or the next smaller one whose matrix is not too large.
+    """Return the vocabulary size nearest to ``usual``, or a smaller size if its matrix would be too large.
 
     The matrix may have at most `VOCABULARY_SHARE` of the parameters.
     """
@@ -94,11 +94,12 @@ def vocabulary(params: int, width: float, usual: float) -> int:
 
 
 def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
-    """Return the shape with the nearest proportions of those within `TOLERANCE` of ``params`` parameters.
+    """Return the shape with the nearest proportions among the shapes within `TOLERANCE` of ``params`` parameters.
 
-    If no shape is within it, return the one nearest in size. ``fixed`` has the other fields of a :class:`ModelShape`.
-    An error of 1% in size counts as much as 3% in d / L or 0.6% in d_ff. A number of layers that does not divide by 2
-    (for pipeline stages) counts as 10% in d / L; one that divides by 2 but not by 4 counts as 3%.
+    If there is no such shape, return the shape nearest in size. ``fixed`` has the other fields of a
+    :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or 0.6% in d_ff. A number of layers that
+    does not divide by 2 (for pipeline stages) counts as 10% in d / L; a number that divides by 2 but not by 4 counts
+    as 3%.
     """
 
     def cost(shape: ModelShape, size: int) -> tuple[bool, float]:
@@ -246,7 +247,7 @@ def _proportions(near: Neighbours, aspect: float, width: float, activation: str)
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size, only from `RECENT` on if there are any."""
+    """Return the newest run of each lineage near the size, only runs from `RECENT` on if there are any."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -285,7 +286,7 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Record the values of a shape from :func:`choose_shape` and the reasons for them as one step."""
+    """Record the values of a shape from :func:`choose_shape`, and the reasons for them, as one step."""
     run, heads, lengths = near.reference, model.n_heads, _lengths(near)
     aspects = middle(near.values(lambda run: run.aspect))
     aspect = {"aspect": model.d_model / model.n_layers, "aspects": aspects}

@@ -1,5 +1,4 @@
-"""Derive a recipe for a size and a duration from published runs and laws (`leaven new`), with a reason for each
-value.
+"""Derive a recipe for a size and a duration from published runs and laws (`leaven new`), with reasons.
 
 The method, whose steps are in the modules of this package:
 
@@ -42,7 +41,7 @@ PROCESSOR_PARAMS = 20_000_000
 def starter(request: StarterRequest) -> Derivation:
     """Return the target's recipe and how it was derived. Equal requests give equal results.
 
-    The layout is for one process; the planner chooses another one later.
+    The recipe has a layout for one process; the planner can choose another layout later.
 
     Raises:
         InputError: if size or duration are out of range, or if the reference run cannot be used.
