@@ -1,7 +1,7 @@
-"""Documents: the typed and versioned result of every verb. `--json` prints it, a view draws it.
+"""Define documents: the typed and versioned results of leaven's commands, which ``--json`` prints and views draw.
 
 Keys are never renamed or removed; new keys may be added. The number in ``schema`` changes when the meaning of a key
-changes. docs/documents.md is generated from these files: the comment of a field is its description there.
+changes. docs/documents.md is generated from these files: the comment of a field becomes its description.
 """
 
 from typing import Any, ClassVar
@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Number = int | float
-"""A count is a whole number in JSON, a measurement a decimal number."""
+"""A number that JSON writes as a whole number if it is a count, and as a decimal number if it is a measurement."""
 
 
 class Entry(BaseModel):
-    """A part of a document. Unknown keys, from files of newer versions, are ignored when it is read."""
+    """A part of a document. Unknown keys are ignored, so that files of newer versions can be read."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Document(Entry):
-    """The result of a verb: ``class TrainDocument(Document, schema="train/1")``."""
+    """The result of a command, declared as ``class TrainDocument(Document, schema="train/1")``."""
 
     SCHEMA: ClassVar[str] = ""
 
@@ -30,7 +30,7 @@ class Document(Entry):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, values: Any) -> Any:
-        """Accept what :meth:`dump` wrote."""
+        """Check the ``schema`` that :meth:`dump` added, and remove it."""
         if isinstance(values, dict) and "schema" in values:
             if values["schema"] != cls.SCHEMA:
                 raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")
@@ -38,5 +38,5 @@ class Document(Entry):
         return values
 
     def dump(self) -> dict[str, Any]:
-        """Return plain data for ``--json``."""
+        """Return the document with its schema as plain data for ``--json``."""
         return {**self.model_dump(mode="json", by_alias=True), "schema": self.SCHEMA}

@@ -1,4 +1,4 @@
-"""Documents of the verbs that take a recipe or a run."""
+"""Define the documents of the commands that take a recipe or a run."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from leaven.documents import Document, Entry, Number
 
 
 class CautionRow(Entry):
-    about: str
+    about: str  # name of the value
     value: Number
     limit: Number
     message: str
@@ -16,19 +16,19 @@ class CautionRow(Entry):
 
 class ParameterValues(Entry):
     name: str
-    shape: list[int]  # out, in
-    role: str  # what it is to the rule
+    shape: list[int]  # [out, in]
+    role: str  # role of the parameter in the scaling rule
     module: str
     layer: int | None
     init_mean: float  # 1 for gains
     init_std: float
-    lr: float  # its own peak
-    weight_decay: float  # per step and lr
+    lr: float  # peak learning rate of this parameter
+    weight_decay: float  # per step and unit of lr
     beta1: float
     beta2: float
     eps: float
-    multiplier: float  # of its forward
-    ratios: dict[str, float]  # target / base: its own fans, head, depth, batch, tokens
+    multiplier: float  # factor on its output in the forward pass
+    ratios: dict[str, float]  # target / base: fans of this parameter, head, depth, batch, tokens
 
 
 class Totals(Entry):
@@ -38,71 +38,71 @@ class Totals(Entry):
 
 
 class ShowDocument(Document, schema="show/1"):
-    """``leaven show RECIPE``, and ``leaven transfer`` of the new recipe."""
+    """The result of ``leaven show RECIPE``, and of ``leaven transfer`` for the new recipe."""
 
-    name: str  # of the recipe
+    name: str  # name of the recipe
     start: str | None  # folder of the weights that the run starts from
     scale: dict[str, Any]  # width, depth, batch_tokens, tokens, and the base
     rule: str
     ratios: dict[str, Number]  # target / base
     totals: Totals
-    attention_scale: float  # of query . key
-    optimizer: dict[str, str]  # name, and why
-    init: dict[str, Any]  # which init applies, and what published ones would give
-    clip: dict[str, Any]  # of gradients: mode, limit, why
-    ramp: dict[str, str | None]  # rule, and why
+    attention_scale: float  # factor on query . key
+    optimizer: dict[str, str]  # name, and why it was chosen
+    init: dict[str, Any]  # the init that applies, and the values that published inits would give
+    clip: dict[str, Any]  # gradient clipping: mode, limit, and why
+    ramp: dict[str, str | None]  # rule of the batch ramp, and why
     parameters: list[ParameterValues]
     warnings: list[CautionRow]
     next: list[str]  # commands
 
 
 class CellRow(Entry):
-    text: str  # as it is printed there, e.g. I^-1 L^(alpha-1)
+    text: str  # as the source prints it, e.g. I^-1 L^(alpha-1)
     source: str
 
 
 class RuleDocument(Document, schema="rule/1"):
-    """``leaven show --rule NAME``."""
+    """The result of ``leaven show --rule NAME``: the table of a scaling rule."""
 
     rule: str
     source: str
-    roles: dict[str, dict[str, CellRow]]  # by role and quantity
-    shared: dict[str, CellRow]  # what all roles share
-    letters: dict[str, str]
+    roles: dict[str, dict[str, CellRow]]  # entries by role and quantity
+    shared: dict[str, CellRow]  # entries that all roles share
+    letters: dict[str, str]  # meaning of each letter
 
 
 class BestTrial(Entry):
-    loss: float  # nats a token
-    interval: list[float]  # 95%
-    recipe: str  # a file
+    loss: float  # nats per token
+    interval: list[float]  # 95% interval of the loss
+    recipe: str  # path of the recipe file
 
 
 class TuneDocument(Document, schema="tune/1"):
-    """``leaven tune RECIPE --study DIR``; study.json in the study's folder has every trial."""
+    """The result of ``leaven tune RECIPE --study DIR``. study.json in the study's folder lists every trial."""
 
     best: BestTrial | None
-    trials: int  # that have ended
-    failed: int  # diverged or failed
-    noise_floor: float | None  # nats, standard deviation between seeds
+    trials: int  # number of trials that have ended
+    failed: int  # number of trials that diverged or failed
+    noise_floor: float | None  # standard deviation of the loss between seeds, nats
     next: list[str]  # commands
 
 
 class TrainDocument(Document, schema="train/1"):
-    """``leaven train RECIPE``."""
+    """The result of ``leaven train RECIPE``."""
 
-    loss: float | None  # validation, nats a token; null while the run is not finished
+    loss: float | None  # validation loss, nats per token; null until the run is finished
     tokens: int
     steps: int
     seconds: float
-    mfu: float | None  # the median over the steps
+    mfu: float | None  # median over the steps
     rollbacks: int
     bits_per_byte: float | None  # null if the tokenizer does not report bytes
     mfu_causal: float | None
     hfu: float | None
     mfu_convention: str | None
     unsaved: str | None  # why a stopped run could not be saved
-    saved_tokens: int  # of its newest checkpoint
-    noise_scale: float | None  # of the gradient, in tokens
+    saved_tokens: int  # tokens of the newest checkpoint
+    noise_scale: float | None  # gradient noise scale, in tokens
     finished: bool  # false if the run was stopped
     next: list[str] = []  # commands
 
@@ -110,24 +110,24 @@ class TrainDocument(Document, schema="train/1"):
 class SampleRow(Entry):
     text: str
     tokens: int
-    ended: bool  # by an end of text
+    ended: bool  # whether an end-of-text token ended it
 
 
 class SampleDocument(Document, schema="sample/1"):
-    """``leaven sample RUN TEXT``."""
+    """The result of ``leaven sample RUN TEXT``."""
 
     run: str
-    tokens: int  # of the checkpoint
+    tokens: int  # tokens that the checkpoint was trained on
     prompt: str
     samples: list[SampleRow]
 
 
 class WeightsDocument(Document, schema="export-weights/1"):
-    """``leaven export weights RUN DIR``."""
+    """The result of ``leaven export weights RUN DIR``."""
 
     path: str
     architecture: str
-    tokens: int  # of the checkpoint
+    tokens: int  # tokens that the checkpoint was trained on
     next: list[str]  # commands
 
 
@@ -138,7 +138,7 @@ class LossRow(Entry):
 
 
 class ConfigDocument(Document, schema="export-config/1"):
-    """``leaven export config RECIPE --to TARGET``."""
+    """The result of ``leaven export config RECIPE --to TARGET``."""
 
     path: str
     lost: list[LossRow]  # what the target cannot express
@@ -147,24 +147,24 @@ class ConfigDocument(Document, schema="export-config/1"):
 
 
 class ImportDocument(Document, schema="import-config/1"):
-    """``leaven import config FILE --from SOURCE``."""
+    """The result of ``leaven import config FILE --from SOURCE``."""
 
     path: str | None
     unknown: list[str]  # values that the source does not give
-    unread: list[str]  # what no recipe holds
+    unread: list[str]  # values that a recipe cannot store
     recipe: dict[str, Any]
     next: list[str]  # commands
 
 
 class ServeDocument(Document, schema="serve/1"):
-    """``leaven serve``, printed when it starts."""
+    """The result of ``leaven serve``, printed when the server starts."""
 
     url: str  # the address to open; it contains the token
     folders: list[str]  # the folders that it shows
 
 
 class ReportDocument(Document, schema="report/1"):
-    """``leaven report PATH``."""
+    """The result of ``leaven report PATH``."""
 
     path: str
 
@@ -177,7 +177,7 @@ class DemoStage(Entry):
 class DemoArm(Entry):
     key: str
     title: str
-    run: str  # its folder
+    run: str  # folder of the run
     loss: float | None = None  # nats per token; null if it diverged
     why: str = ""
 
@@ -191,13 +191,11 @@ class DemoCorpus(Entry):
 
 
 class DemoDocument(Document, schema="demo/1"):
-    """``leaven demo``."""
+    """The result of ``leaven demo``."""
 
-    report: str  # the page
+    report: str  # path of the report
     verdict: str
-    arms: list[DemoArm]
-    parts: list[DemoStage]
+    arms: list[DemoArm]  # the compared runs
+    parts: list[DemoStage]  # the parts of the demo with their duration
     text: DemoCorpus | None
-    moved: dict[str, tuple[int, int]] = Field(
-        default_factory=dict
-    )  # of the small and the big run: params, width, ...
+    moved: dict[str, tuple[int, int]] = Field(default_factory=dict)  # small and big run: params, width, ...
