@@ -104,8 +104,7 @@ def block_kept(
 
 
 def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> float:
-    """Return the bytes per token of the outputs of every second matrix product (first, third, ...), as torchtitan
-    saves."""
+    """Return the bytes per token of what torchtitan saves: the outputs of every second matrix product."""
     stretch = tp if code.sequence_parallel else 1
     kept = block.matmuls[::2]
     return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)

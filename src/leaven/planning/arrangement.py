@@ -229,7 +229,7 @@ def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) 
 
 
 def pipeline_refusal(layout: Layout, seq_len: int, smallest_tokens: int, micro_batch: int) -> str | None:
-    """Return why the smallest batch of a run cannot fill the pipeline and what would, or None if it can."""
+    """Return why the smallest batch of a run cannot fill the pipeline and what to change, or None if it can."""
     count = forwards(layout, seq_len, smallest_tokens, micro_batch)
     if count >= layout.pp:
         return None

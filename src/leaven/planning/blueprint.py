@@ -62,8 +62,7 @@ class Core:
     window: int | None = None  # the most keys that a query attends to; None for all
 
     def keys(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the mean number of keys that a query attends to: all in its window, or with ``causal`` the past
-        ones."""
+        """Return the mean number of keys that a query attends to; ``causal`` leaves out the keys after the query."""
         window = min(self.window or seq_len, seq_len)
         return window if attention == "full" else window * (1 - window / (2 * seq_len))
 
@@ -169,8 +168,7 @@ class Blueprint:
 
     @cached_property
     def tensor_unit(self) -> int:
-        """The greatest common divisor of all sizes that tensor parallelism splits; a tensor-parallel degree divides
-        it."""
+        """The greatest common divisor of the sizes that tensor parallelism splits; possible degrees divide it."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]
@@ -215,10 +213,10 @@ def block_table(
     qk_norm: bool = False,
     dropout: bool = False,
 ) -> BlockTable:
-    """Return a layer from its matrix products. ``gains`` and ``split_gains`` count the parameters of its norms.
+    """Return the table of a layer with the given matrix products.
 
-    The biases of the products are added to these counts. The bias of a row-parallel product is added after the sum
-    over ranks, so every rank stores all of it.
+    ``gains`` and ``split_gains`` count the parameters of the layer's norms; the biases of the products are added to
+    them. The bias of a row-parallel product is added after the sum over ranks, so every rank stores all of it.
     """
     shared, split = (sum(row.n for row in matmuls if row.bias and row.split == how) for how in ("row", "column"))
     return BlockTable(tuple(matmuls), core, gains + shared, split_gains + split, activation, qk_norm, dropout)

@@ -53,7 +53,7 @@ def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages:
 
 
 def _nodes(ranks: int, stride: int, cluster: Cluster) -> int:
-    """Return the number of nodes over which a group of ranks ``stride`` apart extends."""
+    """Return the number of nodes that a group of ranks ``stride`` apart uses."""
     size = cluster.accelerator.node_size
     return 1 if ranks * stride <= size else ceil(ranks / max(1, size // stride))
 

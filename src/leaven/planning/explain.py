@@ -153,7 +153,8 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values in which a layout differs from the chosen one, except ``key`` and its consequences."""
+    """Return the values in which a layout differs from the chosen one, except ``key`` and values that depend on
+    it."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     mine, theirs = layout.model_dump(), own.model_dump()
@@ -161,7 +162,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values to compare with ``own``: the next lower and the next higher number, or all other texts."""
+    """Return the values to compare with ``own``: the next lower and higher number, or for a word all other words."""
     others = [value for value in values if value != own]
     if isinstance(own, str):
         return others
@@ -214,7 +215,7 @@ def _require_values(asked: str, fixed: dict[str, Any]) -> None:
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note, appended to a line, on requested values that the search leaves out on principle."""
+    """Return a note about requested values that the search never tries, to append to a line."""
     left_out = []
     if fixed.get("tp", 1) > job.cluster.accelerator.node_size:
         left_out.append("tensor parallelism across nodes")
@@ -229,7 +230,7 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the model and the cluster has these values, or None if one may exist."""
+    """Return why no layout of the model and the cluster can have these values, or None if one may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     product = tp * pp * cp * fixed.get("dp", 1)
     divides = job.cluster.gpus % product == 0
@@ -277,7 +278,7 @@ def lacking(job: Job, chosen: LayoutCandidate) -> str:
 
 
 def possible(job: Job) -> bool:
-    """Return whether any layout that leaven may choose fits."""
+    """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # the leanest are at the end
         try:

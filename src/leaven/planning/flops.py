@@ -59,7 +59,7 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 
 
 def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
-    """Return the model FLOPs plus recomputation, of all blocks (``full``) or of attention cores (``selective``).
+    """Return the model FLOPs plus recomputation: of all blocks (``full``) or of attention cores (``selective``).
 
     With ``full`` this is Narayanan 2021, equation 3. For ``selective``, Korthikanti 2022 prints s/(3h), which is two
     thirds more than the one forward pass of the attention core that is repeated; here it counts once.

@@ -94,7 +94,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _even_nodes(gpus: int, node: int) -> int:
-    """Return the number of GPUs per node, between half a node and a full node, that divides ``gpus``.
+    """Return the largest number of GPUs per node, from a full node down to half a node, that divides ``gpus``.
 
     If no such number divides ``gpus``, the number of GPUs in a full node is returned.
     """

@@ -235,7 +235,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 
 
 def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Return the candidates sorted, the fastest first.
+    """Return the candidates sorted by speed, the fastest first.
 
     Times within 1% of each other count as equal, because the planner is no more precise. Candidates with equal times
     are sorted by these preferences: a layout that leaven can train, a pipeline with enough micro-batches, the lower
@@ -276,8 +276,7 @@ def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
 def _kinds(
     model: Model, degrees: dict[str, int], node: int, code: TrainingCode, fixed: Mapping[str, Any]
 ) -> Iterator[Layout]:
-    """Yield the layouts with the given degrees, with all ZeRO stages, replicas, stages per rank and
-    recomputations."""
+    """Yield every layout with the given degrees: all ZeRO stages, replicas, stages per rank and recomputations."""
     pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
     zeros = (0,) if sharers == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
     per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= model.n_layers] or [1]

@@ -72,8 +72,8 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch that was published as a rounded number of tokens.
 
-    The result is a multiple of the largest power of two that comes within 5%: 16M tokens in sequences of 8,192 are
-    2,048.
+    The number is rounded to the largest power of two that changes it by at most 5%: 16M tokens in sequences of 8,192
+    are 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -199,7 +199,7 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
     """Return the matrix products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    Every tensor-parallel rank stores the products that compute a latent in full, as in Megatron.
+    The projections to a latent are not split: every tensor-parallel rank stores them in full, as in Megatron.
     """
     d = arch.d_model or 0
     nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0

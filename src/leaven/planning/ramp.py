@@ -66,7 +66,8 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run with a growing batch; ``sizes`` are pairs of (first token, batch in tokens)."""
+        """Return the seconds of a run with a growing batch; ``sizes`` are pairs of (tokens trained before, batch in
+        tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
