@@ -39,7 +39,7 @@ def test_laws_of_the_blocks_use_the_count_without_embeddings(
     run: Callable[..., str], flowing: Callable[..., str]
 ) -> None:
     """GPT-2 124M has 85M parameters in its blocks; the screen says what the laws count."""
-    assert "taken as 124 M, embeddings and all: give --params-non-" in flowing("--params", "124M", "--tokens", "10B")
+    assert "taken as 124 M, embeddings included; give --params-non-" in flowing("--params", "124M", "--tokens", "10B")
     typed = ("--params", "124M", "--tokens", "10B", "--params-non-embedding", "85M")
     assert "taken as 85 M" in flowing(*typed)
     step = next(row for row in json.loads(run(*typed, "--json")) if row["law"] == "Step Law 2025")

@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(leaven: Verb, scaled_run
     (newest / "model.safetensors").write_bytes(b"torn")
     code, _, err = leaven(*arguments)
     assert code == 0
-    assert err.startswith(f"warning: checkpoint {newest.name} is damaged; the one before it is used")
+    assert err.startswith(f"warning: checkpoint {newest.name} is damaged; the checkpoint before it is used")
     shutil.rmtree(run / "checkpoints")
     code, out, err = leaven(*arguments)
     assert (code, out) == (2, "")

@@ -312,7 +312,7 @@ def document_of(found: Answer) -> StudyDocument:
 def test_uncertain_gains_are_not_called_small() -> None:
     """A gain of five times the noise with a large deviation, and a loss: neither is below the noise."""
     found = answer_with({PATHS[0]: (0.1428, 0.194, False), PATHS[1]: (-0.2, 0.02, False), PATHS[3]: (0.4, 0.1, True)})
-    assert answer_text(found)[-1] == "unsure     2 not known to have gained more than the noise, -0.0572 together"
+    assert answer_text(found)[-1] == "unsure     2 not known to have gained more than the noise: -0.0572 together"
     at = SimpleNamespace(values=lambda _: dict.fromkeys(PATHS, 0.008))
     reasons = {path: reason(path, document_of(found), at) for path in found.octaves}
     costs = "0.008 at the start costs "

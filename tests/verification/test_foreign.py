@@ -284,7 +284,7 @@ def test_transfer_from_the_command_line_resumes_and_has_a_report(
     assert Path("here.html").read_bytes() == Path("there.html").read_bytes()
     Path("runs/check.json").unlink()
     assert cli(monkeypatch, "report", "runs") == 2
-    assert "a check that has not finished" in capsys.readouterr().err
+    assert "has not finished; run the same leaven check command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

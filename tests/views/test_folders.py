@@ -81,7 +81,7 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     assert read_run(run).validation == ()
     page = folder_page(run)
     assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in page
-    assert "1 of 2 by itself" in page
+    assert "1 of 2 times by itself" in page
 
 
 def test_an_interrupted_run_has_no_final_loss(folder):
@@ -114,8 +114,11 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         (lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
         (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json), check (check"),
         (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: passed is missing"),
-        (lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"), "a check that has not finished"),
-        (lambda folder: (folder / "demo.json").write_text("{"), "demo.json: not JSON"),
+        (
+            lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"),
+            "has not finished; run the same leaven check command",
+        ),
+        (lambda folder: (folder / "demo.json").write_text("{"), "demo.json is not JSON"),
         (lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
         (lambda folder: (folder / "demo.json").write_text('{"name": "x"}'), "neither a study nor a run"),
         (lambda folder: (folder / "proxy/study.json").write_text('{"name": "x"}'), "study.json: method is missing"),

@@ -47,4 +47,4 @@ def test_memory_bars_add_up_to_the_plan(way):
         assert sum(bar[along][rank] for bar in chart.data) == pytest.approx(stage.gib, abs=0.2)
     assert max(bar.marker.color for bar in chart.data)
     assert sorted(shape[f"{along}0"] for shape in chart.layout.shapes) == [68, 80]
-    assert "80 GiB: all of it" in [note.text for note in chart.layout.annotations]
+    assert "80 GiB: capacity" in [note.text for note in chart.layout.annotations]

@@ -111,7 +111,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     page = folder_page(studied.write(tmp_path / "study", state))
     text = words(page)
     assert "has the lowest loss of" in text
-    assert "without runs with fresh seeds: expect a higher one" in text
+    assert "which was not run again with fresh seeds: expect a higher loss" in text
     assert "the mean of" not in text
     assert "95%" not in text.split("Where every value")[0]
     document = json.loads((tmp_path / "study/study.json").read_text())

@@ -106,7 +106,7 @@ def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
     assert lines[0] == "slope against width (limit 0.15; 3 steps, 3 seeds)"
     assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
     assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: · mlp.in, mlp.out"]
-    assert lines[-2] == "checked on small models; changed for that: d_head 16"
+    assert lines[-2] == "the check ran on small models, for which it changed: d_head 16"
     assert lines[-1].startswith("FAILED: 2 of 2 lines, mlp.in most. ")
 
 
@@ -214,7 +214,7 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         ["0", "2.4241", "182", "k", "w1"],
         ["1", "2.4260", "182", "k", "w2"],
         ["2", "2.4139", "-0.0102", "*", "182", "k", "w1"],
-        ["noise", "0.0031", "nats", "(2", "repeats);", "what", "gains", "less"],
+        ["noise", "0.0031", "nats", "(2", "repeats);", "smaller", "gains", "do"],
         ["3", "diverged", "at", "18%", "182", "k", "w2"],
         ["4", "stopped", "at", "40%", "182", "k", "w1"],
         ["5", "2.4155", "182", "k", "w2"],

@@ -1,1 +1,1 @@
-"""Views of documents: terminal screens and self-contained HTML pages."""
+"""Show documents as terminal screens and as self-contained HTML pages."""

@@ -1,4 +1,5 @@
-"""The page of the published runs: peak lr, batch, tokens and init std against size, each point with its source."""
+"""Render the page of the published runs, with charts of peak lr, batch size, tokens and init std against model
+size."""
 
 import math
 import re
@@ -19,33 +20,34 @@ from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
 
-TOKENS_PER_PARAMETER = 20.0  # where the laws are drawn
-ASPECT = 80.0  # d_model / n_layers where the rules for the init, functions of the width, are drawn
-HUES = 9  # lineages with a colour of their own: those with the most runs
+TOKENS_PER_PARAMETER = 20.0  # the ratio for which laws are drawn
+ASPECT = 80.0  # d_model / n_layers for which rules of init std, which depend on the width, are drawn
+HUES = 9  # number of lineages with a separate colour; they are the lineages with the most runs
 OTHERS = "others"
-BAND_FACTOR = 2.5  # the band at a size is made of the runs within this factor of it
-_GRID = 48  # sizes at which lines and the band are drawn
+BAND_FACTOR = 2.5  # the band at a size is computed from runs whose sizes differ by at most this factor
+_GRID = 48  # number of sizes at which lines and the band are computed
 
 LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside the fitted range
 
 
 @dataclass(frozen=True)
 class CatalogueChart:
-    """A chart: the value of every run that it shows, and its lines."""
+    """The definition of a chart: how to get the value of a run, and the lines of laws or rules."""
 
     key: str
     title: str
-    note: str  # below the title
-    unit: str  # of the y axis
-    hover: str  # a point's value in words
+    note: str  # text below the title
+    unit: str  # title of the y axis
+    hover: str  # pattern of the value in a point's tooltip
     of_run: Callable[[PublishedRun], float | None]
-    group: Callable[[PublishedRun], PublishedGroup | None]  # the group of the run's file that has the value
-    field: str  # its name in that group
-    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # by name, over sizes
+    group: Callable[[PublishedRun], PublishedGroup | None]  # the group of values of a run that contains the value
+    field: str  # name of the value in the group
+    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # for sizes, the points of each line by its name
 
 
 def _laws(pick: str) -> Callable[[Sequence[float]], dict[str, list[LinePoint]]]:
-    """Return a function from sizes to the predictions of each law at 20 tokens per parameter, one form per law."""
+    """Return a function that returns the predictions of each law for model sizes at 20 tokens per parameter. Only the
+    main form of a law is used."""
 
     def lines(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
         found: dict[str, list[LinePoint]] = {}
@@ -60,11 +62,12 @@ def _laws(pick: str) -> Callable[[Sequence[float]], dict[str, list[LinePoint]]]:
 
 
 def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    return {"Chinchilla, 20 tokens a parameter": [(size, 20 * size, True) for size in sizes]}
+    return {"Chinchilla, 20 tokens per parameter": [(size, 20 * size, True) for size in sizes]}
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return the init std by each rule; N = 12 L d^2 without embeddings, so d = (N x aspect / 12)^(1/3)."""
+    """Return the init std of each rule for model sizes N. From N = 12 L d^2 without embeddings and L = d / aspect
+    follows d = (N x aspect / 12)^(1/3)."""
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
@@ -76,7 +79,7 @@ def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
     }
 
 
-_AT_20 = f"at {TOKENS_PER_PARAMETER:g} tokens a parameter; dotted beyond their fit"
+_AT_20 = f"at {TOKENS_PER_PARAMETER:g} tokens per parameter; dotted outside their fitted range"
 CHARTS = (
     CatalogueChart(
         key="lr", title="Peak learning rate", note=f"Thin lines: laws {_AT_20}.", unit="peak lr",
@@ -84,25 +87,27 @@ CHARTS = (
         lines=_laws("lr"),
     ),
     CatalogueChart(
-        key="batch", title="Batch", note=f"The final one. Thin lines: optimal and critical batches by laws {_AT_20}.",
-        unit="tokens a step", hover="batch {} tokens", of_run=lambda run: run.batch_tokens,
+        key="batch", title="Batch", note="The batch size at the end of the run. Thin lines: optimal and critical "
+        f"batch sizes by laws {_AT_20}.",
+        unit="tokens per step", hover="batch {} tokens", of_run=lambda run: run.batch_tokens,
         group=lambda run: run.batch, field="global_batch_tokens", lines=_laws("batch_tokens"),
     ),
     CatalogueChart(
-        key="tokens", title="Duration", note="Tokens of the whole run. The thin line: compute-optimal by Chinchilla.",
+        key="tokens", title="Duration", note="Tokens of the whole run. Thin line: the compute-optimal number by "
+        "Chinchilla.",
         unit="tokens", hover="{} tokens", of_run=lambda run: run.tokens, group=lambda run: run.data,
         field="tokens_total", lines=_chinchilla,
     ),
     CatalogueChart(
-        key="init", title="Init std", note="Of the matrices that read the residual stream. Thin lines: rules of the "
-        f"width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
+        key="init", title="Init std", note="Of matrices that read the residual stream. Thin lines: rules that depend "
+        f"on the width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
         of_run=lambda run: run.init_std, group=lambda run: run.init, field="std", lines=_inits,
     ),
 )  # fmt: skip
 
 
 def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> str:
-    """Return the page as HTML. The charts also show the values of the recipe ``own``, if it is given."""
+    """Return the page as HTML. If the recipe ``own`` is given, the charts also show its values."""
     hues, values = hues_of(runs), _values_of(own) if own else {}
     drawn = {chart.key: scatter(chart, runs, hues, own, values.get(chart.key)) for chart in CHARTS}
     lineages = Counter(run.lineage.name for run in runs)
@@ -126,13 +131,14 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return a recipe's value in each chart, by key; lr and init std as its hidden matrices get them."""
+    """Return a recipe's values by the keys of the charts. The lr and the init std are the values of hidden matrices,
+    after the scaling rule."""
     case = Case(recipe, resolve(recipe).rows)
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return colours by lineage, for those with the most runs."""
+    """Return the colours of the lineages with the most runs, by lineage."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -159,9 +165,9 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return the chart, and the names of its lines in the order of their numbers.
+    """Return a chart, and the names of its lines in the order of the numbers at their ends.
 
-    The recipe ``own`` is a star at its size and ``own_value``.
+    The recipe ``own`` is drawn as a star at its size and ``own_value``.
     """
     points = [(run, value) for run in runs if (value := quantity.of_run(run))]
     sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
@@ -184,7 +190,7 @@ def scatter(
         names.append(name)
         ends.append(inside[-1][:2])
         for fitted, stretch in _stretches(inside):
-            hover = f"{charts.text(name)}{'' if fitted else ', beyond its fit'}<br>%{{y:.3~g}}<extra></extra>"
+            hover = f"{charts.text(name)}{'' if fitted else ', outside its fit'}<br>%{{y:.3~g}}<extra></extra>"
             dash = "solid" if fitted else "dot"
             x, y = [x for x, _ in stretch], [y for _, y in stretch]
             style = {"name": name, "hovertemplate": hover, "legendgroup": "laws"}
@@ -221,7 +227,7 @@ def scatter(
 
 
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
-    """Return the tooltip of a point: id, value, lineage and source."""
+    """Return the tooltip of a point, with the run's id, value, lineage and source."""
     spell = numbers.quantity if value >= 1 else numbers.value
     lines = [
         f"{quantity.hover.format(spell(value))}, {numbers.quantity(run.params_total)} parameters",
@@ -241,7 +247,8 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return (size, lower quartile, upper quartile) for sizes with at least four lineages, one vote each."""
+    """Return (size, lower quartile, upper quartile) for sizes near which at least four lineages have runs. Each
+    lineage counts once."""
     points = sorted(points, key=lambda point: point[0].params_total)
     if not points:
         return []
@@ -260,7 +267,7 @@ def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float, float]]]]:
-    """Split a line into parts inside and outside of the fitted range; each begins where the last one ends."""
+    """Split a line into parts inside and outside the fitted range. Each part begins where the previous part ends."""
     made: list[tuple[bool, list[tuple[float, float]]]] = []
     for fitted, together in groupby(points, key=lambda point: point[2]):
         before = [made[-1][1][-1]] if made else []
@@ -269,7 +276,7 @@ def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the places of the labels of lines, moved up where two would overlap."""
+    """Return the positions of the labels at the ends of lines. A label that would overlap another is moved up."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):
@@ -283,7 +290,8 @@ _LINKED = re.compile(r"arXiv (\d{4}\.\d{4,5})|^([\w.-]+/[\w.-]+): ")
 
 
 def linked(source: str) -> list[tuple[str, str]]:
-    """Split a source into (text, address); arXiv numbers and repositories have an address, other text has none."""
+    """Split the text of a source into pairs (text, address). arXiv numbers and repositories have an address; other
+    text has the address ""."""
     parts, at = [], 0
     for found in _LINKED.finditer(source):
         paper, repository = found.groups()

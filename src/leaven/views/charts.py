@@ -1,7 +1,7 @@
-"""Parts of charts: the plotly template, axes, lines, dots and labels, as plain dictionaries.
+"""Build parts of charts as plain dictionaries: the plotly template, axes, lines, dots and labels.
 
-Colours are CSS variables, such as ``var(--ink)``. The page's script replaces them by the colours of the theme, and
-again when the theme changes, so one figure works in light, in dark and on paper.
+Colours are CSS variables, for example ``var(--ink)``. The page's script replaces them with the colours of the current
+theme, so the same figure works in the light theme, in the dark theme and on paper.
 """
 
 import math
@@ -45,7 +45,7 @@ TEMPLATE: Figure = {
         "hovermode": "closest",
         "showlegend": False,
         "margin": {"l": 48, "r": 14, "t": 26, "b": 44},
-        # The title is that of the y axis: above it, where it is read without a turned head.
+        # The title of a figure names its y axis. It is above the axis, so that it need not be turned.
         "title": {
             "x": 0,
             "xref": "container",
@@ -66,12 +66,12 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Escape a user's text for plotly, which would interpret tags as mark-up and %{...} as a value."""
+    """Escape a text of a user for plotly, which would interpret tags as markup and %{...} as a placeholder."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
 def hue(number: int) -> str:
-    """One of the nine categorical colours of the style sheet, from 0."""
+    """Return one of the nine categorical colours of the style sheet. Numbers begin at 0 and wrap around."""
     return f"var(--hue-{number % 9 + 1})"
 
 
@@ -86,32 +86,34 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """A chart of traces; ``x`` and ``y`` are axes as :func:`log_axis` makes them, ``notes`` are texts in it."""
+    """Return a chart with these traces. ``x`` and ``y`` are axes that, for example, :func:`log_axis` returns;
+    ``notes`` are texts inside the chart."""
     axes = {"xaxis": {"title": {"text": x_title}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
     return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}
 
 
 def scatter(x: Iterable[float | None], y: Iterable[float | None], mode: str, **style: Any) -> Figure:
-    """Return points or lines; without ``hovertext`` they have no tooltip."""
+    """Return a trace of points or lines. Without ``hovertext`` or ``hovertemplate``, it has no tooltips."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     return {"type": "scatter", "x": list(map(short, x)), "y": list(map(short, y)), "mode": mode, **style}
 
 
 def line(x: Iterable[float | None], y: Iterable[float | None], colour: str, width: float = 2, **style: Any) -> Figure:
-    """Return a line; ``dash`` and ``shape`` are those of plotly's line."""
+    """Return a trace of a line. ``style`` may contain ``dash`` and ``shape`` of plotly's lines."""
     looks = {key: style.pop(key) for key in ("dash", "shape") if key in style}
     return scatter(x, y, "lines", line={"color": colour, "width": width, **looks}, **style)
 
 
 def short(value: float | None) -> float | None:
-    """Round to six digits, more than a screen shows, so that pages are smaller."""
+    """Round a number to six digits, which is more than a screen shows, to keep pages small."""
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis from low to high with at most so many round ticks, and some room at both ends."""
+    """Return a logarithmic axis from ``low`` to ``high`` with at most ``most`` ticks at round numbers and some space
+    at both ends."""
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -119,14 +121,14 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a linear axis from low to high with at most so many round ticks."""
+    """Return a linear axis from ``low`` to ``high`` with at most ``most`` ticks at round numbers."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
 
 
 def whole_numbers(low: int, high: int, **more: Any) -> Figure:
-    """Return a linear axis with ticks at whole numbers only."""
+    """Return a linear axis that has ticks only at whole numbers."""
     places = [place for place in numbers.linear_ticks(low, max(high, low + 1), 10) if place == int(place)]
     return {"tickvals": places, "range": [low - 0.2, high + 0.2], **more}
 
@@ -141,7 +143,8 @@ def mark_line(
 
 
 def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
-    """Return a band across the whole chart where ``axis`` is between low and high, below everything else."""
+    """Return a band across the whole chart where ``axis`` is between ``low`` and ``high``. It is drawn behind
+    everything else."""
     other = "y" if axis == "x" else "x"
     ends = {f"{axis}0": low, f"{axis}1": high, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
     return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **ends}
@@ -154,7 +157,7 @@ def bars(
     colour: str,
     **more: Any,
 ) -> Figure:
-    """Return error bars from low to high."""
+    """Return error bars from ``low`` to ``high`` around ``middle``."""
 
     def lengths(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
         pairs = zip(above, below, strict=True)
@@ -165,10 +168,11 @@ def bars(
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Smooth y over x by a straight line fitted around every point, ``share`` of its index to each side.
+    """Smooth y by fitting a straight line around every point. The window of a point reaches ``share`` times its index
+    to each side.
 
-    The window grows with the distance from the start because a loss is drawn over the logarithm of tokens. A local
-    line, unlike a moving mean, does not lag where the curve falls and is correct at its end.
+    The window grows with the index because a loss is drawn over the logarithm of tokens. Unlike a moving average, a
+    local line does not lag where the curve falls, and it is correct at the end of the curve.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)
@@ -193,7 +197,8 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
-    """Indices of at most ``most`` points, evenly spaced along the axis, the last one always."""
+    """Return the indices of at most ``most`` points that are evenly spaced along the axis. They always include the
+    last point."""
     if len(x) <= most:
         return list(range(len(x)))
     places = np.log(np.maximum(x, 1)) if logarithmic else np.asarray(x, dtype=float)
@@ -202,6 +207,6 @@ def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
 
 
 def corners(values: Sequence[float | None]) -> list[int]:
-    """Return the indices at which a step function begins or ends a level: enough to draw it."""
+    """Return the indices at which a step function begins or ends a level. These points suffice to draw it."""
     last = len(values) - 1
     return [i for i, v in enumerate(values) if i in {0, last} or v != values[i - 1] or v != values[i + 1]]

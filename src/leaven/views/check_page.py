@@ -1,4 +1,4 @@
-"""The page of a check: its charts, its tables with the verdict last, the measured values, the settings."""
+"""Render the page of a check: charts, tables with the verdict of each row, measured values and settings."""
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle
@@ -38,14 +38,15 @@ def _setting(value: Any) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Draw each module's curve over size relative to its first point; a gradient is divided by its eps as well."""
+    """Draw a curve over model size for each module, relative to its first point. Gradients are also divided by
+    eps."""
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
     sections = []
     for axis in dict.fromkeys(row.axis for row in check.rows):
         failed = {row.module for row in check.rows if row.axis == axis and row.passed is False}
         curves = {(curve.module, curve.quantity): curve for curve in check.curves if curve.axis == axis}
-        if not curves:  # a table alone
+        if not curves:  # this axis has only a table
             continue
         sections.append((axis, [(f"{axis}-{quantity}", title) for quantity, title in wanted.items()]))
         for quantity in wanted:
@@ -67,7 +68,8 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
-    """Return the points divided by the first; empty if one is 0 or not finite, which a log axis cannot show."""
+    """Return the points divided by the first point. Return an empty list if a value is 0 or not finite, which a
+    logarithmic axis cannot show."""
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
     known = [value for value in values if value]
@@ -75,14 +77,15 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Draw the loss over lr, decay, init std or batch: a line for each scale, a star at each optimum.
+    """Draw the loss over lr, weight decay, init std or batch size, with a line for each model and a star at each
+    optimum.
 
-    A second chart has the optimum over the axis along which the scales differ.
+    For each axis along which the models differ, another chart shows the optimum over this axis.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
     name = _VALUES[curves[0].axis]
-    unit = "multiple of its own" if name == "batch" else check.settings.get("unit", "base value")
+    unit = "as a multiple of the recipe's" if name == "batch" else check.settings.get("unit", "base value")
     traces, legend = [], []
     for curve, colour in zip(curves, cycle(_COLOURS)):
         traces.append(_line(curve.module, curve.x, curve.y, colour, error_y=_bars(curve, colour)))
@@ -100,8 +103,8 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:
-    """Return the best value over an axis, with the 95% interval of each."""
-    level = _line("as at the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
+    """Draw the best value over an axis, with a 95% interval at each point."""
+    level = _line("equal to the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
     line = _line(title, curve.x, curve.y, _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)
     y = charts.log_axis(min(_known(curve.low)) / 1.5, max(_known(curve.high)) * 1.5, numbers.value)

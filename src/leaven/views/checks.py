@@ -1,4 +1,4 @@
-"""The tables and the conclusion of a check, which the terminal and the page both draw."""
+"""Build the tables and the conclusion of a check, which both the terminal and the page show."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from leaven.views.tables import Cell, Column, Table
 
 SLOPES = ("coordinates", "gradients")
 SWEEPS = ("transfer", "duration", "batch", "decay", "init")
-STYLES = {True: "green", False: "red", None: "dim"}  # by ``passed``
+STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
 _INTERVALS = {"shift": ("low", "high"), "regret": ("regret, low", "regret, high")}
-"""The ends of a part's interval, which are printed in its own column."""
+"""The columns with the ends of an interval. They are printed together with the value, not as separate columns."""
 _MEASURED = (
     Column("", lambda row: row.name, align="left"),
     Column("measured", lambda row: numbers.NONE if row.value is None else f"{row.value:.3f}"),
@@ -24,16 +24,17 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class CheckTable:
-    """The rows of one axis, of a whole sweep, or of what was measured without being judged."""
+    """A table of a check: the rows of one axis, the rows of a whole sweep, or the rows that were measured but not
+    judged."""
 
     name: str
     title: str
     table: Table  # the verdict is the last column
-    notes: Sequence[str]  # by row: why it failed, or what may be wrong
+    notes: Sequence[str]  # for each row, why it failed or what may be wrong
 
 
 def check_tables(check: CheckDocument) -> list[CheckTable]:
-    """Return the tables of a check, the judged ones first."""
+    """Return the tables of a check. Tables with judged rows come first."""
     sweep = check.check in SWEEPS
     by_axis: dict[str, list[VerdictRow]] = {}
     for row in check.rows:
@@ -56,7 +57,7 @@ def check_tables(check: CheckDocument) -> list[CheckTable]:
 
 
 def conclusion(check: CheckDocument) -> str:
-    """Return the verdict in one line."""
+    """Return the verdict of a check in one line."""
     failed = [row for row in check.rows if row.passed is False]
     judged = [row for row in check.rows if row.passed is not None]
     if not judged:
@@ -64,7 +65,9 @@ def conclusion(check: CheckDocument) -> str:
     if not failed:
         return f"passed: {len(judged)} of {len(judged)} lines"
     if all(row.undecided for row in failed):
-        undecided = f"UNDECIDED: {len(failed)} of {len(judged)} lines, {failed[0].axis} first; this is not a pass"
+        undecided = (
+            f"UNDECIDED: {len(failed)} of {len(judged)} rows, {failed[0].axis} first; this does not count as passed"
+        )
         return f"{undecided}. {check.advice}" if check.advice else undecided
     rule = check.settings.get("rule")
     advice = f'. The rule in the recipe is "{rule}"' if rule else ""
@@ -77,7 +80,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the headers of the number columns by part, in order."""
+    """Return the headers of the columns with numbers, in order. The keys are the names of the numbers in the rows."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in SWEEPS:
@@ -90,8 +93,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     settings = check.settings
     if axis == "bookkeeping":
         return (
-            "exponents that must be 0, computed from the optimizer's settings without training: the worst over "
-            "width, depth, both, batch and tokens (lr: its exponent in batch or tokens)"
+            "exponents that must be 0, computed from the optimizer's settings without training: the worst of "
+            "those in width, depth, both, batch and tokens (for lr, its exponent in batch or tokens)"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""

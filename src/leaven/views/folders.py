@@ -1,4 +1,4 @@
-"""View models of the folders of runs, studies, checks and demos. Errors name the file and say what to do."""
+"""Read the folders of runs, studies, checks and demos for display. Errors name the file and say what to do."""
 
 import json
 import math
@@ -26,18 +26,19 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# A diverged run writes NaN; a chart has a gap there.
+# A diverged run writes NaN, for which a chart has a gap.
 Number = Annotated[float | None, BeforeValidator(_finite)]
 
 
 class StoredEntry(BaseModel):
-    """An entry of a file. Unknown keys, from newer versions, are ignored."""
+    """An entry of a file. Unknown keys, which newer versions may write, are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class StepMetrics(StoredEntry):
-    """One line of metrics.jsonl. ``tokens`` are those consumed after the step, ``lr`` is that of hidden weights."""
+    """One line of metrics.jsonl. ``tokens`` is the number of tokens consumed up to and including this step, ``lr``
+    the learning rate of hidden weights."""
 
     step: int
     tokens: int
@@ -52,8 +53,8 @@ class StepMetrics(StoredEntry):
 class RunEvent(StoredEntry):
     """One line of events.jsonl.
 
-    A rollback or manual rewind goes from ``tokens`` back to ``to_tokens``; the stream from ``skip_from`` to
-    ``skip_to`` is skipped afterwards.
+    A rollback or a manual rewind goes back from ``tokens`` to ``to_tokens`` and then skips the data from
+    ``skip_from`` to ``skip_to``, all in tokens.
     """
 
     event: str
@@ -69,7 +70,8 @@ class RunEvent(StoredEntry):
 
 @dataclass(frozen=True)
 class RunView:
-    """A training run. ``loss`` is the last validation loss, ``validation`` all of them as (tokens, loss).
+    """A training run. ``loss`` is the last validation loss, and ``validation`` contains all validation losses as
+    (tokens, loss).
 
     ``stopped`` is the reason why an unfinished run ended, if it is known.
     """
@@ -95,13 +97,13 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median over the steps, so that slow first steps and pauses do not matter."""
+        """The median speed of the steps, on which slow first steps and pauses have no influence."""
         speeds = sorted(step.tokens_per_second for step in self.steps if step.tokens_per_second)
         return speeds[len(speeds) // 2] if speeds else None
 
 
 class StudyView(StudyDocument):
-    """A study, with the recipe it started from and the best one."""
+    """A study, with the recipe at its start and the best recipe."""
 
     centre: Recipe
     best_recipe: Recipe | None
@@ -128,7 +130,7 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss; None if it is infinite or without fresh runs."""
+        """The 95% interval of the best loss, or None if it is infinite or the best point has no fresh runs."""
         if self.best is None or not self.best.fresh:
             return None
         low, high = self.best.interval
@@ -136,17 +138,18 @@ class StudyView(StudyDocument):
 
     @property
     def unjudged(self) -> bool:
-        """Whether the best point has no fresh runs: its loss is that of the run by which it was chosen."""
+        """Whether the best point was run only once, so that its loss is the loss by which it was chosen."""
         return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes, in octaves by path; None if that is the best point."""
+        """The distances of the point with the fewest changes from the start, in octaves by path. None if this is the
+        best point."""
         return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the start over its seeds, or the loss of the first trial if the start was not run."""
+        """The mean loss of the start over its seeds, or if the start was not run the loss of the first trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         at_start = [trial for trial in done if trial.octaves is not None and not any(trial.octaves.values())]
         losses = [trial.loss for trial in at_start or done[:1] if trial.loss is not None]
@@ -237,20 +240,20 @@ class DemoView:
 
 FolderView = DemoView | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
-"""What a folder is, by the file in it; the first one counts."""
+"""The kind of a folder, by the file that it contains. The first file that exists decides."""
 
 
 def read_folder(folder: Path) -> FolderView:
-    """Return the view model of a folder.
+    """Return the contents of a folder for display.
 
     Raises:
-        InputError: if it is not the folder of a run, study, check or demo, has no data yet, or a file is broken.
+        InputError: if the folder is not of a run, study, check or demo, has no data yet, or contains a broken file.
     """
     if not folder.exists():
         store = "; the results of a study in a database are in studies/NAME or in the folder of leaven tune --out"
         raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
     if not folder.is_dir():
-        raise InputError(f"{folder}: a file; give the folder of a run, a study, a check or a demo")
+        raise InputError(f"{folder} is a file; give the folder of a run, a study, a check or a demo")
     readers: dict[str, Callable[[Path], FolderView]] = {
         "demo": read_demo,
         "study": read_study,
@@ -261,27 +264,29 @@ def read_folder(folder: Path) -> FolderView:
         if (folder / file).exists():
             return readers[kind](folder)
     if (folder / "runs.jsonl").exists():
-        raise InputError(f"{folder}: a check that has not finished; run the same leaven check again to resume it")
+        raise InputError(
+            f"the check in {folder} has not finished; run the same leaven check command again to resume it"
+        )
     if not any(folder.iterdir()):
-        raise InputError(f"{folder}: empty; give the folder of a run, a study, a check or a demo")
+        raise InputError(f"{folder} is empty; give the folder of a run, a study, a check or a demo")
     raise InputError(
-        f"{folder}: no run (metrics.jsonl), study (study.json), check (check.json) or demo (demo.json) in it; "
+        f"{folder} contains no run (metrics.jsonl), study (study.json), check (check.json) or demo (demo.json); "
         f"give the folder that leaven train --run, leaven tune --study, leaven check --run or leaven demo wrote"
     )
 
 
 def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunView:
-    """Return the run in a folder; its title is by default the recipe's name."""
+    """Return the run in a folder. Its default title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
     steps = [_valid(StepMetrics, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
-        raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first, or give another folder")
+        raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
     events = [_valid(RunEvent, line, folder / "events.jsonl") for line in written.events()]
     validation: dict[int, float] = {}
     for event in events:
         if event.event == "validation" and event.loss is not None:
             validation[event.tokens] = event.loss
-        elif event.to_tokens is not None:  # later validations are undone
+        elif event.to_tokens is not None:  # the run went back, so later validations do not count
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event.to_tokens}
     end = written.finish()
     finish = _valid(RunEvent, end, folder / "events.jsonl") if end else None
@@ -303,7 +308,8 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunVie
 
 
 def _elapsed(events: list[RunEvent]) -> float | None:
-    """Return the sum of the seconds between the first and the last event of each start or resume, without pauses."""
+    """Return the seconds that a run has taken, without pauses: the sum over its starts and resumes of the time from
+    the first to the last event."""
     total, begun = 0.0, None
     last: float | None = None
     for event in events:
@@ -359,7 +365,7 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        raise InputError(f"{path}: not JSON; write it again with the verb that made the folder") from None
+        raise InputError(f"{path} is not JSON; write it again with the command that made the folder") from None
     return _valid(kind, document, path)
 
 
@@ -370,5 +376,7 @@ def _valid(kind: type[Kind], value: Any, path: Path) -> Kind:
         fault = error.errors()[0]
         where = ".".join(str(key) for key in fault["loc"]) or "the document"
         if fault["type"] == "missing":
-            raise InputError(f"{path}: {where} is missing; write the file again with the verb that made it") from None
+            raise InputError(
+                f"{path}: {where} is missing; write the file again with the command that made it"
+            ) from None
         raise InputError(f"{path}: {where}: {fault['msg'][0].lower()}{fault['msg'][1:]}") from None

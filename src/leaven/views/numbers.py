@@ -1,4 +1,4 @@
-"""Numbers as text, and the ticks of axes."""
+"""Write numbers as text, and choose the ticks of axes."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ NONE = "–"
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """A hyperparameter in three digits, fit to be copied into a recipe: ``0.004``, ``2.83e-4``, ``1e-8``; a number
-    of a run in trouble may be ``nan`` or ``inf``."""
+    """Return a hyperparameter as text with three digits that can be copied into a recipe, for example ``0.004``,
+    ``2.83e-4`` or ``1e-8``. A number of a diverged run may become ``nan`` or ``inf``."""
     if number is None:
         return NONE
     if not math.isfinite(number):
         return f"{number}"
     if number == 0 or 1e-3 <= abs(number) < 1e4:
-        # 0.95 ** (1/8) is 0.9936: near 1 the distance from 1 is what counts.
+        # Near 1, the distance from 1 matters: 0.95 ** (1/8) is 0.9936.
         return f"{number:.{digits + 1 if 0.9 <= number < 1 or abs(number) >= 1000 else digits}g}"
     mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
     mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
@@ -26,7 +26,7 @@ def value(number: float | None, digits: int = 3) -> str:
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
-    """Return a number in scientific notation with all its digits: ``3.50e-4``."""
+    """Return a number in scientific notation with trailing zeros, for example ``3.50e-4``."""
     if number is None:
         return NONE
     mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
@@ -34,7 +34,7 @@ def scientific(number: float | None, digits: int = 2) -> str:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return a range, or the one value if both ends read the same."""
+    """Return a range as text, or a single value if both ends have the same text."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
@@ -46,7 +46,7 @@ def loss(number: float | None) -> str:
 
 
 def delta(number: float | None) -> str:
-    """Return a difference in nats with its sign."""
+    """Return a difference in nats as text with its sign."""
     if number is None:
         return NONE
     shown = f"{abs(number):.4f}"
@@ -56,7 +56,8 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a factor as text: ``3.6×``. Near 1 it has two decimals, ``0.97×``; 1/n is a fraction, ``1/8×``."""
+    """Return a factor as text, for example ``3.6×``, near 1 with two decimals (``0.97×``), and 1/n as a fraction
+    (``1/8×``)."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:
@@ -69,7 +70,7 @@ def quantity(number: float | None) -> str:
 
 
 def tick(number: float) -> str:
-    """Return a count beside an axis: ``2.5 M``, where prose would have 2.50 M."""
+    """Return the label of a count on an axis, for example ``2.5 M``. Elsewhere the same count is written 2.50 M."""
     digits, _, suffix = format_quantity(number).partition(" ")
     digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
     return f"{digits} {suffix}".strip()
@@ -80,14 +81,15 @@ def seconds(number: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Of a step or a part of one, in three digits: ``3.21 ms``, ``100 ms``, ``1.27 s``."""
+    """Return the time of a step, or of a part of a step, with three digits, for example ``3.21 ms``, ``100 ms`` or
+    ``1.27 s``."""
     unit, number = ("ms", 1e3 * seconds) if seconds < 0.9995 else ("s", seconds)
     rounded = float(f"{number:.3g}")
     return f"{rounded:,.{max(0, 2 - math.floor(math.log10(rounded)))}f} {unit}" if rounded else "0 s"
 
 
 def log_ticks(low: float, high: float, label: Callable[[float], str], most: int = 6) -> tuple[list[float], list[str]]:
-    """At most ``most`` round places on a logarithmic axis from ``low`` to ``high``, with their labels."""
+    """Return at most ``most`` round numbers on a logarithmic axis from ``low`` to ``high``, and their labels."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for mantissas in ((1, 2, 5), (1, 3), (1,)):
         places = [m * 10.0**k for k in decades for m in mantissas if low <= m * 10.0**k <= high]
@@ -96,28 +98,30 @@ def log_ticks(low: float, high: float, label: Callable[[float], str], most: int 
     else:
         places = places[:: -(-len(places) // most)]
     if len(places) < 2:
-        # Less than a decade without two round numbers in it: even steps do.
+        # The axis is shorter than a decade and has fewer than two round numbers, so steps are even.
         choices = (linear_ticks(low, high, fewer) for fewer in (most, 4, 3, 2))
         places = next((some for some in choices if len({label(place) for place in some}) == len(some)), [])
     return places, [label(place) for place in places]
 
 
 def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """At most ``most`` round places on a linear axis."""
+    """Return at most ``most`` round numbers on a linear axis from ``low`` to ``high``."""
     step = 10.0 ** math.floor(math.log10((high - low) / most)) if high > low else 1.0
     step = next(step * m for m in (1, 2, 5, 10, 20) if (high - low) / (step * m) < most)
     return [k * step for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def money(price: Price, hours: float = 1.0) -> str:
-    """Return the price of so many GPU-hours: ``$2,150``, ``$2.50``, ``EUR 2.50``, ``2.50``."""
+    """Return the price of a number of GPU-hours as text, for example ``$2,150``, ``$2.50``, ``EUR 2.50`` or
+    ``2.50``."""
     total = price.amount * hours
     before = f"{price.currency} " if price.currency[-1:].isalpha() else price.currency
     return f"{before}{total:,.0f}" if total >= 100 else f"{before}{total:,.2f}"
 
 
 def costs(cost: CostRow) -> list[str]:
-    """Return a cost in words: ``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)``, ``$53,760 at $2.50 a GPU-h``."""
+    """Return the parts of a cost as texts, for example ``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)`` and ``$53,760
+    at $2.50 a GPU-h``."""
     hours = f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 10 else f"{cost.gpu_hours:.2g}"
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:

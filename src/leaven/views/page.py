@@ -1,4 +1,4 @@
-"""``leaven report``: one self-contained HTML page about a run, a study, a check or a demo."""
+"""Render the pages of ``leaven report``: one self-contained HTML page about a run, a study, a check or a demo."""
 
 import shlex
 from pathlib import Path
@@ -14,10 +14,10 @@ from leaven.views.study_page import search_view, study_page, tune_command
 
 
 def folder_page(folder: Path) -> str:
-    """Return the page about what a folder holds as HTML.
+    """Return an HTML page about the run, study, check or demo in a folder.
 
     Raises:
-        InputError: if the folder holds nothing to report on, or plotly is missing.
+        InputError: if the folder contains nothing to report, or plotly is not installed.
     """
     document = read_folder(folder)
     if isinstance(document, CheckDocument):

@@ -1,4 +1,5 @@
-"""The parameter table for screens: equal layers in one row, base beside target, and the reason for each value."""
+"""Prepare the parameter table for display: equal layers in one row, base values next to target values, and a reason
+for each value."""
 
 import math
 import re
@@ -20,17 +21,18 @@ from leaven.views.numbers import value
 QUANTITIES = ("init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier")
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
 LAYER = re.compile(r"layers\.\d+\.")
-Row = ParameterRow | ParameterValues  # of the parameter table, or of the document of ``leaven show``
+Row = ParameterRow | ParameterValues  # a row of the parameter table, or of the document of ``leaven show``
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Parameters of one name that are equal over neighbouring layers; ``base`` is the same at base scale."""
+    """A group of parameters with one name in neighbouring layers whose values are equal. ``base`` is the
+    corresponding row at base scale."""
 
     label: str
     first: int | None
     last: int | None
-    row: Any  # of the first of these layers
+    row: Any  # the row of the first layer
     base: ParameterRow | None
 
     @property
@@ -41,12 +43,13 @@ class LayerGroup:
 
 
 def label(name: str) -> str:
-    """Return the name without its layer: ``layers.3.attention.query.weight`` gives attention.query."""
+    """Return the name of a parameter without its layer: ``attention.query`` for
+    ``layers.3.attention.query.weight``."""
     return LAYER.sub("", name).removesuffix(".weight")
 
 
 def groups(rows: Sequence[Row], base: ParameterTable | None = None) -> list[LayerGroup]:
-    """Return the rows in the order of the forward pass, neighbouring layers with equal values as one."""
+    """Return groups of rows in the order of the forward pass. Neighbouring layers with equal values are one group."""
     twins = dict(_twins(rows, base)) if base else {}
     found: dict[str, list[LayerGroup]] = {}
     for row in rows:
@@ -66,7 +69,8 @@ def _alike(a: Row | None, b: Row | None) -> bool:
 
 
 def _twins(rows: Sequence[Row], base: ParameterTable) -> Iterator[tuple[str, ParameterRow]]:
-    """Yield each row's name with the base row of the same name at the nearest relative depth."""
+    """Yield the name of each row and the corresponding row at base scale, which has the same name and the nearest
+    relative depth."""
     by_label: dict[str, list[ParameterRow]] = {}
     for twin in base.rows:
         by_label.setdefault(label(twin.name), []).append(twin)
@@ -80,7 +84,8 @@ def _twins(rows: Sequence[Row], base: ParameterTable) -> Iterator[tuple[str, Par
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """The recipe at the scale its hyperparameters were found at; None if that is its own, or cannot be built."""
+    """Return the recipe at base scale, the scale at which its hyperparameters were found. Return None if the recipe
+    has this scale already or cannot be built at it."""
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):
@@ -101,9 +106,10 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """How the value follows from the one in base coordinates: ``m_in^-1 m_L^(alpha-1) = 0.25``.
+    """Return how a value follows from its base value, for example ``m_in^-1 m_L^(alpha-1) = 0.25``.
 
-    m_in, m_out, m_L, m_B and m_D are target / base of the tensor's fan in and fan out, depth, batch and tokens.
+    m_in, m_out, m_L, m_B and m_D are the ratios target / base of the tensor's fan in and fan out, the depth, the
+    batch size and the tokens.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
@@ -112,15 +118,18 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
     cells = _cells(table.rule, row, quantity)
     factor = math.prod(cell.factor(row.ratios, exponents(recipe.scaling)) for cell in cells)
     if quantity == "weight_decay" and not (row.role.is_matrix or recipe.hyperparameters.decay_norm_and_bias):
-        return "gains and biases are not decayed (decay_norm_and_bias)"
+        return "gains and biases have no weight decay (decay_norm_and_bias)"
     moving = [cell.text for cell in cells if cell.text != "1"]
     if not moving:
-        return "does not move with scale"
+        return "does not change with scale"
     formula = re.sub(r"\b[IOHLBD]\b", lambda match: f"m_{_SUBSCRIPTS.get(match[0], match[0])}", " ".join(moving))
     if quantity == "init_std":
-        return f"sqrt of variance factor {formula} = {value(factor**0.5)}"
+        return f"square root of the variance factor {formula} = {value(factor**0.5)}"
     if quantity in {"beta1", "beta2"}:
-        return f"half-life in steps x {formula} = {value(factor)}; beta^(1 / {value(factor)})"
+        return (
+            f"the half-life in steps is multiplied by {formula} = {value(factor)}, so the value is beta^(1 / "
+            f"{value(factor)})"
+        )
     return f"{formula} = {value(factor)}"
 
 
@@ -133,6 +142,6 @@ def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
         case "beta1" | "beta2":
             return (rule.half_life,)
         case _:
-            # A branch's factor is kept in the matrix that ends the branch.
+            # The factor of a branch belongs to the last matrix of the branch.
             forward = rule.of("forward", row.role)
             return (*forward, rule.residual) if row.module in BRANCH_ENDS else forward

@@ -1,4 +1,5 @@
-"""The charts of a plan: memory by rank, the passes of a pipeline, layouts by time and memory, the batch ramp."""
+"""Draw the charts of a plan: memory by rank, the passes of a pipeline, layouts by time and memory, and the batch
+ramp."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -13,10 +14,10 @@ from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
 
-RANKS, PASSES = 12, 3300  # most ranks and passes of a pipeline that are drawn
-STEADY = 4  # micro-batches of the steady part that are drawn at either end of a long step
-GAP = 0.04  # share of the width for the omitted middle of a long step
-DOTS, SLOWEST = 1500, 4  # most layouts that are drawn, and how many times slower than the best they may be
+RANKS, PASSES = 12, 3300  # largest numbers of ranks and of passes of a pipeline that are drawn
+STEADY = 4  # number of steady-state micro-batches drawn at each end of a long step
+GAP = 0.04  # share of the width that is left blank for the omitted middle of a long step
+DOTS, SLOWEST = 1500, 4  # the largest number of layouts drawn; how many times slower than the fastest they may be
 
 HUES = {
     name: charts.hue(n)
@@ -26,11 +27,12 @@ HUES = {
     )
     for name in names.split()
 }  # fmt: skip
-_LEAST_GIB = 0.05  # smaller parts of memory are not drawn
+_LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not drawn
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return a colour for every part of memory that is large enough on some rank; the remainder is grey."""
+    """Return a colour for every part of memory that is large enough on some rank. Parts without a fixed colour are
+    grey."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -38,29 +40,30 @@ def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
 def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float = 0, log: bool = False) -> Figure:
     """Return lines at the capacity of a GPU and at the planned limit, as ``shapes`` and ``notes``.
 
-    ``end`` is the end of an x axis; the labels are on the side with more room.
+    If the lines are vertical, ``end`` is the end of the x axis, and labels are on the side with more space.
     """
     shapes, notes = [], []
     for gib, label, dash in (
-        (capacity_gib, f"{capacity_gib:g} GiB: all of it", "solid"),
-        (usable_gib, f"{usable_gib:.3g} GiB: planned with", "dot"),
+        (capacity_gib, f"{capacity_gib:g} GiB: capacity", "solid"),
+        (usable_gib, f"{usable_gib:.3g} GiB: limit of the plan", "dot"),
     ):
         other, early = "x" if axis == "y" else "y", axis == "x" and gib < end / 2
         shapes.append(charts.mark_line(axis, gib, dash=dash, width=1.2))
         notes.append(
             {f"{other}ref": "paper", other: 1, axis: math.log10(gib) if log else gib, "text": label,
              "xanchor": "left" if early else "right", "xshift": (4 if early else -4) if axis == "x" else 0,
-             # Of two levels the words of the dotted one lie within: below it, or beside it and lower.
+             # The label of the dotted line is below the line; the label of the solid line is above it.
              "yanchor": "top" if dash == "dot" else "bottom", "font": {"size": 11.5}}
         )  # fmt: skip
     return {"shapes": shapes, "notes": notes}
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Return the parts of memory on each pipeline rank (GiB) as stacked bars; one horizontal bar without pipeline."""
+    """Draw the parts of memory (GiB) of each pipeline rank as stacked bars. Without pipeline parallelism, draw a
+    single horizontal bar."""
     p = len(stages)
     totals = [sum(parts.values()) for parts in stages]
-    along, across = ("y", "x") if p > 1 else ("x", "y")  # of memory, and of ranks
+    along, across = ("y", "x") if p > 1 else ("x", "y")  # the axis of memory, and the axis of ranks
     traces = []
     for part, hue in part_hues(stages).items():
         sizes = [parts[part] for parts in stages]
@@ -91,7 +94,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gi
 
 
 def _inside(texts: Sequence[str], size: int) -> Figure:
-    """Return the style of labels inside bars."""
+    """Return the texts and the style of labels inside bars."""
     font = {"color": PAPER, "size": size}
     place = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
     return {"text": list(texts), "textfont": font, **place}
@@ -99,12 +102,12 @@ def _inside(texts: Sequence[str], size: int) -> Figure:
 
 @dataclass(frozen=True)
 class StepWindow:
-    """Which passes of a step are drawn, and where: all, or those at both ends with a gap between."""
+    """The part of a step that is drawn: all of it, or both ends with a gap between them."""
 
     ranks: tuple[int, ...]
     end: float
-    head: float  # drawn from 0 to here,
-    tail: float  # and from here to the end
+    head: float  # passes from 0 to this time are drawn,
+    tail: float  # and passes from this time to the end
 
     @property
     def whole(self) -> bool:
@@ -122,7 +125,8 @@ class StepWindow:
         return self.place(self.end)
 
     def passes(self, found: Sequence[Pass]) -> Sequence[Pass]:
-        """Return the timeline of a step: where nothing is drawn a rank waits. Later stages of a rank are paler."""
+        """Return the passes that lie completely in the drawn part. ``found`` are the passes of a rank in order of
+        time."""
         if self.whole:
             return found
         first = found[: bisect_right(found, self.head, key=lambda each: each.end)]
@@ -130,12 +134,13 @@ class StepWindow:
 
 
 def window(step: Timeline, stages_per_rank: int = 1) -> StepWindow:
-    """Return the largest part of a step that is still readable."""
+    """Return the largest part of a step that can be drawn legibly."""
     p, end = len(step.ranks), float(step.end)
     ranks = tuple(range(p)) if p <= RANKS else tuple(round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS))
     count = sum(len(step.ranks[rank]) for rank in ranks)
-    each = count / len(ranks) / (3 if any(one.kind == "weight" for one in step.ranks[-1]) else 2)  # forward passes
-    # A step fills its pipeline in about p micro-batches and empties it in as many.
+    # The number of forward passes of a rank.
+    each = count / len(ranks) / (3 if any(one.kind == "weight" for one in step.ranks[-1]) else 2)
+    # Filling the pipeline takes about p micro-batches, and emptying it takes about p as well.
     share = min((p + STEADY) / (each / stages_per_rank + p), PASSES / count / 2)
     return (
         StepWindow(ranks, end, end, end) if share >= 0.4 else StepWindow(ranks, end, end * share, end * (1 - share))
@@ -151,7 +156,8 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def passes(step: Timeline, stages_per_rank: int = 1) -> Figure:
-    """Return the passes of a rank, in order of time, that lie completely in the window."""
+    """Draw the passes of each rank over the time of a step. Where nothing is drawn, a rank waits. Later stages of a
+    rank are paler."""
     p, drawn = len(step.ranks), window(step, stages_per_rank)
     unit, scale = ("ms", 1e3) if step.end < 1 else ("s", 1.0)
     by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
@@ -162,7 +168,7 @@ def passes(step: Timeline, stages_per_rank: int = 1) -> Figure:
     traces = []
     for kind, found in by_kind.items():
         turns = [each.stage // p for _, each in found]
-        # Number the boxes if all numbers are readable at the width of a page.
+        # Boxes show their numbers if all numbers are legible at the width of a page.
         narrowest = min(each.end - each.start for _, each in found) / drawn.width * 1000
         readable = narrowest >= 5 + 6.5 * max(len(str(each.micro_batch)) for _, each in found)
         trace = {
@@ -218,9 +224,10 @@ def layouts(
     capacity_gib: float,
     usable_gib: float,
 ) -> tuple[Figure, int]:
-    """Return layouts by step time and memory, and how many of them are drawn.
+    """Draw layouts by step time and memory. Return the chart and the number of layouts that it shows.
 
-    ``candidates`` are sorted, the best first; ``front`` are those that no other beats in both.
+    ``candidates`` are sorted with the best first. ``front`` contains the layouts that no other layout beats in both
+    time and memory.
     """
     slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
     shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
@@ -246,7 +253,7 @@ def layouts(
          "xanchor": "left", "xshift": 12, "yanchor": "bottom", "yshift": 4, "font": {"size": 12.5}}
     )  # fmt: skip
     figure = charts.figure(
-        "seconds a step",
+        "seconds per step",
         "GiB on each GPU",
         traces,
         x=charts.log_axis(min(times) / 1.04, max(times) * 1.04, "{:.3g}".format, most=10),
@@ -275,7 +282,7 @@ def _gib(candidate: LayoutCandidate) -> float:
 
 
 def ramp(plan: RampPlan) -> Figure:
-    """Return the throughput of one GPU against the global batch, and where a ramp would start."""
+    """Draw the throughput of one GPU against the global batch size, and mark where a batch ramp starts."""
     full, start, colour = plan.points[-1], plan.start, charts.hue(0)
     marker = {
         "size": 7,
@@ -285,7 +292,7 @@ def ramp(plan: RampPlan) -> Figure:
     }
     hovers = [
         f"<b>{point.global_batch:,} sequences, {numbers.quantity(point.batch_tokens)} tokens</b><br>"
-        f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's<br>"
+        f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's throughput<br>"
         f"micro-batch {point.micro_batch}, accumulate {point.grad_accumulation}, "
         f"{numbers.value(point.step_seconds)} s a step"
         + ("" if point.filled else "<br>fewer micro-batches than stages: leaven does not train it")
@@ -293,7 +300,7 @@ def ramp(plan: RampPlan) -> Figure:
     ]
     x, y = [point.batch_tokens for point in plan.points], [point.tflops_per_gpu for point in plan.points]
     curve = charts.line(x, y, colour, hovertext=hovers) | {"mode": "lines+markers", "marker": marker}
-    # The curve rises: labels are below it to the right of their point, or above it to the left.
+    # The curve rises, so labels are below and to the right of their points, or above and to the left.
     early = start.batch_tokens < math.sqrt(plan.points[0].batch_tokens * full.batch_tokens)
     words = [
         (start, f"<b>start {numbers.quantity(start.batch_tokens)}<br>{start.share:.0%} of full speed</b>", early)

@@ -1,4 +1,5 @@
-"""The page of a plan: does it fit, where memory and time go, which layouts there are, what it costs."""
+"""Render the page of a plan: whether it fits, what memory and time are used for, the possible layouts, and the
+cost."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from leaven.views.render import render
 
 @dataclass(frozen=True)
 class FormField:
-    """A field of the planner's form."""
+    """A field of the form of the planner."""
 
     name: str
     label: str
@@ -29,9 +30,10 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the page as HTML: numbers and tables from the document, charts from all layouts and passes of the plan.
+    """Return the page as HTML. Numbers and tables come from the document; charts show all layouts and passes of the
+    plan.
 
-    With ``form`` the page is the answer of the planner of ``leaven serve``.
+    With ``form``, the page is an answer of the planner in ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

@@ -1,4 +1,4 @@
-"""Points of a search as text: how far from the start, and what changed most."""
+"""Describe points of a search as text: their distance from the start, and their largest changes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ from leaven.views import numbers
 from leaven.views.tables import cut
 
 BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
-UNMOVED = 0.005  # octaves: what is read as x1.00
+UNMOVED = 0.005  # octaves; a smaller change would be printed as x1.00
 
 
 def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
-    """The value of a recipe at the distance ``to``, rounded as in a recipe: whole sequences for a batch, whole tokens
-    for a warm-up."""
+    """Return the value at the distance ``to`` from the start, rounded as in a recipe: a batch to whole sequences, a
+    warm-up to whole tokens."""
     centre = dimension.centre
     if isinstance(centre, str):
         return dimension.levels[round(to)]
@@ -28,12 +28,14 @@ def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return the change from the start as text: ``2×``, ``1/4×``, ``+0.05``, or the level of a choice."""
+    """Return the change from the start as text, for example ``2×``, ``1/4×`` or ``+0.05``, or the option of a
+    choice."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """Return the changes of a point, largest first, as many as fit: ``embedding.lr x1.41, …``."""
+    """Return the changes of a point as text of at most ``room`` characters, largest first, for example ``embedding.lr
+    x1.41, …``."""
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
         f"{short_path(d.path)} {d.change(to, origin)}"
@@ -48,7 +50,8 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Return a trial in one line: its changes against ``best`` or the start, or which point it runs again."""
+    """Describe a trial in one line: its changes relative to ``best`` or the start, or the point that it runs again
+    with another seed."""
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
         return cut(f"the start again{seed}", room)
@@ -65,13 +68,15 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Where a trial stopped: ``at 18%`` of a whole run; empty before any run has finished."""
+    """Return where a trial stopped as a share of a whole run, for example ``at 18%``. Return "" before any run has
+    finished."""
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
 
 def workers(state: StudyDocument) -> dict[str, str]:
-    """w1, w2 and so on, by host:pid, in the order in which they first ended a trial."""
+    """Return short names w1, w2 and so on by the workers' host:pid, in the order in which workers first ended a
+    trial."""
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}

@@ -1,4 +1,4 @@
-"""A recipe on a page: the network in colours, the parameter table, and the reason for each value."""
+"""Show a recipe on a page: the network in colours, the parameter table, and the reason for each value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,12 @@ HEADERS = {
     "eps": "ε",
     "multiplier": "multiplier",
 }
-KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # of multipliers
+KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # names of the kinds of multipliers
 
 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
-    """Return the context of the macros in ``recipe.html.j2``; ``names`` are those of ``beside`` and of the recipe."""
+    """Return the context of the macros in ``recipe.html.j2``. ``names`` are the names of ``beside`` and of the
+    recipe."""
     table, base = resolve(recipe), resolve(beside) if beside else None
     found = groups(table.rows, base)
     by_label: dict[str, list[LayerGroup]] = {}
@@ -33,7 +34,7 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
         by_label.setdefault(group.label, []).append(group)
 
     def line(members: Sequence[LayerGroup]) -> Mapping[str, Any]:
-        """Return a line of the parameter table; a cell is (values of the base, values, reason)."""
+        """Return a line of the parameter table. A cell is (values at base scale, values, reason)."""
         first = members[0]
         span = LayerGroup(first.label, first.first, members[-1].last, first.row, None)
         cells = [
@@ -61,13 +62,14 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
 
 
 def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-    """A band for each module with a cell for each layer, coloured by its learning rate relative to the global one."""
+    """Return a band for each module with a cell for each layer. The colour of a cell is its learning rate relative to
+    the global learning rate."""
     base, n_layers = recipe.hyperparameters.lr, recipe.model.n_layers
     by_label: dict[str, list[ParameterRow]] = {}
     for row in rows:
         by_label.setdefault(label(row.name), []).append(row)
     reach = octaves_shown([row.lr / base for row in rows])
-    # The same few pixels between two layers as between twenty; between a hundred there is no room.
+    # Gaps between layers have the same width for 2 and for 20 layers; with more than 40 layers, there are none.
     gap = 0.008 * n_layers if 1 < n_layers <= 40 else 0.0
     bands = []
     for name, members in by_label.items():
@@ -86,20 +88,20 @@ def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
         ]
         span = numbers.span(min(factors), max(factors), numbers.ratio)
         bands.append({"name": name, "inside": inside, "cells": cells, "range": span})
-    # The first layer, the last, and few enough between them to be read on a phone.
+    # Number the first layer, the last, and only as many between them as are legible on a phone.
     every = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if n_layers / step <= 12)
     shown = [i for i in range(0, n_layers, every) if i in {0, n_layers - 1} or n_layers - 1 - i >= every / 2]
     return {"bands": bands, "n_layers": n_layers, "numbers": shown, "chips": chips(reach, 4), "lr": base}
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the range of the colours in whole octaves; values slightly beyond have the full colour."""
+    """Return the range of the colours in whole octaves. Values slightly beyond this range have the full colour."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor: one hue below 1, another above it, by octaves."""
+    """Return the colour of a factor: one hue below 1 and another above, stronger with each octave up to ``reach``."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -109,20 +111,22 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int, most: int) -> list[tuple[str, float]]:
-    """Return the colours of ``shade`` with their factors: whole octaves, at most so many to either side of 1."""
+    """Return the colours of factors for a legend: pairs (colour, factor) in whole octaves, at most ``most`` on each
+    side of 1."""
     every = -(-reach // most)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return all values of a recipe as (keys, value), grouped by their reason; None for those without."""
+    """Return all values of a recipe as (keys, value), grouped by their reason. Values without a reason are under
+    None."""
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
     for path, setting in flatten(document).items():
         neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
         if not neutral and setting not in ({}, ()):
-            # The reason of the path, of a point of it (hyperparameters.depth.lr[2]), or of the part it stands in.
+            # The reason of the path, of one of its points (hyperparameters.depth.lr[2]), or of its section.
             known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
             reason = recipe.why[max(known, key=len)] if known else None
             found.setdefault(reason, []).append((path.split("."), _setting(setting)))
@@ -142,7 +146,8 @@ def _setting(setting: Any) -> str:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers that are searched per module or over depth, or that the recipe has anyhow."""
+    """Return the kinds of multipliers that are searched per module or over depth, or for which the recipe has other
+    values than 1."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -161,22 +166,25 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """Return the multiplier of the depth by layer."""
+    """Return the depth multiplier of each layer."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """The multiplier of a module by layer, times that of the depth; only one where the module is in no block."""
+    """Return the multiplier of a module in each layer, which includes the depth multiplier. A module outside the
+    blocks has only one value, without it."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the multipliers found: a row for each module, a column for each kind; None without multipliers.
+    """Return the multipliers that a search found, with a row for each module and a column for each kind, or None if
+    there are none.
 
-    A band has its cells as (colour, factor) and ``number``, the module's own multiplier without that of the depth.
+    A band contains the colours of its layers in ``cells``, and in ``number`` the module's multiplier without the
+    depth multiplier.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:
@@ -218,7 +226,8 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
 
 
 def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
-    """Return the multipliers over depth, a line for each kind and a dot for each layer; None without a profile."""
+    """Draw the depth multipliers with a line for each kind and a dot for each layer. Return None if the recipe has no
+    depth profile."""
     found = {kind: getattr(recipe.hyperparameters.depth, kind) for kind in multiplier_kinds(recipe, space)}
     found = {kind: points for kind, points in found.items() if len(points) > 1}
     if not found:

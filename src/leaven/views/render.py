@@ -1,7 +1,8 @@
 """Renders HTML pages from Jinja2 templates.
 
-A page is self-contained: its styles, scripts, charts and plotly.js are in one file. Within :func:`served` a page
-belongs to ``leaven serve``: it links to the other pages, loads plotly.js from the server, and asks it for changes.
+A page is self-contained: one file contains its styles, scripts, charts and plotly.js. Inside :func:`served`, a page
+is part of ``leaven serve``: it links to the other pages, loads plotly.js from the server, and asks the server for
+changes.
 """
 
 import base64
@@ -38,10 +39,10 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ServedPage:
-    """What a page of ``leaven serve`` has beside its content."""
+    """The parts of a page of ``leaven serve`` around its content."""
 
-    links: Mapping[str, str]  # addresses of the other pages by name
-    here: str  # the name of this page among the links, or ""
+    links: Mapping[str, str]  # addresses of the pages in the navigation, by name
+    here: str  # the name of this page in ``links``, or ""
     tag: str = ""  # the ETag of this page; "" if the page never changes by itself
 
 
@@ -50,7 +51,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Render pages for the server."""
+    """Render pages for ``leaven serve`` inside the block."""
     token = _SERVED.set(page)
     try:
         yield
@@ -59,9 +60,10 @@ def served(page: ServedPage) -> Iterator[None]:
 
 
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
-    """Return the page of a template in ``templates/``; every text in the context is escaped.
+    """Return the page that a template in ``templates/`` makes. Every text in the context is escaped.
 
-    A template draws the chart ``name`` with the macro ``chart``, and asks ``if charts.name`` where there may be none.
+    A template draws the chart ``name`` with the macro ``chart``. If a chart may be missing, the template tests ``if
+    charts.name``.
 
     Raises:
         InputError: if plotly is missing.
@@ -91,7 +93,8 @@ def _environment() -> Environment:
 
 @cache
 def plotly_gzipped() -> bytes:
-    """Return plotly.js, compressed from nearly 5 MB. The bytes are always the same: they have no time stamp.
+    """Return plotly.js (nearly 5 MB) compressed with gzip. The bytes are always the same because they contain no time
+    stamp.
 
     Raises:
         InputError: if plotly is missing.
@@ -99,7 +102,7 @@ def plotly_gzipped() -> bytes:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise InputError("a report needs plotly: pip install 'leaven[train]'") from None
+        raise InputError("a report needs the package plotly; run: pip install 'leaven[train]'") from None
     return gzip.compress(get_plotlyjs().encode(), 9, mtime=0)
 
 

@@ -1,4 +1,5 @@
-"""The charts of runs over tokens: loss, its second half, learning rate, batch, gradient norm and noise scale."""
+"""Draw the charts of runs over tokens: loss, the second half of the loss, learning rate, batch size, gradient norm
+and noise scale."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +18,12 @@ COLOURS = {
 OTHER = "var(--other)"
 LOSS = "loss, nats per token"
 
-Points = list[tuple[float, float]]  # tokens consumed, value
+Points = list[tuple[float, float]]  # (tokens consumed, value)
 
 
 def run_charts(runs: Sequence[RunView]) -> dict[str, Figure | None]:
-    """Return charts by name; None where no run has written the quantity."""
-    drawn = sorted(runs, key=lambda run: run.key == "transferred")  # the transferred run lies on top
+    """Return charts by name. A chart is None if no run has written its quantity."""
+    drawn = sorted(runs, key=lambda run: run.key == "transferred")  # the transferred run is drawn on top
     return {
         "loss": _loss(drawn),
         "last": _second_half(drawn),
@@ -34,7 +35,8 @@ def run_charts(runs: Sequence[RunView]) -> dict[str, Figure | None]:
 
 
 def _loss(runs: Sequence[RunView]) -> Figure:
-    """Draw the loss: every step as a faint line, smoothed as a strong one, validation as dots."""
+    """Draw the loss: the loss of every step as a faint line, the smoothed loss as a strong line, and validation
+    losses as dots."""
     faint, lines = [], []
     for run in runs:
         found = _points(run, "loss")
@@ -49,7 +51,7 @@ def _loss(runs: Sequence[RunView]) -> Figure:
 
 
 def _second_half(runs: Sequence[RunView]) -> Figure:
-    """Return the loss over the second half of the run, where runs differ by hundredths."""
+    """Draw the loss over the second half of the runs, where runs differ by hundredths."""
     end = max(run.tokens for run in runs)
     traces, seen = [], []
     for run in runs:
@@ -65,7 +67,7 @@ def _second_half(runs: Sequence[RunView]) -> Figure:
 def _over_tokens(
     runs: Sequence[RunView], quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
 ) -> Figure:
-    """Return a chart of a scheduled quantity over tokens, from 0 on both axes."""
+    """Draw a scheduled quantity over tokens. Both axes begin at 0."""
     lines = [_line(run, keep(_points(run, quantity)), **style) for run in runs]
     x = charts.linear_axis(0, max(run.tokens for run in runs), numbers.tick)
     return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
@@ -76,7 +78,7 @@ def _batch(runs: Sequence[RunView]) -> Figure:
     axis = charts.linear_axis(0, largest, numbers.tick, most=4) | {"range": [0, 1.12 * largest]}
     style = {"unit": " tokens", "spell": ",.0f", "shape": "vh"}
     return _over_tokens(
-        runs, "batch_tokens", "batch, tokens a step",
+        runs, "batch_tokens", "batch, tokens per step",
         lambda points: [points[i] for i in corners([y for _, y in points])], y=axis, **style,
     )  # fmt: skip
 
@@ -96,7 +98,7 @@ def _gradient(runs: Sequence[RunView]) -> Figure | None:
 
 
 def _noise_scale(runs: Sequence[RunView]) -> Figure | None:
-    """Return the measured noise scale, with the batch size as a dotted line."""
+    """Draw the measured noise scale, and the batch size as a dotted line."""
     traces, seen = [], []
     for run in runs:
         scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])

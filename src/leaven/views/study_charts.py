@@ -1,4 +1,5 @@
-"""The charts of a study: trials in order, loss curves, slices through the best point, cost, timeline of workers."""
+"""Draw the charts of a study: trials in order, loss curves, slices through the best point, cost, and a timeline of
+the workers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,17 +16,17 @@ from leaven.views.folders import StudyView
 
 @dataclass(frozen=True)
 class TrialMark:
-    """How a kind of trial is drawn, and its label in the legend."""
+    """The symbol, colour and legend label of a kind of trial."""
 
     label: str
-    symbol: str  # of plotly; the macro `mark` in search.html.j2 draws the same in a line of text
+    symbol: str  # symbol of plotly; the macro `mark` in search.html.j2 draws the same symbol in text
     colour: str
     size: int = 8
-    line: float = 0.0  # width, of open symbols
+    line: float = 0.0  # line width of open symbols
     opacity: float = 1.0
 
     def on(self, x: Sequence[float], y: Sequence[float], hover: Sequence[str]) -> Figure:
-        """Return the trace of the points with one mark."""
+        """Return a trace that draws points with this mark."""
         edge = {"color": self.colour if self.line else PAPER, "width": self.line or 1.0}
         looks = {"symbol": self.symbol, "color": self.colour, "size": self.size, "opacity": self.opacity}
         return charts.scatter(x, y, "markers", marker=looks | {"line": edge}, cliponaxis=False, hovertext=list(hover))
@@ -34,20 +35,20 @@ class TrialMark:
 MARKS = {
     "complete": TrialMark("ended", "circle", MUTED, 8, opacity=0.75),
     "beyond": TrialMark("ended above the chart", "triangle-up", MUTED, 9),
-    "stopped": TrialMark("stopped early, at the loss expected of it", "triangle-down-open", "var(--hue-6)", 9, 1.7),
+    "stopped": TrialMark("stopped early, at its predicted loss", "triangle-down-open", "var(--hue-6)", 9, 1.7),
     "diverged": TrialMark("diverged or failed", "x-thin", BAD, 9, 2.0),
     "noise": TrialMark("the start again, other seeds", "circle-open", "var(--copied)", 8, 1.7),
     "rerun": TrialMark("the best few again, other seeds", "diamond-open", "var(--hue-5)", 9, 1.7),
     "best": TrialMark("best", "circle", ACCENT, 12),
 }
-BLAMED = 0.15  # chance of divergence from which a value may have been the reason
-SEEN = 0.05  # chance of divergence below which a slice does not show it
-PANELS = 12  # slices
-SAME = 1.02  # costs that differ by no more are the same
+BLAMED = 0.15  # from this probability of divergence on, a value may have been the reason
+SEEN = 0.05  # a slice does not show lower probabilities of divergence
+PANELS = 12  # largest number of slices
+SAME = 1.02  # costs that differ by at most this factor count as equal
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Return the trials by kind, in drawing order, without those that are running."""
+    """Return the trials by kind, in the order in which they are drawn. Running trials are left out."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     _, _, top = window(study)
     for trial in study.trials:
@@ -56,7 +57,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
         elif trial.loss is None:
             continue
         elif study.best and trial.number == study.best.number:
-            found["best"].append(trial)  # even if it was first run as a rerun
+            found["best"].append(trial)  # even if its first run was a rerun
         elif trial.purpose != "search":
             found["noise" if points.at_start(trial) else trial.purpose].append(trial)
         elif trial.state == "stopped":
@@ -67,7 +68,8 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float, float]:
-    """Return the lowest and highest loss of a chart, and the height at which outliers and diverged trials are drawn.
+    """Return the lowest and the highest loss of a chart, and the height at which outliers and diverged trials are
+    drawn.
 
     The range contains the loss of the starting point and all losses that are not far outliers.
     """
@@ -79,7 +81,7 @@ def window(study: StudyView) -> tuple[float, float, float]:
     high = min(losses[-1], median + 4 * max(median - low, floor, 1e-3))
     high = max(high, (study.start_loss or high) + 2 * floor)
     if study.best:
-        # Its whole interval, unless that is so wide that it would press all else into a line.
+        # Show the whole interval, unless it is so wide that everything else would shrink to a line.
         below = study.interval[0] if study.interval else study.best.loss
         low = min(low, study.best.loss - 1.5 * floor, max(below, study.best.loss - (high - low)))
     high = max(high, low + 1e-3)
@@ -87,10 +89,10 @@ def window(study: StudyView) -> tuple[float, float, float]:
 
 
 def hover(trial: StudyTrial, study: StudyView) -> str:
-    """Return a trial's loss and its changes."""
+    """Return the tooltip of a trial, with its loss and its changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
-        lines.append(f"{numbers.loss(trial.loss)} nats per token{' expected' if trial.state == 'stopped' else ''}")
+        lines.append(f"{numbers.loss(trial.loss)} nats per token{' predicted' if trial.state == 'stopped' else ''}")
     if trial.state != "complete":
         lines.append(f"{trial.state} {points.share(trial, study)}".strip())
     return "<br>".join([*lines, *(charts.text(part) for part in points.summary(trial, study, 150).split(", "))])
@@ -99,7 +101,7 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 def search(study: StudyView) -> Figure:
     """Draw all trials in order, the lowest loss so far as a line, and the noise as a band around the answer.
 
-    The answer, a mean over fresh seeds, is drawn with its interval to the right of the last trial.
+    The answer, which is the mean over fresh seeds, is drawn with its interval to the right of the last trial.
     """
     low, high, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -128,7 +130,11 @@ def search(study: StudyView) -> Figure:
     if best:
         judged = f"fresh seeds: {best.fresh}"
         if not best.fresh:
-            judged = "the lowest of the search; expect worse" if study.unjudged else "of runs that chose it"
+            judged = (
+                "the lowest loss of the search; expect a higher loss"
+                if study.unjudged
+                else "mean of the runs by which it was chosen"
+            )
         hovers = [f"<b>the answer</b><br>{numbers.loss(best.loss)} nats per token<br>{judged}"]
         answer = TrialMark("", "diamond", ACCENT, 9).on([last + 1.2 * room], [best.loss], hovers)
         if study.interval:
@@ -148,7 +154,8 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """The most important values with the surrogate along each, all in the same frame of nats above the best."""
+    """Draw the loss that the surrogate predicts along each of the most important values. All charts have the same y
+    axis, in nats above the best."""
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][:PANELS]
     frame = slice_frame(study)
     return [(coordinate, slice_chart(study, coordinate, frame)) for coordinate in shown]
@@ -157,8 +164,8 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 def slice_frame(study: StudyView) -> tuple[float, float]:
     """Return the range of the y axis of slices, in nats above the best.
 
-    The best point need not be the minimum of the surrogate, so slices may go below it: the axis follows them, at
-    most as far down as up.
+    The best point need not be the minimum of the surrogate, so slices may go below it. The axis includes these parts,
+    but extends at most as far down as up.
     """
     gains = [abs(coordinate.gain) for coordinate in study.coordinates if math.isfinite(coordinate.gain)]
     losses = [
@@ -170,10 +177,12 @@ def slice_frame(study: StudyView) -> tuple[float, float]:
 
 
 def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, float]) -> Figure:
-    """Draw the loss above the best (nats) over one value (factors of the start); ``frame`` is the y range.
+    """Draw the loss above the best (nats) over one value (as a factor of the start). ``frame`` is the range of the y
+    axis.
 
-    The line is the surrogate, its band one standard deviation; grey is flat within the noise; the red hill is the
-    chance of divergence, 1 at the top; crosses are trials that diverged, ticks those that ended.
+    The line is the prediction of the surrogate, and its band is one standard deviation. The grey region is flat
+    within the noise. The red hill is the probability of divergence, which is 1 at the top. Crosses are trials that
+    diverged; ticks are trials that ended.
     """
     dimension = study.dimension(coordinate.path)
     (depth, height), colour = frame, MARKS["diverged"].colour
@@ -205,7 +214,7 @@ def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, fl
     traces.append(charts.line(x, y, ACCENT, hovertext=hovers))
 
     def trials(places: Iterable[float], y: float, **marker: Any) -> None:
-        if at := sorted(set(places)):  # one mark for trials at the same place
+        if at := sorted(set(places)):  # trials at the same place share one mark
             traces.append(charts.scatter(at, [y] * len(at), "markers", marker=marker, cliponaxis=False))
 
     at = {
@@ -219,7 +228,7 @@ def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, fl
     blamed = {place for place in at["diverged"] if np.interp(place, places, risks) > BLAMED}
     cross = {"symbol": "x-thin", "size": 7, "line": {"color": colour, "width": 1.6}}
     trials(at["complete"], depth - 0.15 * (height - depth), symbol="line-ns-open", size=7, color=MUTED, opacity=0.5)
-    trials(at["diverged"] - blamed, height, **cross, opacity=0.3)  # probably diverged because of another value
+    trials(at["diverged"] - blamed, height, **cross, opacity=0.3)  # these probably diverged because of another value
     trials(blamed, height, **cross)
     best = {"color": ACCENT, "size": 9, "line": {"color": PAPER, "width": 1.5}}
     traces.append(charts.scatter([coordinate.best], [0.0], "markers", marker=best))
@@ -241,11 +250,11 @@ def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, fl
     )
 
 
-Curves = dict[int, list[tuple[float, float]]]  # (tokens, loss) by the trial's number
+Curves = dict[int, list[tuple[float, float]]]  # points (tokens, loss) by the number of the trial
 
 
 def known_curves(study: StudyView) -> Curves:
-    """Return the curves that have points."""
+    """Return the loss curves of all trials that have at least two points."""
     curves = {
         trial.number: [(float(tokens), loss) for tokens, loss in trial.curve if tokens > 0 and math.isfinite(loss)]
         for trial in study.trials
@@ -254,7 +263,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView) -> Curves:
-    """Return the curves minus that of the best trial at the same tokens."""
+    """Return the loss curves of all trials minus the curve of the best trial at the same tokens."""
     known = known_curves(study)
     best = known.get(study.best.number) if study.best else None
     if best is None:
@@ -270,7 +279,8 @@ def against_best(study: StudyView) -> Curves:
 
 
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
-    """Draw the loss curves of all trials over tokens; the best is highlighted, pruned and diverged ones end early."""
+    """Draw the loss curves of all trials over tokens, with the best trial highlighted. Stopped and diverged trials
+    end early."""
     most = 60 if len(known) <= 150 else 30
     best = study.best.number if study.best else None
     traces = []
@@ -278,7 +288,7 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
         drawn = [(trial, known[trial.number]) for trial in trials if trial.number in known and trial.number != best]
         if not drawn:
             continue
-        # Many lines as one trace, with gaps between them: hundreds of traces are slow to draw.
+        # All lines are one trace with gaps, because hundreds of traces are slow to draw.
         x: list[float | None] = []
         y: list[float | None] = []
         for _, curve in drawn:
@@ -304,9 +314,9 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw loss against cost: a dot for each trial and duration, and the Pareto front as steps.
+    """Draw the loss against the cost, with a dot for each trial and duration and the Pareto front as steps.
 
-    None if all trials have one duration, up to whole batches.
+    Return None if all trials have the same duration, up to rounding to whole batches.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
@@ -331,7 +341,7 @@ def front(study: StudyView) -> Figure | None:
     if study.best and study.best.fresh and study.best_trial and study.best_trial.tokens:
         whole = max((at for at, _ in study.best_trial.branches), default=study.best_trial.tokens)
         cost = study.best_trial.flops * whole / study.best_trial.tokens if counted else whole
-        answer = ["<b>the answer</b>, by fresh seeds"]
+        answer = ["<b>the answer</b>, mean over fresh seeds"]
         traces.append(TrialMark("", "diamond", ACCENT, 12).on([cost], [study.best.loss], answer))
     costs = [*x, *(cost for cost, _, _ in ends)]
     axis = charts.log_axis(min(costs), max(costs), numbers.value if counted else numbers.tick, pad=0.06)
@@ -340,7 +350,8 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """A row for each worker and a bar for each trial, from its start to its end; None if the trials have no times."""
+    """Draw a row for each worker with a bar for each trial from its start to its end. Return None if the times of
+    trials are not known."""
     ran = {
         trial.number: (trial.ended - trial.seconds, trial.ended)
         for trial in study.trials

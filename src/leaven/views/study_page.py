@@ -1,4 +1,5 @@
-"""The page of a study: the answer, the search, which values matter, the multipliers found, all trials, the cost."""
+"""Render the page of a study: the answer, the search, the values that matter, the multipliers found, all trials and
+the cost."""
 
 import math
 import shlex
@@ -14,8 +15,8 @@ from leaven.views.folders import StudyView
 from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
 from leaven.views.render import render
 
-FIRST = 14  # rows of the table of values that are not folded away
-SHOWN = 30  # rows of the table of trials, in whatever order it is in, before the others are asked for
+FIRST = 14  # number of rows of the table of values that are visible at first
+SHOWN = 30  # number of rows of the table of trials that are visible at first, in every sort order
 MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
 
@@ -51,7 +52,8 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts and the context of the macro in ``search.html.j2``; empty before a trial has ended."""
+    """Return the charts and the context of the macro in ``search.html.j2``. Both are empty before a trial has
+    ended."""
     if study.start_loss is None:
         return {}, {}
     kinds = study_charts.by_kind(study)
@@ -73,8 +75,8 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
 
 
 def word(coordinate: Coordinate, study: StudyView) -> str:
-    """The verdict on a value: it matters by itself, it can be reset to the start together with others, or its effect
-    is unclear. Nothing is known about a value that stayed at the start."""
+    """Return the verdict on a value: it was worth tuning, it was not worth tuning (it can be reset to the start), or
+    its effect is unclear. Return "" for a value that stayed at the start."""
     if coordinate.worth or coordinate.path in study.idle:
         return MATTERED if coordinate.worth else IDLE
     return UNSURE if coordinate.best else ""
@@ -99,7 +101,8 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
-    """A one-line picture of a value, in percent of its width: where runs diverge, the flat region, start and best."""
+    """Return the positions in the small picture of a value, in percent of its width: where runs diverge, the flat
+    region, the start and the best value."""
     low, high = dimension.box
     places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
     low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
@@ -120,12 +123,14 @@ def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
         "flat": span(*coordinate.flat),
         "start": at(0.0),
         "best": at(coordinate.best),
-        "label": f"best {best}, against the start; flat from {first} to {last}; shown from {lowest} to {highest}",
+        "label": f"best value {best} relative to the start; flat from {first} to {last}; "
+        f"shown from {lowest} to {highest}",
     }
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """The best point beside the one with the fewest changes; None if there is no best point or it is the start."""
+    """Return the changes of the best point and of the point with the fewest changes. Return None if there is no best
+    point or it is the start."""
     best, fewest = study.best_trial, study.fewer
     if best is None or best.octaves is None:
         return None
@@ -155,7 +160,8 @@ def _shown(value: float | str | None) -> str:
 
 
 def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """Return (tokens, trial, loss) of the lowest loss at each duration; empty for a single duration."""
+    """Return (tokens, trial, loss) of the lowest loss at each duration. Return an empty list if there is only one
+    duration."""
     ends = [
         (tokens, trial.number, loss)
         for trial in study.trials
@@ -169,7 +175,7 @@ def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials, the lowest loss first, those without a loss last."""
+    """Return the rows of the table of trials, sorted by loss. Trials without a loss come last."""
     names, best = points.workers(study), study.best_trial
     lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
     lowest = best.loss if best else lowest
@@ -190,7 +196,7 @@ def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
 
 
 def _cost(study: StudyView) -> Mapping[str, Any]:
-    """Return the cost of the search: time, tokens, FLOPs, machines."""
+    """Return the cost of the search: time, tokens, FLOPs and machines."""
     ran = [trial for trial in study.trials if trial.seconds]
     workers = {trial.worker for trial in ran if trial.worker}
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
@@ -220,7 +226,8 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """Return the searched values as an argument of ``--space``; a quantity of all modules is one pattern."""
+    """Return the searched values as an argument of ``--space``. A quantity that is searched in all modules becomes
+    one pattern."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -1,7 +1,7 @@
-"""Tables, which the terminal and the pages both draw, and labelled facts, which fit the width of the terminal.
+"""Define tables, which both the terminal and pages show, and labelled lines, which fit the width of the terminal.
 
-In the terminal a row is one line. Names and numbers are never cut; free text is cut with an ellipsis, and the least
-important columns are dropped first.
+In the terminal, a row is one line. Names and numbers are never shortened; free text is shortened with an ellipsis.
+The least important columns are dropped first.
 """
 
 import textwrap
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-LEAST = 30  # a column of free text is dropped rather than cut to fewer characters
+LEAST = 30  # a column of free text with less space than this is dropped, in characters
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
@@ -25,25 +25,25 @@ class Column:
     """A column of a table."""
 
     header: str
-    cell: Callable[[Any], Cell] = str  # the text of an item, for `Table.of`
+    cell: Callable[[Any], Cell] = str  # for `Table.of`: returns the cell of an item
     unit: str = ""  # printed below the header
-    align: Literal["left", "right", "point"] = "right"  # point: decimal points one below the other
-    drop: int = 0  # if there is no room, columns with the highest number are dropped first; 0 is never dropped
-    free: bool = False  # free text, which may be cut
-    width: int = 0  # in characters, for `RowByRow`
+    align: Literal["left", "right", "point"] = "right"  # point: at the decimal points
+    drop: int = 0  # columns with the highest number are dropped first; 0: never dropped
+    free: bool = False  # free text, which may be shortened
+    width: int = 0  # for `RowByRow`: width in characters
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with one line per row; ``notes`` are printed in full below their rows.
+    """A table with one line per row. ``notes`` are printed in full below their rows.
 
-    In the terminal, a table that is too wide drops columns, then narrows its gaps, then moves columns with one value
-    in all rows to a line below the table.
+    In the terminal, a table that is too wide first drops columns, then narrows the gaps between columns, and then
+    moves columns with the same value in all rows to a line below the table.
     """
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    notes: Sequence[Sequence[str]] = ()  # by row
+    notes: Sequence[Sequence[str]] = ()  # the notes of each row
 
     @classmethod
     def of(
@@ -59,7 +59,7 @@ class Table:
 
     @cached_property
     def _cells(self) -> list[Sequence[Cell]]:
-        """The cells by column, numbers aligned at their decimal points."""
+        """The cells of each column, with numbers aligned at their decimal points where the column requires it."""
         by_column = [[row[i] for row in self.rows] for i in range(len(self.columns))]
         return [
             at_point([str(cell) for cell in cells]) if column.align == "point" else cells
@@ -91,7 +91,8 @@ class Table:
             yield Text(f"all rows: {values}")
 
     def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
-        """Return the columns of the table, the gap between them, and the columns printed below the table."""
+        """Return the columns that are shown, the gap between them, and the columns that are printed below the
+        table."""
         kept = list(range(len(self.columns)))
         while self._least(kept, 2) > width and any(self.columns[i].drop for i in kept):
             kept.remove(max(kept, key=lambda i: self.columns[i].drop))
@@ -130,7 +131,7 @@ class Table:
 
 
 class RowByRow:
-    """A table whose rows are printed one at a time, in columns of fixed width; the last column may be free text.
+    """A table whose rows are printed one at a time in columns of fixed width. The last column may be free text.
 
     Columns that do not fit are dropped.
     """
@@ -150,7 +151,7 @@ class RowByRow:
         return self.line({column.header: column.header for column in self.columns})
 
     def line(self, cells: Mapping[str, Cell]) -> Text:
-        """Return a row, from cells by header; cells without a column are left out."""
+        """Return a row from cells by the header of their column. Cells whose column is not shown are left out."""
         aligned = []
         for column in self.columns:
             cell, width = cells.get(column.header, ""), self.widths[column.header]
@@ -161,7 +162,8 @@ class RowByRow:
 
 
 class Facts:
-    """Lines of a label and its parts, wrapped between parts: ``layout   dp 64 · tp 1 · pp 1``."""
+    """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. Lines that are too long are wrapped between their
+    parts."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
         self._facts = facts
@@ -175,7 +177,8 @@ class Facts:
 
 
 def joined(parts: Sequence[Cell], room: int) -> list[Text]:
-    """Join parts with dots into lines of at most ``room`` characters; a longer part is wrapped between words."""
+    """Join parts with dots into lines of at most ``room`` characters. A part that is longer than a line is wrapped
+    between words."""
     lines: list[Text] = []
     for part in parts:
         text = Text(part) if isinstance(part, str) else part
@@ -189,7 +192,7 @@ def joined(parts: Sequence[Cell], room: int) -> list[Text]:
 
 
 def folded(text: str, width: int, indent: int = 0) -> list[str]:
-    """Wrap text to ``width`` less ``indent`` characters; words and ids are never broken."""
+    """Wrap text to lines of ``width - indent`` characters. Words and ids are never broken."""
     return textwrap.wrap(text, max(width - indent, 20), break_long_words=False, break_on_hyphens=False)
 
 
@@ -208,7 +211,8 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[str]) -> list[str]:
-    """Align numbers at their decimal points: ``0.004``, ``2.83e-4`` and ``1e-8``; ``16*`` has a mark behind it."""
+    """Pad numbers so that their decimal points are aligned. Exponents (``1e-8``) and marks (``16*``) come after the
+    decimal point."""
     split = [next((n for n, sign in enumerate(cell) if sign in ".e*"), len(cell)) for cell in cells]
     before = max(split, default=0)
     after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)
@@ -216,5 +220,5 @@ def at_point(cells: Sequence[str]) -> list[str]:
 
 
 def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
-    """Return facts under one label, which is printed before the first."""
+    """Return labelled lines with a common label, which is printed only before the first line."""
     return [("" if n else label, line) for n, line in enumerate(lines)]

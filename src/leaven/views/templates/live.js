@@ -1,4 +1,4 @@
-// Keeps a page of leaven serve up to date: asks the server for the page again and replaces what is below the form.
+// Keeps a page of leaven serve up to date: requests the page again and replaces everything below the form.
 (() => {
   const status = document.getElementById("live"), form = document.querySelector("form.planner");
   let tag = status.dataset.tag, address = location.href, asking;

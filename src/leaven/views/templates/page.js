@@ -1,5 +1,6 @@
-// Inflates plotly, draws the charts in the colours of the theme, sorts tables. Everything it needs is in the page,
-// or, in a page of leaven serve, from its server; live.js dispatches "leaven:replaced" when it has replaced <main>.
+// Decompresses plotly, draws the charts in the colours of the theme, and sorts tables. The page contains everything that
+// this needs; a page of leaven serve loads plotly from its server. live.js dispatches "leaven:replaced" when it has
+// replaced <main>.
 (async () => {
   const root = document.documentElement;
   const read = () => JSON.parse(document.getElementById("charts").textContent);
@@ -7,7 +8,7 @@
   const hidden = new Set();
   const boxes = name => document.getElementById("chart-" + name);
 
-  // --- tables, legend and network: they do not wait for the charts
+  // --- tables, legend and network, which do not wait for the charts
   const wire = () => {
     for (const table of document.querySelectorAll("table.sortable")) {
       const heads = [...table.querySelectorAll("th button")];
@@ -85,7 +86,7 @@
     for (const trace of data) if (hidden.has(trace.legendgroup)) trace.visible = false;
     layout.width = box.clientWidth;
     layout.height = box.clientHeight;
-    if (coarse) {  // a finger scrolls the page, it does not zoom a chart
+    if (coarse) {  // a finger scrolls the page and does not zoom a chart
       layout.dragmode = false;
       for (const key in layout) if (/^[xy]axis/.test(key)) layout[key].fixedrange = true;
     }
@@ -116,7 +117,7 @@
     wire();
     draw();
   });
-  // Paper is light and narrower than most screens; charts are drawn for it, and folded parts are opened.
+  // For printing, draw the charts in light colours at the width of the paper, and open folded parts.
   addEventListener("beforeprint", () => {
     root.classList.add("printing");
     for (const details of document.querySelectorAll("details")) details.open = true;

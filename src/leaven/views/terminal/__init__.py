@@ -1,1 +1,1 @@
-"""Terminal screens of documents: tables, labelled facts, and one live screen."""
+"""Show documents in the terminal: tables, labelled lines, and a live screen."""

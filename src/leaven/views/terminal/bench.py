@@ -1,4 +1,4 @@
-"""Measured throughput, and a proposed ramp, in the terminal."""
+"""Show the results of ``leaven bench`` in the terminal: measured throughput, or a proposed batch ramp."""
 
 from collections.abc import Iterator
 
@@ -10,9 +10,10 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[RenderableType]:
-    """A row for each measurement, the fastest micro-batch of a batch with its share of the peak; what to choose."""
-    first: dict[int, int] = {}  # micro-batch of the first row of each batch
-    fastest: dict[int, float] = {}  # tokens per second, by batch
+    """Yield a table with a row for each measurement, and what to choose. The fastest micro-batch of each batch size
+    has its share of the peak speed."""
+    first: dict[int, int] = {}  # the micro-batch of the first row, by batch size
+    fastest: dict[int, float] = {}  # tokens per second, by batch size
     for row in bench.rows:
         first.setdefault(row.global_batch, row.micro_batch)
         fastest[row.global_batch] = max(fastest.get(row.global_batch, 0.0), row.tokens_per_second)
@@ -56,12 +57,12 @@ def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[R
         text = f"not all micro-batches of {bench.unfinished} sequences were measured; nothing is chosen from them"
         facts.append(("unfinished", (text,)))
     if not bench.whole:
-        facts.append(("left out", ("the larger batches were not measured (stopped, or --seconds passed)",)))
+        facts.append(("left out", ("larger batches were not measured, because of Ctrl-C or --seconds",)))
     yield Facts(facts)
 
 
 def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
-    """Yield the fitted noise scale and the stages that it allows a run of ``tokens``."""
+    """Yield the fitted noise scale, and the stages of a batch ramp that it allows for a run of ``tokens`` tokens."""
     fit, ahead = ramp.noise, tokens / ramp.noise.to_tokens
     first = fit.last * (fit.from_tokens / fit.to_tokens) ** fit.exponent
     noise = [
@@ -70,7 +71,7 @@ def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
         f"factor of {fit.scatter:.2f}"
     ]
     if ahead > 1:
-        noise.append(f"this run is {ahead:.3g} times as long as was measured: beyond, the power is extrapolated")
+        noise.append(f"this run is {ahead:.3g} times as long as the measured part; later values are extrapolated")
     facts: list[Fact] = [("noise scale", noise), ("ramp", [ramp.why])]
     if ramp.set:
         stages = [

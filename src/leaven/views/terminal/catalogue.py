@@ -1,4 +1,4 @@
-"""``leaven recipes list``, ``nearest``, ``show`` and ``diff`` in the terminal."""
+"""Show ``leaven recipes list``, ``nearest``, ``show`` and ``diff`` in the terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from leaven.recipe.units import format_number, format_quantity
 from leaven.views import numbers
 from leaven.views.tables import Column, Table, folded
 
-_MARK = "*"  # after a learning rate that is not comparable
+_MARK = "*"  # mark of a learning rate that is not comparable
 _RUN = Column("run", lambda run: run.id, align="left")
 _SIZE = (
     Column("params", lambda run: format_quantity(run.params)),
@@ -40,7 +40,7 @@ def _marked(run: RunSummary) -> bool:
 
 
 def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
-    """Return the columns of sizes. Active parameters have a column only if a run is a mixture of experts."""
+    """Return the columns of model sizes. Active parameters have a column only if a run is a mixture of experts."""
     return _SIZE if any(map(_sparse, runs)) else _SIZE[:1]
 
 
@@ -57,9 +57,10 @@ def list_screen(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
 def nearest_screen(
     runs: Sequence[NearRun], params: int, factor: float, stack: str, l2: bool
 ) -> Iterator[RenderableType]:
-    """Yield the nearest runs, and how they differ from the request.
+    """Yield the nearest runs, and how they differ from the requested model.
 
-    ``params``, ``factor`` and ``stack`` are those of the request. ``l2``: the recipe's adam has L2 decay.
+    ``params``, ``factor`` and ``stack`` were requested. ``l2`` says whether the requested recipe has adam with L2
+    decay.
     """
     columns = (
         _RUN,
@@ -87,7 +88,7 @@ def nearest_screen(
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ; values that only one side can have are below."""
+    """Yield the values in which two runs or recipes differ. Values that only one of them can have come last."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),
@@ -108,7 +109,8 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
 
 
 def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
-    """Yield all values of one run: the sources of a group are above its values, an exception is below its value."""
+    """Yield all values of a run. The sources of a group of values are above the group; if a value has other sources,
+    they are below the value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
@@ -144,7 +146,7 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
 
 
 def value_lines(value: Any) -> list[str]:
-    """Return the text of a value of a run; a list gives one line for each item."""
+    """Return the lines of text of a value. A list has one line for each item."""
     match value:
         case None:
             return [numbers.NONE]

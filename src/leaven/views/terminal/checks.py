@@ -1,4 +1,4 @@
-"""A check in the terminal: its tables, what was changed for it, and the conclusion."""
+"""Show a check in the terminal: its tables, the changes that were made for it, and the conclusion."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from leaven.views.tables import Column, Facts, Table
 
 
 def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
-    """Yield the tables, each distinct note once below its table, and the conclusion."""
+    """Yield the tables of a check, each followed by its distinct notes, and the conclusion."""
     for shown in check_tables(check):
         notes: dict[str, list[str]] = {}
         for row, note in zip(shown.table.rows, shown.notes, strict=True):
@@ -24,12 +24,13 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
             yield Facts([("", (f"{note}:", ", ".join(names))) for note, names in notes.items()])
         yield ""
     if changed := check.settings.get("changed for the check"):
-        yield f"checked on small models; changed for that: {', '.join(changed)}"
+        yield f"the check ran on small models, for which it changed: {', '.join(changed)}"
     yield conclusion(check)
 
 
 def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
-    """Planned against simulated memory: a line for each rank, its parts below it."""
+    """Yield a table that compares planned with simulated memory, with a line for each rank and the parts of its
+    memory below."""
     first = check.rows[0].part
 
     def off(row: MemoryCheckRow) -> str:

@@ -1,15 +1,15 @@
-"""Where a verb prints: results to standard output, progress, warnings and errors to standard error."""
+"""Print results to standard output, and progress, warnings and errors to standard error."""
 
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-NO_TERMINAL = 120  # columns of what is piped or logged, whatever machine it runs on
+NO_TERMINAL = 120  # width of output that does not go to a terminal, in characters
 
 
 def _console(stderr: bool) -> Console:
-    # Neither breaks lines: tables know the width, and a sentence is for the terminal to wrap.
+    # The consoles do not break lines: tables fit the width, and the terminal wraps sentences.
     made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
     if not made.is_terminal:
         made.width = NO_TERMINAL
@@ -26,9 +26,9 @@ def warn(messages: Iterable[str], label: str = "warning") -> None:
 
 
 def say_damaged(names: Iterable[str]) -> None:
-    warn(f"checkpoint {name} is damaged; the one before it is used" for name in names)
+    warn(f"checkpoint {name} is damaged; the checkpoint before it is used" for name in names)
 
 
 def next_lines(commands: Sequence[str]) -> list[str]:
-    """Return the commands to type next below their label."""
+    """Return the lines that show the commands to type next."""
     return [f"{'' if number else 'next':<11}{command}" for number, command in enumerate(commands)]

@@ -1,4 +1,4 @@
-"""Screens of verbs that write files: ``leaven new``, ``export`` and ``demo``."""
+"""Show the results of commands that write files: ``leaven new``, ``export`` and ``demo``."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,14 +17,14 @@ def wrote(path: Path, recipe: Recipe) -> str:
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven new``: a line for each step, then the files."""
+    """Yield the screen of ``leaven new``: a line for each step, and then the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     for path, recipe in files:
         yield wrote(path, recipe)
 
 
 def adopted(path: Path, recipe: Recipe, weights: Path, architecture: str) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven new --from-weights``: the model, and the values chosen for it."""
+    """Yield the screen of ``leaven new --from-weights``: the model, and the values that were chosen for it."""
     shape, why = recipe.model, recipe.why
     heads = f"heads {shape.n_heads}x{shape.d_head}  d_ff {shape.d_ff}  vocab {shape.vocab_size:,}"
     lines = {

@@ -1,4 +1,4 @@
-"""``leaven recipes check`` in the terminal: the findings one by one, the verdict last."""
+"""Show ``leaven recipes check`` in the terminal: each finding, and then the verdict."""
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -13,13 +13,14 @@ from leaven.views.tables import folded
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2
-_MOST = 4  # run ids printed in a line; --json has all
+_MOST = 4  # largest number of run ids in a line; --json prints all
 
 
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[Text]:
-    """Yield the findings, the farthest outside first.
+    """Yield the findings, with the values farthest outside first.
 
-    For values with a reason in the recipe (paths in ``chosen``) a note points to the reason and suggests no change.
+    ``chosen`` contains the paths of values with a reason in the recipe. A note on one of these values refers to the
+    reason and does not suggest a change.
     """
     size, tokens = format_quantity(check.params), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values after the scaling rule")
@@ -48,7 +49,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """Return a value as ``--set`` reads it; an empty string for None, which removes the value."""
+    """Return a value in the form that ``--set`` reads. For None, return an empty string, which removes the value."""
     match value:
         case None:
             return ""
@@ -76,7 +77,7 @@ def _evidence(one: FindingRow) -> Iterator[str]:
 
 
 def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
-    """Yield the options to type; lines are broken between options, with a backslash for the shell."""
+    """Yield the options to type. Lines are broken between options and end with a backslash for the shell."""
     line = " " * _LABEL + "->"
     for path, to in suggestion.items():
         option = f" --set {path}={written(to)}"

@@ -1,4 +1,4 @@
-"""The accelerators that the planner knows, in the terminal."""
+"""Show the accelerators that the planner knows in the terminal."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +14,12 @@ _UNVERIFIED = "*"
 
 
 def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableType]:
-    """Yield the table of all accelerators and its legend."""
+    """Yield the table of all accelerators, and its legend."""
 
     def column(
         header: str, group: str, number: Callable[[AcceleratorRow], float | None], unit: str = "", drop: int = 0
     ) -> Column:
-        """Return a column of numbers, which are marked if the source of their group is unverified."""
+        """Return a column of numbers. A number is marked if its source is unverified."""
 
         def cell(row: AcceleratorRow) -> str:
             value = number(row)
@@ -47,13 +47,13 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
             ("matmul", ("best measured in 16 bit; if unknown, 80% of the peak is assumed",)),
             ("link, network", ("one direction, per accelerator", "a node: accelerators joined by the link")),
             (_UNVERIFIED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
-            ("yours", (f"a line in {user_file()}, such as", f"Z1-64GB = {EXAMPLE}")),
+            ("yours", (f"to add one, write a line in {user_file()}, for example", f"Z1-64GB = {EXAMPLE}")),
         ]
     )
 
 
 def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
-    """Yield one accelerator, each number with its source."""
+    """Yield the numbers of one accelerator with their sources."""
     at = {source.group: source for source in one.sources}
 
     def fact(label: str, group: str, *values: str) -> Fact:
@@ -82,10 +82,10 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
 
 
 def _half(one: AcceleratorRow) -> str:
-    """Return the 16-bit dtype that is planned with."""
+    """Return the 16-bit dtype that the planner uses."""
     return "fp16" if one.peak_tflops["bf16"] is None else "bf16"
 
 
 def _by_dtype(tflops: Mapping[str, float | None]) -> list[str]:
-    """Return the known rates as ``dtype rate``."""
+    """Return the known rates as texts ``dtype rate``."""
     return [f"{dtype} {rate:g}" for dtype, rate in tflops.items() if rate is not None]

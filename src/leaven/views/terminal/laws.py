@@ -1,4 +1,5 @@
-"""``leaven laws`` in the terminal: every law in one table, how far each is extrapolated, and how much they differ."""
+"""Show ``leaven laws`` in the terminal: the predictions of every law, how far each is extrapolated, and how much they
+differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -41,7 +42,7 @@ def _range(law: LawRow | OptimumRow, most: int) -> str:
 
 
 def _factor(number: float) -> str:
-    """Return a factor rounded to two digits: ``1.1``, ``20``, ``4,200``, ``1.7e+16``."""
+    """Return a factor with two digits as text, for example ``1.1``, ``20``, ``4,200`` or ``1.7e+16``."""
     return f"{float(f'{number:.2g}'):,.0f}" if 10 <= number < 1e6 else f"{number:.2g}"
 
 
@@ -86,7 +87,8 @@ def laws_screen(
     batch_tokens: float | None = None,
     params_non_embedding: float | None = None,
 ) -> Iterator[RenderableType]:
-    """Yield the laws for one run, a batch compared with theirs if one is given, and their median and range."""
+    """Yield the predictions of all laws for a run, and their median and range. If ``batch_tokens`` is given, compare
+    it with the batch sizes of the laws."""
     with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
     yield Table.of(_LAWS, with_number, _notes)
     yield ""
@@ -101,7 +103,7 @@ def laws_screen(
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
-    """Yield the compute-optimal sizes for a FLOP budget by every law, and their median and range."""
+    """Yield the compute-optimal sizes that every law predicts for a FLOP budget, and their median and range."""
     yield Table.of(_OPTIMA, rows, _notes)
     yield ""
     yield range_legend()
@@ -122,7 +124,8 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """A batch as a multiple of every law's batch, what it costs, and when each rule for the learning rate holds."""
+    """Describe a batch size: as a multiple of each law's batch size, its cost, and the range in which each rule for
+    the learning rate is valid."""
     facts: list[tuple[str, Parts]] = []
     for kind in ("optimal", "critical"):
         parts = [f"{batch_tokens / batch:.2g}x {law.law}" for law, batch in _batches(laws, kind)]
@@ -135,15 +138,16 @@ def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
     )
     rules = (
         "sqrt: Adam below the critical batch",
-        "linear: SGD there, and AdamW at fixed decay by tau",
-        f"surge: peak at {format_quantity(critical)}, falling above",
-        "none holds above the critical batch: there the best lr is about flat",
+        "linear: SGD below it, and AdamW with weight decay fixed by tau",
+        f"surge: the lr peaks at {format_quantity(critical)} and falls above",
+        "above the critical batch, none is valid: the best lr is about constant",
     )
     return Facts([*facts, ("cost", cost), ("rules", rules)])
 
 
 def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
-    """Return the laws that predict a batch of this kind, with the batch in tokens, one form per law."""
+    """Return the laws that predict a batch size of this kind, with the batch size in tokens. Only the main form of a
+    law is used."""
     return [
         (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     ]
@@ -156,7 +160,8 @@ def law_spread(
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """Return the N that was used, and the median and range of each quantity over the laws; each law counts once."""
+    """Return the number of parameters N that was used, and the median and range of each quantity over the laws. Each
+    law counts once."""
     own = [law for law in laws if law.form_of is None]
     lrs = [(each.lr, each.in_range) for each in own if each.lr]
     batches = {
@@ -188,16 +193,22 @@ def law_spread(
 
 
 def _smaller_counts(laws: Sequence[LawRow], params: float, params_non_embedding: float | None) -> Parts:
-    """Return the laws that do not count all parameters, and the count that was used for them."""
+    """Return the names of laws that do not count all parameters, each group followed by the number that was used for
+    it."""
     body, head = (
         [each.law for each in laws if each.params_definition == definition]
         for definition in ("non-embedding", "without input embedding")
     )
     if params_non_embedding is None:
-        taken = f"taken as {format_quantity(params)}, embeddings and all: give --params-non-embedding"
+        taken = f"taken as {format_quantity(params)}, embeddings included; give --params-non-embedding"
     else:
         taken = f"taken as {format_quantity(params_non_embedding)}"
-    return (*body, taken, *head, f"less the input embedding only: taken as {format_quantity(params)}, all parameters")
+    return (
+        *body,
+        taken,
+        *head,
+        f"which leave out only the input embedding: taken as {format_quantity(params)}, all parameters",
+    )
 
 
 def range_legend() -> Facts:
@@ -213,7 +224,7 @@ def range_legend() -> Facts:
 
 
 def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> Parts:
-    """Return the median and range over all laws, and the range over those that are inside their fitted range."""
+    """Return the median and range over all laws, and the range over the laws inside their fitted range."""
     found = [value for value, _ in values]
     inside = [value for value, within in values if within]
     parts = [
@@ -221,7 +232,7 @@ def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float],
         f"{show(min(found))} .. {show(max(found))}, a spread of {max(found) / min(found):.3g}x",
     ]
     if not inside:
-        parts.append("all of them extrapolate")
+        parts.append("all extrapolated")
     elif len(inside) < len(found):
         ends = dict.fromkeys(map(show, (min(inside), max(inside))))
         parts.append(f"{len(inside)} inside their range: {' .. '.join(ends)}")

@@ -1,6 +1,6 @@
-"""The live screen of a verb: rows that are kept, and on a terminal status lines and progress bars below them.
+"""Show the progress of a command live: permanent rows, and in a terminal status lines and progress bars below them.
 
-Everything goes to standard error. Without a terminal only the rows are printed. The screens of ``leaven tune``
+Everything goes to standard error. Without a terminal, only the rows are printed. The screens of ``leaven tune``
 (:mod:`.study`) and ``leaven train`` (:mod:`.training`) extend it.
 """
 
@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 class LiveScreen(Progress):
-    """Rows of one table with lines between them; the progress bars disappear at the end.
+    """A live screen with the rows of one table, lines of text between them, and progress bars that disappear at the
+    end.
 
-    ``columns`` are those of the table. rich calls ``above``, in a thread of its own, for the lines above the bars.
+    ``columns`` are the columns of the table. rich calls ``above`` in a separate thread to get the lines above the
+    bars.
     """
 
     above: Callable[[], Iterable[RenderableType]] | None = None
@@ -33,8 +35,8 @@ class LiveScreen(Progress):
         super().__init__(*bars, console=console.errors, transient=True, disable=not console.errors.is_terminal)
         self.table = RowByRow(columns, self.console.width)
         self._headed = False
-        self._bars: dict[str, tuple[TaskID, float]] = {}  # and when it was added
-        self._already: dict[str, float] = {}  # done when it was added
+        self._bars: dict[str, tuple[TaskID, float]] = {}  # the task of a bar, and when it was added
+        self._already: dict[str, float] = {}  # the progress of a bar when it was added
 
     def get_renderables(self) -> Iterable[RenderableType]:
         if self.above is not None:
@@ -45,14 +47,14 @@ class LiveScreen(Progress):
         self.console.print(text, soft_wrap=True)
 
     def row(self, cells: dict[str, Cell]) -> None:
-        """Print a row of the table, and before the first row the header."""
+        """Print a row of the table. Print the header before the first row."""
         if not self._headed:
             self._headed = True
             self.line(Text(self.table.header.plain, style="dim"))
         self.line(self.table.line(cells))
 
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
-        """Move a bar and return the text behind it: ``left``, by default the time left."""
+        """Move a bar, and return the text to its right: ``left``, or by default the time left."""
         if name not in self._bars:
             self._bars[name] = (self.add_task(name, total=total, left=""), time.monotonic())
         task, began = self._bars[name]
@@ -63,7 +65,7 @@ class LiveScreen(Progress):
         return left
 
     def counts(self, what: str) -> Callable[[int, int], None]:
-        """Return a callback (done, total) that shows a bar."""
+        """Show a bar, and return a callback (done, total) that moves it."""
         self.bar(what, 0, None, "")
 
         def update(done: int, total: int) -> None:
@@ -72,17 +74,17 @@ class LiveScreen(Progress):
         return update
 
     def text(self, stage: str, done: int, total: int) -> None:
-        """Show the bytes of text read and tokenised."""
+        """Show how many bytes of text have been read or tokenised."""
         self.bar(stage, done, total, f"{done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
     def notes(self, tokens: "TokenSet") -> None:
-        """Print what was skipped in a text, and which shards had to be tokenised again."""
+        """Print which documents of a text were skipped, and which shards had to be tokenised again."""
         for note in tokens.notes:
             self.line(f"  {note}")
 
 
 def _time_left(done: float, total: float, already: float, spent: float) -> str:
-    """Return the time left at the pace since ``already`` was done."""
+    """Return the time left if progress continues as it has since ``already`` was done."""
     if done >= total:
         return "done"
     if done <= already or spent < 1:

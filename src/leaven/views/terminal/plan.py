@@ -1,4 +1,4 @@
-"""The terminal screens of ``leaven plan``: a line for each question, with the reason beside each number."""
+"""Show ``leaven plan`` in the terminal: a line for each question, with a reason next to each number."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ ALTERNATIVES = 3
 
 
 def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
-    """Yield the layout, memory, speed, time and cost of a plan, its batch ramp, and the alternatives."""
+    """Yield the layout, memory, speed, time and cost of a plan, its batch ramp, and alternative layouts."""
     facts: list[Fact] = [
         ("layout", str(Arrangement.read(plan.layout)).split(" · ")),
         (f"memory / {plan.cost.device}", _memory(plan)),
@@ -73,7 +73,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 
 
 def _time(plan: PlanDocument) -> list[Cell]:
-    """Return the parts of a step that take more than half a per cent of it."""
+    """Return the parts of a step that take more than 0.5% of its time."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{PARTS.get(part, part)} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
@@ -96,13 +96,14 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch and its share of full speed; 100% is printed only if it is exact."""
+    """Return the first batch size of a ramp and its share of the full speed. 100% is printed only if it is exact."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return memory, time and the keys that differ from the choice; dp and accumulation follow from the others."""
+    """Return the memory and time of another layout, and the keys in which it differs from the chosen layout. dp and
+    accumulation are left out because they follow from the other keys."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -125,7 +126,7 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return the reason, and the parts of a step that differ by at least 1% of it."""
+    """Return why a layout was not chosen, and the parts of its step whose times differ by at least 1% of a step."""
     return [
         f"{explained.asked}: {explained.line}",
         *(
@@ -154,7 +155,7 @@ def _per_param(number: float) -> str:
 
 
 def _short(layout: Layout) -> str:
-    """Return a layout as ``dp 64 zero 3 mbs 2 recompute full``, without degrees of one."""
+    """Return a layout as short text, for example ``dp 64 zero 3 mbs 2 recompute full``. Degrees of 1 are left out."""
     more = {
         "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
         "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
@@ -165,7 +166,7 @@ def _short(layout: Layout) -> str:
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
-    """Yield the model sizes that fit, the largest first, and the cost."""
+    """Yield the model sizes that can be trained with a budget, and its cost."""
     flops = [row.flops for row in budget.rows]
     note = [budget.note] if budget.note else []
     seconds = format_seconds(86_400 * budget.days)

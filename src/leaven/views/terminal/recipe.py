@@ -1,4 +1,5 @@
-"""``leaven show`` and ``leaven transfer`` in the terminal: parameter table, initialisations and scaling rules."""
+"""Show ``leaven show`` and ``leaven transfer`` in the terminal: the parameter table, initialisations and scaling
+rules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,9 +29,10 @@ _PARAMETERS = (
 
 
 def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the resolved parameter table; neighbouring layers with equal values are one line.
+    """Yield the resolved parameter table. Neighbouring layers with equal values have one line.
 
-    ``lr`` is the parameter's own peak and ``decay`` is multiplied by it, both as the optimizer receives them.
+    ``lr`` is the peak lr of the parameter, and ``decay`` its weight decay, which the optimizer multiplies by the lr.
+    The optimizer receives these numbers.
     """
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
@@ -43,7 +45,7 @@ def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table, settings of the whole model, and the initialisations side by side."""
+    """Yield the parameter table, settings of the whole model, and a table that compares initialisations."""
     yield from parameter_table(shown)
     facts: list[Fact] = []
     if shown.start is not None:
@@ -66,7 +68,7 @@ _SHARED = {
 }
 _LETTERS = (
     "ratios target / base",
-    "I, O the tensor's own fan in and fan out (both are m_N where all widths grow together)",
+    "I, O fan in and fan out of the tensor (both equal m_N if all widths grow together)",
     "H head dimension",
     "L depth",
     "B batch",
@@ -78,13 +80,14 @@ _LETTERS = (
 
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
-    """Yield a scaling rule: role x quantity, then what all roles share and what the letters stand for."""
+    """Yield a scaling rule: a table of its factors by role and quantity, the factors that all roles share, and the
+    meaning of the letters."""
 
     def cell(quantity: str) -> Callable[[str], str]:
         return lambda role: shown.roles[role][quantity].text
 
     def sources(role: str) -> list[str]:
-        """Return the sources of a row; one that several cells share is printed once."""
+        """Return the sources of a row. A source that several cells share is printed once."""
         by_source: dict[str, list[str]] = {}
         for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
@@ -108,7 +111,8 @@ def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
 
 
 OWN = "this recipe"
-# One module of each group that nearly all inits treat alike, with its drop order; --json has every module.
+# One module from each group that nearly all initialisations treat alike, with the order in which columns are
+# dropped; --json prints every module.
 SHOWN = (
     ("embedding", 0),
     ("attention.query", 0),
@@ -122,7 +126,7 @@ SHOWN = (
 
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the init std of every matrix in this recipe, and what each published initialisation would give it."""
+    """Yield the init std of matrices in this recipe and in each published initialisation."""
     init, found = shown.init, shown.init["starts"]
     there = [(module, drop) for module, drop in SHOWN if any(start["module"] == module for start in found)]
     columns = (
@@ -154,12 +158,12 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def _std(start: Mapping[str, Any], name: str) -> float:
-    """Return the std of a module in this recipe, or by a published initialisation."""
+    """Return the init std of a module in this recipe or in a published initialisation."""
     return float(start["std"] if name == OWN else start["published"][name])
 
 
 def _blocks(found: Sequence[Mapping[str, Any]], name: str, n_layers: int) -> tuple[str, ...]:
-    """Return ``all``, or the first and the last block if their stds differ."""
+    """Return ``all``, or the numbers of the first and the last block if their init stds differ."""
     for module in {start["module"] for start in found}:
         if len({_std(start, name) for start in found if start["module"] == module}) > 1:
             return "0", str(n_layers - 1)
@@ -167,7 +171,8 @@ def _blocks(found: Sequence[Mapping[str, Any]], name: str, n_layers: int) -> tup
 
 
 def _cell(found: Sequence[Mapping[str, Any]], module: str, name: str, line: int) -> str:
-    """The std on the line of the first (0) or the last block (1); modules outside the blocks are on the first."""
+    """Return the init std of a module in the first block (line 0) or the last block (line 1). Modules outside the
+    blocks are on line 0."""
     there = [start for start in found if start["module"] == module]
     if line and not there[0]["layers"]:
         return ""

@@ -1,4 +1,4 @@
-"""The live screen of a study, and its answer."""
+"""Show a study live in the terminal, and then its answer."""
 
 import math
 import statistics
@@ -29,8 +29,8 @@ from leaven.views import points
 from leaven.views.tables import LABEL, Cell, Column, joined
 from leaven.views.terminal.live import LiveScreen
 
-EVERY = 10  # trials between printed status lines when there is no terminal
-ROWS, NAMES = 8, 6  # rows in the table of values, names in a sentence
+EVERY = 10  # without a terminal, a status line is printed after this number of trials
+ROWS, NAMES = 8, 6  # largest number of rows in the table of values, and of names in a sentence
 INDENT = " " * LABEL
 CHANGED = "what changed against the best"
 COLUMNS = (
@@ -46,11 +46,12 @@ COLUMNS = (
 @dataclass(frozen=True)
 class _Running:
     worker: str
-    since: float  # of time.monotonic
+    since: float  # the start, of time.monotonic
 
 
 class TuneScreen(LiveScreen):
-    """A row for each trial of the study, also those of other commands; below, on a terminal, what each worker does.
+    """The live screen of a study, with a row for each trial, also of other commands. In a terminal, it shows below
+    what each worker is doing.
 
     Methods may be called from several threads. ``trials``, ``flops`` and ``hours`` are the budget.
     """
@@ -71,29 +72,30 @@ class TuneScreen(LiveScreen):
         self._best = _best(state)
         self._running: dict[int, _Running] = {}
         self._names: dict[str, str] = {}
-        self._lock_rows = threading.RLock()  # the status takes no lock: rich asks for it under its own
+        self._lock_rows = threading.RLock()  # ``_status`` takes no lock: rich calls it under its own lock
         self.bar("trials", state.ended, trials, "")
         self.above = self._status
         for line in joined(headline(state), self.console.width):
             self.line(line)
         if self._shown:
-            # Whether there is more to do turns out: a search may have stopped of itself.
+            # Do not say that the search continues: it may have stopped by itself.
             self.line(f"  {self._done()} trials are done")
 
     def started(self, number: int, worker: str) -> None:
-        """A worker of this command has started a trial."""
+        """Record that a worker of this command has started a trial."""
         with self._lock_rows:
             self._running[number] = _Running(self._name(worker), time.monotonic())
 
     def ended(self, state: StudyDocument) -> None:
-        """Trials have ended; ``state`` is the study's document with them and with trials of other commands."""
+        """Show trials that have ended. ``state`` is the current document of the study, which includes trials of other
+        commands."""
         with self._lock_rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
             for trial in new:
                 self._say(trial)
             if unknown and (noise := _noise(state)) is not None:
-                self.line(f"  {noise}; what gains less is no gain")
+                self.line(f"  {noise}; smaller gains do not count")
             ended = len(self._shown)
             self.bar("trials", ended, self._trials and max(self._trials, ended), "")
             if not self.console.is_terminal and ended // EVERY > (ended - len(new)) // EVERY:
@@ -122,7 +124,8 @@ class TuneScreen(LiveScreen):
             self._best = trial
 
     def _judged(self, trial: StudyTrial) -> tuple[Cell, Cell]:
-        """Return the loss of a trial and its difference from the best; for one that stopped early, why and where."""
+        """Return the loss of a trial and its difference from the best. For a trial that ended early, return why and
+        where it ended."""
         if trial.state != "complete" or trial.loss is None:
             style = "yellow" if trial.state == "stopped" else "red"
             return Text(trial.state, style), Text(points.share(trial, self._state), style)
@@ -133,7 +136,7 @@ class TuneScreen(LiveScreen):
         return f"{trial.loss:.4f}", Text(f"{delta:+.4f} {'*' if better else ' '}", "green" if better else "")
 
     def _name(self, worker: str) -> str:
-        """Return w1, w2 and so on, in the order in which workers first appear."""
+        """Return the short name of a worker: w1, w2 and so on, in the order in which workers first appear."""
         return "-" if worker == "-" else self._names.setdefault(worker, f"w{len(self._names) + 1}")
 
     def _status(self) -> Iterator[RenderableType]:
@@ -153,7 +156,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median seconds of the trials that have ended, including diverged and pruned ones."""
+        """Return the median time of the trials that have ended, in seconds, including diverged and stopped trials."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -162,11 +165,11 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return the time until the first limit of the budget, estimated from the trials so far."""
+        """Return the time until the first limit of the budget is reached, estimated from the trials so far."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
-        rate = self._workers / usual  # trials a second
+        rate = self._workers / usual  # trials per second
         if self._trials is not None:
             left.append((self._trials - len(self._shown)) / rate)
         spent = [trial.flops for trial in self._state.trials if trial.flops]
@@ -177,7 +180,7 @@ class TuneScreen(LiveScreen):
         return f"{format_seconds(min(left))} left" if left and min(left) > 0 else ""
 
     def _busy(self) -> float:
-        """Return the seconds so far in which at least one trial was running."""
+        """Return the total time in which at least one trial was running, in seconds."""
         now, here = time.time(), time.monotonic()
         spans = [(now - (here - job.since), now) for job in self._running.copy().values()]
         spans += [(t.ended - t.seconds, t.ended) for t in self._state.trials if t.ended and t.seconds]
@@ -200,7 +203,7 @@ class TuneScreen(LiveScreen):
 
 
 def headline(state: StudyDocument) -> list[str]:
-    """Return the study's name, its method and dimensions, radius and noise, as text."""
+    """Return the name of a study, its method and dimensions, its radius and its noise as texts."""
     count = len(state.space)
     parts = [f"study {state.name}", f"{state.method}, {count} dimension{'s' if count != 1 else ''}"]
     if state.radius is not None:
@@ -209,7 +212,7 @@ def headline(state: StudyDocument) -> list[str]:
 
 
 def _noise(state: StudyDocument) -> str | None:
-    """Return the noise as text; None before three runs of the start have measured it."""
+    """Return the noise as text, or None before three runs of the start have measured it."""
     if state.noise_floor is None or state.noise_runs < 2:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeats)"
@@ -234,15 +237,16 @@ def _best(state: StudyDocument) -> StudyTrial | None:
 
 
 def answer_lines(state: StudyDocument, folder: Path, width: int | None, budget: int | None = None) -> Iterator[str]:
-    """Yield the answer of a study and the files with it, one line each, wrapped under their labels at ``width``.
+    """Yield the lines of a study's answer and of the files that contain it. Lines are wrapped at ``width``
+    characters, indented below their labels.
 
-    ``budget`` is the number of trials that the search might have had.
+    ``budget`` is the number of trials that the search was allowed to run.
     """
     lines = answer_text(state, width)
     if state.stalled:
         of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
         lines.append(f"stopped    after {of} trials: the last rounds gained less than the noise")
-    lines.append(f"recipe     {folder / 'best.toml'} (each value with its reason under [why])")
+    lines.append(f"recipe     {folder / 'best.toml'} (with a reason for each value under [why])")
     if state.fewer is not None:
         lines.append(f"{INDENT}{folder / 'fewest.toml'} (the fewest changes)")
     for line in lines:
@@ -253,7 +257,7 @@ def answer_lines(state: StudyDocument, folder: Path, width: int | None, budget: 
 
 
 def answer_text(answer: Answer, width: int | None = None) -> list[str]:
-    """Return what a search found, in aligned lines; before finalists have run, what is expected.
+    """Return what a search has found, in aligned lines. Before the finalists have run, return what is expected.
 
     Columns of the table that do not fit into ``width`` characters are left out.
     """
@@ -286,16 +290,16 @@ def answer_text(answer: Answer, width: int | None = None) -> list[str]:
         lines += _fewest_changes(answer)
     if answer.idle:
         count = f"{len(answer.idle)} of {len(answer.coordinates)}"
-        lines.append(f"not worth  {count}: at the start they cost less than the noise together")
+        lines.append(f"not worth  {count}: resetting them all to the start costs less than the noise")
         lines.append(INDENT + _names([short_path(path) for path in answer.idle]))
     if unsure := [each.gain for each in answer.unsure]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
-        lines.append(f"unsure     {len(unsure)} not known to have gained more than the noise, {gains}")
+        lines.append(f"unsure     {len(unsure)} not known to have gained more than the noise: {gains}")
     return lines
 
 
 def _worth_tuning(answer: Answer, worth: Sequence[Coordinate], width: int | None) -> list[str]:
-    """Return the table of the values that were worth tuning; the least useful columns are left out first."""
+    """Return the table of values that were worth tuning. If it is too wide, the least useful columns are left out."""
     dimensions = [answer.dimension(each.path) for each in worth]
     flat = [
         "" if d.unit == "choice" else " to ".join(map(d.change, each.flat))
@@ -322,7 +326,7 @@ def _worth_tuning(answer: Answer, worth: Sequence[Coordinate], width: int | None
 
 
 def _fewest_changes(answer: Answer) -> list[str]:
-    """Return the lines about the point with the fewest changes that is as good as the best."""
+    """Return the lines about the point that has the fewest changes and is as good as the best point."""
     assert answer.fewest_octaves is not None
     if answer.fewest_octaves == answer.octaves:
         return ["fewest     no point with fewer changes that was run is equal to the best within noise"]
@@ -346,10 +350,10 @@ def _fewest_changes(answer: Answer) -> list[str]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return what to write into the recipe to search beyond the bound that the best value has reached."""
+    """Return the setting of the recipe that extends the search beyond the bound that the best value has reached."""
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
-    # 0, the recipe's own value, must lie between the two.
+    # 0, which is the value of the recipe, must be between the two bounds.
     return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
 
 

@@ -1,4 +1,4 @@
-"""The live screens of training runs, and the message at their end."""
+"""Show training runs live in the terminal, and a message at their end."""
 
 import string
 import time
@@ -20,24 +20,26 @@ if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
     from leaven.training.step import Step
 
-SLOW = 1.5  # times the median of the ranks, above which a rank is reported as slow
+SLOW = 1.5  # a rank that takes this many times the median of the ranks is reported as slow
 LONGEST_SILENCE = 60.0  # seconds without a row
 
-# The message of an event, by its name; :q is a quantity, :v any value.
+# The messages of events, by the name of the event. The format :q is for a quantity, :v for any value.
 EVENTS = {
     "resume": "resumed at {tokens:q} tokens",
     "micro_batch": "micro-batch {micro_batch}, {why}",
-    "skip": "step {step:,} left out at {tokens:q} tokens: loss {loss:.3f}, gradient norm {grad_norm:v}",
+    "skip": "step {step:,} was left out at {tokens:q} tokens: loss {loss:.3f}, gradient norm {grad_norm:v}",
     "rollback": "anomaly at {tokens:q} tokens: {why}\n"
     "  rolled back to {from_tokens:q} tokens, data left out from {skip_from:q} to {skip_to:q}{lower}, "
     "attempt {attempt} of {attempts}",
-    "checkpoint_failed": "checkpoint at {tokens:q} tokens is not saved: {why}; the run goes on, older ones stay",
-    "unwritten": "nothing can be written at {tokens:q} tokens: {why}; the run goes on and writes it later",
-    "full_batch": "batch is at its full {batch_tokens:q} tokens at {tokens:q} tokens, micro-batch {micro_batch}",
-    "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the others for the same work; all "
+    "checkpoint_failed": "the checkpoint at {tokens:q} tokens is not saved: {why}; the run continues, older "
+    "checkpoints stay",
+    "unwritten": "files cannot be written at {tokens:q} tokens: {why}; the run continues and writes them later",
+    "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
+    "{micro_batch}",
+    "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as other ranks for the same work; they "
     "wait for it",
-    "curves_lost": "curves of {writer} end at {tokens:q} tokens: {why}",
-    "layout": "{changed} at {tokens:q} tokens: the same sums in another order, so losses differ in their last bits",
+    "curves_lost": "{writer} gets no curves from {tokens:q} tokens on: {why}",
+    "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so the last bits of losses differ",
 }
 
 
@@ -49,15 +51,16 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """A row for each validation and every ``log_every`` steps, at least one a minute; a line for each event.
+    """The live screen of a run. It has a row for each validation and after every ``log_every`` steps, at least one
+    row per minute, and a line for each event.
 
-    On a terminal a changing row above the bar shows every step.
+    In a terminal, a changing row above the progress bar shows the current step.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
         measured = recipe.stability.noise_scale_every_tokens is not None
         noise = [Column("noise", width=6)] if measured else []
-        # 80 characters have room for nine columns; the noise scale, if it is measured, takes the place of the MFU.
+        # 80 characters have space for nine columns. If the noise scale is measured, it replaces the MFU.
         columns = (
             Column("tokens", width=7),
             Column("loss", width=6),
@@ -77,7 +80,7 @@ class TrainScreen(LiveScreen):
         self._recipe = recipe
         self._log_every = log_every
         self._last: Step | None = None
-        self._waiting: Step | None = None  # to be printed, with its validation if one follows
+        self._waiting: Step | None = None  # a step to print, with its validation loss if a validation follows
         self._spoken = time.monotonic()
         self._noise_scale: float | None = None
         self._left = ""
@@ -104,7 +107,7 @@ class TrainScreen(LiveScreen):
             self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
-        if event not in {"validation", "checkpoint", "ranks"}:  # frequent, and mostly without a message
+        if event not in {"validation", "checkpoint", "ranks"}:  # these events are frequent, and most have no message
             self._say_waiting()
         fields = dict(values)
         match event:
@@ -126,7 +129,7 @@ class TrainScreen(LiveScreen):
         if values.get("mfu_convention"):
             self.line(f"  MFU: {values['mfu_convention']}")
         for name in values.get("damaged_checkpoints", ()):
-            self.line(f"  checkpoint {name} is damaged and was passed over")
+            self.line(f"  checkpoint {name} is damaged and was not used")
 
     def _say_waiting(self) -> None:
         if self._waiting is not None:
@@ -155,7 +158,8 @@ class TrainScreen(LiveScreen):
 
 
 class RunsScreen(LiveScreen):
-    """Runs of other processes, read from their folders: a bar for each, and a row for each validation."""
+    """The live screen of runs of other processes, which are read from their folders. It has a bar for each run and a
+    row for each validation."""
 
     def __init__(self, runs: Mapping[str, Path], tokens: int) -> None:
         from leaven.training.run_folder import RunFolder
@@ -164,7 +168,7 @@ class RunsScreen(LiveScreen):
         super().__init__([Column(header, width=width) for header, width in columns.items()])
         self._tokens = tokens
         self._folders = {name: RunFolder(folder) for name, folder in runs.items()}
-        # Validations of an earlier start have been shown then.
+        # Validations before this command started were shown by an earlier command.
         self._shown = {name: len(_validations(folder)) for name, folder in self._folders.items()}
         self.look()
 
@@ -199,7 +203,7 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """Return advice for a run that stopped at an anomaly: its rollbacks, and the command to rewind it."""
+    """Return advice for a run that stopped at an anomaly: its rollbacks, and the options that rewind it."""
     from leaven.training.run_folder import RunFolder
 
     run = RunFolder(folder)
@@ -211,8 +215,8 @@ def advice(folder: Path) -> str:
     there = sorted(int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("tokens-*"))
     if there:
         lines.append(
-            f"the last checkpoints are at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to go on from one "
-            f"with a lower lr: --rewind-to {there[0]} --set hyperparameters.lr=..."
+            f"the last checkpoints are at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to continue from "
+            f"one with a lower lr, add --rewind-to {there[0]} --set hyperparameters.lr=..."
         )
     return "\n".join(lines)
 
