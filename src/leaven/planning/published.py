@@ -72,8 +72,8 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch that was published as a rounded number of tokens.
 
-    The number is rounded to the largest power of two that changes it by at most 5%: 16M tokens in sequences of 8,192
-    are 2,048.
+    It is rounded to a multiple of the largest power of two that changes it by at most 5%: 16M tokens in sequences of
+    8,192 are 2,048.
     """
     count = batch_tokens / seq_len
     if count == int(count):

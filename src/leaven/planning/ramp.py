@@ -66,7 +66,7 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run with a growing batch; ``sizes`` are pairs of (tokens trained before, batch in
+        """Return the seconds of a run with a growing batch; ``sizes`` are pairs of (start in tokens, batch in
         tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
