@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leaven.catalogue.starter.proxy import trials_worth
 from leaven.documents.planning import BudgetDocument
 from leaven.planning.hardware import Cluster
 from leaven.planning.plan import ClusterPlan
@@ -141,6 +140,8 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
     name = proxy.name.removesuffix(PROXY)
     if target is not None:
         each = proxy.model.params * proxy.data.tokens / (target.model.params * target.data.tokens)
+        from leaven.catalogue.starter.proxy import trials_worth
+
         trials, name = ("--trials", trials_worth(each)), target.name
     plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", cluster_for(proxy))]
     return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, *sets)]

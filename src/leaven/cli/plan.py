@@ -9,7 +9,6 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, hand_over, load, require_alone, stopping
-from leaven.planning.budget import budget as sizes_that_fit
 from leaven.planning.calibration import history as past_runs
 from leaven.planning.hardware import parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe
@@ -122,6 +121,8 @@ def plan(
                 "--set": overrides or None,
             },
         )
+        from leaven.planning.budget import budget as sizes_that_fit
+
         sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
         sizes = sizes.model_copy(update={"next": next_commands.after_budget(sizes)})
         hand_over(sizes, budget_screen(sizes), json_output)

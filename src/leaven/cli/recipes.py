@@ -9,14 +9,12 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from leaven.catalogue.findings import CHECKS, Case, findings
 from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.catalogue.neighbours import near_run, nearest
 from leaven.catalogue.run import Kind, PublishedRun, Stack
 from leaven.catalogue.runs import diff, find_run, load_runs, own_runs
 from leaven.catalogue.selection import Condition, parse_condition, parse_range, select
 from leaven.catalogue.terms import L2_DECAY, diff_in_terms, terms
-from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
@@ -27,7 +25,6 @@ from leaven.cli.common import (
     load,
     require_alone,
 )
-from leaven.data.corpus import estimated_tokens
 from leaven.documents import Document
 from leaven.documents.catalogue import (
     DifferenceRow,
@@ -36,7 +33,6 @@ from leaven.documents.catalogue import (
 )
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
 from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen
 from leaven.views.terminal.console import console, warn
 from leaven.views.terminal.findings import findings_screen
@@ -160,6 +156,9 @@ def diff_runs(
     if isinstance(left, PublishedRun) and isinstance(right, PublishedRun):
         rows = diff(left, right)
     else:
+        from leaven.catalogue.findings import Case
+        from leaven.scaling.table import resolve
+
         rows = diff_in_terms(left, right, lambda recipe: Case(recipe, resolve(recipe).rows).as_trained)
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     hand_over(rows, diff_screen(one, other, rows), json_output)
@@ -182,6 +181,10 @@ def check(
     For each value outside the range, the command names published runs and says what to set. The exit code is 1 if a
     value is outside.
     """
+    from leaven.catalogue.findings import CHECKS, findings
+    from leaven.cli import next_commands
+    from leaven.scaling.table import resolve
+
     read = load(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
         raise InputError(f"--corpus-tokens {corpus_tokens} is not positive; give at least 1, e.g. 25B")
@@ -206,6 +209,8 @@ def check(
 def _text_tokens(recipe: Recipe) -> int | None:
     """Return an estimate of the number of tokens in a recipe's files. Return None for remote files and for the
     built-in sample text."""
+    from leaven.data.corpus import estimated_tokens
+
     names = [source.source for source in recipe.data.sources]
     if "python-stdlib" in names:
         return None

@@ -15,7 +15,7 @@ Number = int | float
 class Entry(BaseModel):
     """A part of a document. Unknown keys are ignored, so that files of newer versions can be read."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class Document(Entry):

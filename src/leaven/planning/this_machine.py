@@ -9,8 +9,6 @@ import platform
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 from leaven.documents.catalogue import NumberSource
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.flops import flops_per_token
@@ -43,6 +41,8 @@ def this_machine() -> Accelerator:
 
     Its memory and number of cores are the real ones. The other numbers are guesses per core, for a server with AVX2.
     """
+    from psutil import virtual_memory  # slow to import
+
     cores = os.cpu_count() or 1
     rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
     guess = tuple(
@@ -53,7 +53,7 @@ def this_machine() -> Accelerator:
         name="cpu",
         peak_tflops=rate,
         best_matmul_tflops=None,
-        memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
+        memory_gib=round(virtual_memory().total / 2**30, 1),
         memory_tb_s=0.01 * cores,
         link_gb_s=10.0 * cores,
         network_gb_s=1.0,
