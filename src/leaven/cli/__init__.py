@@ -154,7 +154,7 @@ def _main() -> None:
 
 
 def _let_this_process_print(error: Exception) -> None:
-    """Let this process print the error even if it is not the first process, if no other process has the error."""
+    """Let this process print an error that only this process has, even if this is not the first process."""
     if getattr(error, "__notes__", None) and errors.quiet:
         errors.quiet = False
         errors.print(Text.assemble((f"{error.__notes__[0]}: ", "bold red")), end="")

@@ -91,7 +91,7 @@ def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command after ``plan --budget``: write a recipe of the middle one of the listed sizes."""
+    """Return the command after ``plan --budget``: write a recipe of the middle size in the list."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
@@ -148,8 +148,8 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
-    """Return all commands after ``leaven new`` wrote a target at ``path``, from tuning the proxy, if there is one, to
-    the training of the target."""
+    """Return all commands from ``leaven new``, which wrote a target at ``path``, to the training of the target. They
+    begin with the tuning of the proxy if there is one."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target)]
     small, tuned = _beside(path, PROXY), _beside(path, TUNED)
@@ -203,7 +203,7 @@ def _run(stem: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return the path, or if it exists the path with a number appended that does not exist."""
+    """Return the path, or if it exists, the first path that does not exist when a number is appended."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

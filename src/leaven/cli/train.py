@@ -133,9 +133,9 @@ def train_(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit with code 0 if the run stopped on purpose. torchrun restarts all processes after any other exit code, but
-    this run must stay stopped until the user starts it again."""
+    """Exit if the run has stopped on purpose. After an exit code other than 0, torchrun restarts all processes, but a
+    run that has stopped on purpose must not continue before the user starts it again."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
-        errors.print(f"the run has stopped ({last['why']}) and is not restarted")
+        errors.print(f"the run has stopped ({last['why']}) and is not restarted automatically")
         raise typer.Exit(75 if last["why"] == "interrupted" else 1)

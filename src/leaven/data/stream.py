@@ -70,8 +70,8 @@ class Stream:
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the numbers of ``count`` samples, beginning with sample ``first``. Only samples that ``skip`` does not
-    leave out are counted and returned."""
+    """Return the numbers of ``count`` samples from the ``first`` on. Samples in the ranges ``skip`` are neither
+    counted nor returned."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start

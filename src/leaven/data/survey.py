@@ -96,10 +96,10 @@ def encode_key(key: str) -> bytes:
 
 
 class SurveyCache:
-    """A file that caches the surveys of a source's parts.
+    """A file that caches the surveys of a source's parts, which are files or splits.
 
     A part is surveyed again if its entry in the cache cannot be read, or if the entry says that the part was broken.
-    A broken part may have been repaired without a change of its stamp.
+    A broken part may have been repaired without a change of its stamp (its size and times).
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -110,8 +110,9 @@ class SurveyCache:
         self._saved = time.monotonic()
 
     def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
-        """Return the survey of a part. It comes from the cache if the part's stamp has not changed and was old enough
-        when the survey was cached."""
+        """Return the survey of a part. It comes from the cache if the stamp of the part has not changed since. A
+        stamp that was only seconds old when it was cached does not count, because a second change may have kept it.
+        """
         stamp, now = part.stamp(), time.time_ns()
         if (found := self._cached(part.key, stamp)) is None:
             found, self._changed = survey(part, on_bytes), True

@@ -1,4 +1,4 @@
-"""Turn the `[data]` section of a recipe into token ids in a cache on disk, which is addressed by content.
+"""Turn the `[data]` section of a recipe into token ids on disk, in a cache that is addressed by content.
 
 The cache contains the folders ``surveys`` (sizes and hashes of source files), ``tokenizers`` (trained or given) and
 ``tokens`` (one folder for each pair of source and tokenizer). Only one process at a time writes to a folder; other
@@ -47,7 +47,7 @@ class TokenSet:
 
     @property
     def train(self) -> ShardedTokens:
-        """The training tokens of all sources, one source after the other. They are not mixed as in `stream`."""
+        """The training tokens of all sources, one source after the other. `stream` mixes the sources."""
         return ShardedTokens([shard for source in self.sources for shard in source.train.shards])
 
     @property

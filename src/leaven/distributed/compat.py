@@ -23,8 +23,7 @@ stage_backward = _backward.stage_backward  # PipelineStage also changes FSDP set
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the tensors (N, ...) of all ranks in the order of the ranks, and return the result, (ranks x N,
-    ...)."""
+    """Return the tensors (N, ...) of all ranks, concatenated in the order of the ranks, as (ranks x N, ...)."""
     everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
     _gather(everything, mine.contiguous(), group=group)
     return everything
@@ -46,7 +45,7 @@ def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
 
 
 def quiet_about_views() -> None:
-    """Silence FSDP's warning about in-place operations on views: outputs of tensor-parallel modules are views, and
+    """Silence FSDP's warning about in-place operations on views. Outputs of tensor-parallel modules are views, but
     the model has no in-place operations."""
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 

@@ -74,8 +74,7 @@ class LeanStage(PipelineStage):
         return stage_backward(*of), None
 
     def start_gradient_reduction(self) -> None:
-        """Start the reduction of gradients at the end of a step. Versions of torch before 2.15 do not call this
-        method."""
+        """Start the reduction of gradients at the end of a step. Only torch 2.15 and later call this method."""
         assert isinstance(self.submod, FSDPModule)
         reduce_with_backward(self.submod, False)
         super().start_gradient_reduction()  # type: ignore[misc]

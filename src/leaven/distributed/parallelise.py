@@ -74,8 +74,9 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
     """Shard parameters, gradients and optimizer states over the data-parallel ranks, as the ZeRO stage requires
     (Rajbhandari et al. 2020, arXiv 1910.02054).
 
-    Matrices are communicated in the compute dtype; norms, embeddings and all gradients in fp32. The loss is divided
-    by the total number of tokens on all ranks before the backward pass, so gradients are summed and never averaged.
+    Matrices are communicated in the compute dtype. Norms, embeddings and all gradients are communicated in fp32. The
+    loss is divided by the total number of tokens on all ranks before the backward pass, so gradients are summed and
+    never averaged.
     """
     assert group.mesh is not None
     mesh = group.mesh["replicate", "shard"] if group.degree("replicate") > 1 else group.mesh["shard"]

@@ -147,8 +147,8 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
 
 
 def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
-    """Return the device mesh of a layout. ZeRO 0 replicates all parameters; ZeRO 1 to 3 shard them over ``dp //
-    dp_replicate`` ranks."""
+    """Return the device mesh of a layout. With ZeRO 0, all parameters are replicated; with ZeRO 1 to 3, they are
+    sharded over ``dp // dp_replicate`` ranks."""
     replicas = layout.dp if layout.zero == 0 else layout.dp_replicate
     sizes = (layout.pp, replicas, layout.dp // replicas, layout.tp)
     return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)

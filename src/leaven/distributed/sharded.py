@@ -112,8 +112,8 @@ class ShardedModel:
         factor: Tensor | float,
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run all micro-batches forward and backward, and accumulate gradients. Return ``factor`` times the sum of
-        this process's losses, (). :meth:`total` sums the result over all processes.
+        """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
+        of this process's losses, (). :meth:`total` sums the result over all processes.
 
         ``after_first`` is called after the first micro-batch, when gradients contain only the contribution of this
         micro-batch. With pipeline parallelism, it is never called.
@@ -158,8 +158,8 @@ class ShardedModel:
         )
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return, for each group of tensors, their 2-norms over all processes, one for each row of the parameter
-        table. The tensors of a group correspond to ``leaves``."""
+        """Return a tensor for each group of tensors. It contains the 2-norms of the group over all processes, one for
+        each row of the parameter table. The tensors of a group correspond to ``leaves``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine

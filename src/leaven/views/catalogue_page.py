@@ -32,7 +32,7 @@ LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside
 
 @dataclass(frozen=True)
 class CatalogueChart:
-    """The definition of a chart: how to get the value of a run, and the lines of laws or rules."""
+    """The definition of a chart: its texts, how to get the value of a run, and the lines of laws or rules."""
 
     key: str
     title: str
@@ -66,8 +66,8 @@ def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return the init std of each rule for model sizes N. From N = 12 L d^2 without embeddings and L = d / aspect
-    follows d = (N x aspect / 12)^(1/3)."""
+    """Return the init std of each rule for each model size N. With N = 12 L d^2 (without embeddings) and L = d /
+    aspect, the width d is (N x aspect / 12)^(1/3)."""
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),

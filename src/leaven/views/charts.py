@@ -86,8 +86,8 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart with these traces. ``x`` and ``y`` are axes that, for example, :func:`log_axis` returns;
-    ``notes`` are texts inside the chart."""
+    """Return a chart with these traces. ``x`` and ``y`` are axes, for example from :func:`log_axis`; ``notes`` are
+    texts inside the chart."""
     axes = {"xaxis": {"title": {"text": x_title}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
     return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}

@@ -80,7 +80,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the headers of the columns with numbers, in order. The keys are the names of the numbers in the rows."""
+    """Return the headers of the columns with numbers, in order, by the names of the numbers in the rows."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in SWEEPS:
@@ -104,7 +104,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return the text of one number of a row, with its interval if it has one."""
+    """Return a function that returns the number ``part`` of a row as text, with its interval if it has one."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

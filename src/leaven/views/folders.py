@@ -247,7 +247,8 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder is not of a run, study, check or demo, has no data yet, or contains a broken file.
+        InputError: if it is not the folder of a run, study, check or demo, if it has no data yet, or if a file in it
+            is broken.
     """
     if not folder.exists():
         store = "; the results of a study in a database are in studies/NAME or in the folder of leaven tune --out"

@@ -28,8 +28,7 @@ def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return the change from the start as text, for example ``2×``, ``1/4×`` or ``+0.05``, or the option of a
-    choice."""
+    """Return the change from the start as text, for example ``2×``, ``1/4×`` or ``+0.05``, or the chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 

@@ -172,8 +172,8 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return the multiplier of a module in each layer, which includes the depth multiplier. A module outside the
-    blocks has only one value, without it."""
+    """Return the multiplier of a module times the depth multiplier, for each layer. For a module outside the blocks,
+    return a list with only the multiplier of the module."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]

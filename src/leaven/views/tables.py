@@ -211,8 +211,8 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[str]) -> list[str]:
-    """Pad numbers so that their decimal points are aligned. Exponents (``1e-8``) and marks (``16*``) come after the
-    decimal point."""
+    """Pad numbers so that their decimal points are aligned. A number without a decimal point is aligned by its end,
+    or by the beginning of its exponent (``1e-8``) or mark (``16*``)."""
     split = [next((n for n, sign in enumerate(cell) if sign in ".e*"), len(cell)) for cell in cells]
     before = max(split, default=0)
     after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)

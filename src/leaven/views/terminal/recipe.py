@@ -31,8 +31,8 @@ _PARAMETERS = (
 def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield the resolved parameter table. Neighbouring layers with equal values have one line.
 
-    ``lr`` is the peak lr of the parameter, and ``decay`` its weight decay, which the optimizer multiplies by the lr.
-    The optimizer receives these numbers.
+    ``lr`` is the peak lr of the parameter, and ``decay`` is its weight decay, which the optimizer multiplies by the
+    lr.
     """
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
