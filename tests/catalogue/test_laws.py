@@ -223,15 +223,6 @@ def test_the_lr_of_a_law_at_another_batch() -> None:
     assert lr_at_batch(result("Power Lines 2025", ONE), 1e6, noise) is None
 
 
-def test_the_surge_falls_above_the_critical_batch() -> None:
-    results = evaluate(*ONE)
-    noise = critical_batch(results)
-    there = [lr_at_batch(result("Step Law 2025", ONE), batch, noise) for batch in (noise, 4 * noise)]
-    assert there[0] is not None
-    assert there[1] is not None
-    assert there[1].surge == pytest.approx(0.8 * there[0].surge)
-
-
 def exponents(text: str) -> dict[str, float]:
     return {axis: float(power) for axis, power in re.findall(r"([NDB])\^(-?[0-9.]+[0-9])", text)}
 

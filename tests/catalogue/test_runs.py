@@ -5,7 +5,7 @@ from tests.catalogue.published import model_shape
 
 from leaven.catalogue.neighbours import nearest, size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
-from leaven.catalogue.runs import diff, find_run, load_runs
+from leaven.catalogue.runs import find_run, load_runs
 from leaven.recipe.errors import InputError
 
 BUILDABLE = 57  # pre-norm, ordinary attention, nothing in parallel
@@ -36,18 +36,6 @@ def test_published_values_in_the_terms_of_leaven() -> None:
     assert find_run("gpt3-175b").lr_sources == (
         "Language Models are Few-Shot Learners (arXiv 2005.14165), Table 2.1",  # the field's own, not the group's
     )
-
-
-@pytest.mark.parametrize(
-    ("params", "tokens", "id"),
-    [
-        (60_000_000, 1_200_000_000, "cerebras-gpt-111m"),
-        (7_000_000_000, 2_000_000_000_000, "olmo-7b"),
-        (400_000_000_000, 15_000_000_000_000, "llama3-405b"),
-    ],
-)
-def test_the_nearest_run_of_a_size(params: int, tokens: int, id: str) -> None:
-    assert nearest(params, tokens, limit=1)[0][0].id == id
 
 
 def test_nearest_stays_within_the_factor_unless_it_has_no_run() -> None:
@@ -98,14 +86,3 @@ def test_nearest_leaves_out_incomparable_learning_rates(
     )
     monkeypatch.setattr("leaven.catalogue.neighbours.load_runs", lambda: runs)
     assert [run.id for run, _ in nearest(70_000_000, 10**9, limit=5)] == ["bloom-176b"]
-
-
-def test_diff_lists_values_that_differ_without_sources() -> None:
-    small, big = find_run("pythia-70m"), find_run("gpt-neox-20b")
-    rows = {row.path: (row.a, row.b) for row in diff(small, big)}
-    assert rows["optim.weight_decay"] == (0.1, 0.01)
-    assert rows["arch.d_model"] == (512, 6144)
-    assert rows["throughput.tflops_per_gpu"] == (None, 117.0)
-    assert "optim.beta1" not in rows  # the same in both
-    assert not [path for path in rows if "source" in path or "confidence" in path or "notes" in path]
-    assert diff(small, small) == []

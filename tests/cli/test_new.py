@@ -55,19 +55,6 @@ def test_the_recipe_trains_as_written(leaven: Verb, tmp_path: Path, corpus: Path
     assert json.loads(out)["loss"] < 4.5  # log 320 = 5.8
 
 
-def test_json_has_every_step_with_its_sources(leaven: Verb, tmp_path: Path) -> None:
-    path = tmp_path / "wheat.toml"
-    code, said, _ = leaven("new", path, "--params", "125M", "--tokens", "2.5B", "--json")
-    told = json.loads(said)
-    assert code == 0
-    keys = ["path", "proxy_path", "params", "tokens", "steps", "proxy", "tuning", "compared", "next", "schema"]
-    assert list(told) == keys
-    assert [step["step"] for step in told["steps"]] == list(range(1, 14))
-    lr = next(step for step in told["steps"] if "hyperparameters.lr" in step["values"])
-    assert lr["values"]["hyperparameters.lr"] == read_recipe(path).hyperparameters.lr
-    assert any(source.startswith("Step Law 2025: arXiv") for source in lr["sources"])
-
-
 def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -> None:
     path = tmp_path / "olmo.toml"
     assert leaven("new", path, "--from", "olmo2-7b")[0] == 0

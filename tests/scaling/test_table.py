@@ -10,17 +10,6 @@ from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
 
 
-def test_every_parameter_gets_the_base_values_at_the_base(tiny: Recipe) -> None:
-    hp = tiny.hyperparameters
-    for row in resolve(tiny).rows:
-        assert (row.lr, row.beta1, row.beta2, row.eps) == (hp.lr, hp.beta1, hp.beta2, hp.eps)
-        assert row.multiplier == 1.0
-        gain = row.module.startswith("norm")
-        assert row.init_std == (0 if gain else hp.init_std)
-        assert row.init_mean == (1 if gain else 0)
-        assert row.weight_decay == (0 if gain else hp.weight_decay)
-
-
 def test_twice_wider_three_times_deeper_four_times_longer_by_hand(tiny: Recipe) -> None:
     table = resolve(transfer(tiny, width=32, depth=6, tokens=40_960))
     hidden, embedding = table["layers.3.mlp.out.weight"], table["embedding.weight"]

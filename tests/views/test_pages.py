@@ -34,19 +34,17 @@ PAGES: dict[str, tuple[str, set[str]]] = {
     "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
     "study": ("is the best of 64", {"search", "curves", "ahead", "timeline", "depth"}),
     "study of durations": ("is the best of 30", {"search", "curves", "ahead", "front", "timeline"}),
-    "study that diverged": ("All 9 trials diverged, the start's too: start from lr at", {"curves", "timeline"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
     "plan": ("It fits: ", {"memory", "passes", "layouts", "ramp"}),
-    "plan that does not fit": ("It does not fit: ", {"memory", "layouts", "ramp"}),
 }  # fmt: skip
 
 
 def write(name: str, demo: Path, folder: Path) -> Path:
     out = folder / f"{name}.html"
     modules = studied.study()
-    plan, too_large = planned("1f1b"), planned("too large")
+    plan = planned("1f1b")
     price = Price(amount=2.5, currency="$")
     made: dict[str, Callable[[], str]] = {
         "demo": lambda: folder_page(write_demo(folder / "hostile", hostile=HOSTILE)),
@@ -55,12 +53,10 @@ def write(name: str, demo: Path, folder: Path) -> Path:
         "study of durations": lambda: folder_page(
             studied.write(folder / "durations", studied.durations(studied.study(4, 30, 1)))
         ),
-        "study that diverged": lambda: folder_page(studied.write(folder / "lost", studied.all_diverged(modules))),
         "catalogue": lambda: catalogue_page(load_runs()),
         "check of slopes": lambda: check_page(slopes_check()),
         "check of runs": lambda: folder_page(write_losses_check(folder / "check")),
         "plan": lambda: plan_page(plan, plan.document(price=price), "rye-7b", f"leaven plan '{HOSTILE}'"),
-        "plan that does not fit": lambda: plan_page(too_large, too_large.document(), HOSTILE, "leaven plan"),
     }
     out.write_text(made[name](), encoding="utf-8")
     return out

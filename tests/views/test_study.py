@@ -12,7 +12,6 @@ from studied import replace
 
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import resolve
-from leaven.tuning.document import Dimension
 from leaven.tuning.space import space
 from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
@@ -78,15 +77,6 @@ def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     assert compared > 100
 
 
-def test_octaves_of_a_beta_scale_its_exponent(study):
-    """So that beta stays below 1, and a doubling forgets twice as fast: as the search moves it."""
-    assert points.value(Dimension("hyperparameters.beta1", 0.9, -2, 2), 1.0, 64) == pytest.approx(0.81)
-    assert points.value(Dimension("hyperparameters.beta2", 0.95, -2, 2), -2.0, 64) == pytest.approx(0.95**0.25)
-    best = study.best_trial
-    for each in study.dimensions:
-        assert points.value(each, best.octaves[each.path], 64) == pytest.approx(best.values[each.path])
-
-
 @pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
 def test_shown_values_are_rounded_as_the_search_rounds_them(study, octaves):
     """A batch of whole sequences, a warm-up of whole tokens: as the search has them."""
@@ -121,9 +111,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
         assert read_study(tmp_path / "study").interval is None
 
 
-@pytest.mark.parametrize(
-    "which", ["global", "global-full", "per-module", "per-module-full", "hyperparameters.modules.mlp.in.lr"]
-)
+@pytest.mark.parametrize("which", ["global-full", "per-module", "hyperparameters.modules.mlp.in.lr"])
 @pytest.mark.parametrize("durations", [(), (250_000, 500_000)])
 def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     searched = space(study.centre, which)
@@ -142,13 +130,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     [
         (studied.all_diverged, "All 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001"),
         (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
-        (
-            lambda state: replace(studied.all_diverged(state), trials=state.trials[:1]),
-            "1 of 1 trials reached their end",
-        ),
-        (lambda state: replace(state, front=(), fewest=None, fewest_octaves=None), "is the best of 24"),
-        (lambda state: replace(state, noise_floor=None), "is the best of 24"),
-        (lambda state: replace(state, best=replace(state.best, interval=(-math.inf, math.inf))), "is the best of 24"),
+        (lambda state: replace(state, noise_floor=None, fewest=None, fewest_octaves=None), "is the best of 24"),
         (
             lambda state: replace(
                 state, trials=tuple(replace(t, curve=(), worker=None, ended=None, flops=0.0) for t in state.trials)

@@ -45,9 +45,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
     return written
 
 
-# --- tables
-
-
 # --- the screens of verbs
 
 
@@ -220,17 +217,6 @@ def test_a_trial_is_one_line(seen: StringIO) -> None:
         ["5", "2.4155", "182", "k", "w2"],
     ]
     assert all(len(row) <= 80 for row in rows)
-
-
-def test_trials_of_other_commands_are_shown_once(seen: StringIO) -> None:
-    with TuneScreen(after(1), 6, 1) as screen:
-        screen.started(2, "mine")
-        screen.ended(after(4))  # 1 and 3 are of another command
-        screen.ended(after(5))
-    rows = seen.getvalue().splitlines()
-    assert "  1 of 6 trials are done" in rows
-    workers = {row.split()[0]: row[43:49].strip() for row in rows if row[:5].strip().isdigit() and row[5:7] == "  "}
-    assert workers == {"1": "w2", "2": "w1", "3": "w2", "4": "w3"}
 
 
 def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
