@@ -1,6 +1,6 @@
 # `make demo`: the whole way on real text, about ten minutes. `make test`: the tests. CI runs them and
 # `make kills`. None takes input.
-.PHONY: demo test kills test-slow test-torch test-targets docs-starters docs-plan docs-accuracy clean
+.PHONY: demo test package start-up kills test-slow test-torch test-targets docs-starters docs-plan docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,6 +16,14 @@ test: .venv/installed
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not slow and not kills"
 
+# Wheel and source distribution, built, installed into empty environments and used there, without and with `[train]`.
+package:
+	PYTHON=$(PYTHON) .ci/package
+
+# The processor time of verbs that need no torch, as a ratio to the packages that all of them import.
+start-up: .venv/installed
+	$(BIN)/python benchmarks/start_up.py --check
+
 kills: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m kills
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.kills 5 --layout 2,2,2
@@ -23,11 +31,12 @@ kills: .venv/installed
 test-slow: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
-# Another torch than the one in constraints.txt, once a release with the oldest and the newest: make test-torch TORCH=2.11.0
+# Another torch than the one in constraints.txt, once a release with the oldest and the newest: make test-torch TORCH=2.11.0,
+# make test-torch TORCH=newest
 TORCH ?= 2.11.0
 test-torch:
 	@$(PYTHON) -m venv .venv-torch-$(TORCH)
-	@.venv-torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[train,dev]'
+	@.venv-torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check torch$(if $(filter newest,$(TORCH)),,==$(TORCH)) -e '.[train,dev]'
 	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/pytest -m "not slow and not kills" tests/model tests/distributed
 
 # The targets of `leaven export config` with their own parsers. litgpt asks for an older huggingface-hub than transformers

@@ -4,6 +4,7 @@
 ``parametrize`` applies a scaling rule to any torch model; ``fold`` and ``save_folded`` make it a plain model again.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from leaven.scaling.cells import Ratios
     from leaven.training.load import load
     from leaven.training.trainer import train
+
+if sys.version_info < (3, 11):  # noqa: UP036 - pip refuses, but a checkout or a copied folder has no pip
+    sys.stderr.write("error: leaven needs Python 3.11 or newer; this is {}.{}\n".format(*sys.version_info[:2]))
+    sys.exit(2)
 
 __version__ = "0.1.0"
 __all__ = ["Hyperparameters", "Ratios", "fold", "load", "parametrize", "read_recipe", "save_folded", "train"]

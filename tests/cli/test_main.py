@@ -1,10 +1,16 @@
 """`leaven` itself: version and completion."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+import pytest
 
 import leaven
+from leaven.cli import EXTRAS
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -21,3 +27,44 @@ def test_shells_complete_the_options_of_a_verb() -> None:
     script = "import sys; sys.argv = ['leaven']; from leaven.cli import main; main()"
     words = {"COMP_WORDS": "leaven train --rew", "COMP_CWORD": "2"}
     assert run("-c", script, _LEAVEN_COMPLETE="complete_bash", **words).split() == ["--rewind-to"]
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("torch", "pip install 'leaven[train]'"),
+        ("datasets", "pip install 'leaven[hf]'"),
+        ("psycopg", "pip install 'leaven[postgresql]'"),
+        ("uvicorn", "pip install 'leaven[serve]'"),
+        ("flash_attn", "pip install flash_attn"),  # of the user's own model
+    ],
+)
+def test_a_missing_package_gives_one_line_with_what_to_type(module: str, line: str) -> None:
+    code = f"""
+import sys, leaven.cli
+def verb(*_, **__):
+    sys.modules[{module!r}] = None
+    import {module}
+leaven.cli.app = verb
+leaven.cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    message = f"error: this needs the package {module}, which is not installed; run: {line}"
+    assert " ".join(done.stderr.split()) == message
+
+
+def test_the_extras_named_by_messages_are_those_of_the_package() -> None:
+    with Path(__file__).parents[2].joinpath("pyproject.toml").open("rb") as file:
+        declared = tomllib.load(file)["project"]["optional-dependencies"]
+    assert {
+        extra: " ".join(re.split(r"[\[<>=]", requirement)[0] for requirement in declared[extra]) for extra in EXTRAS
+    } == EXTRAS
+    assert set(declared) - {"dev"} <= set(EXTRAS)
+
+
+def test_an_old_python_gives_one_line() -> None:
+    code = "import sys; sys.version_info = (3, 10, 4, 'final', 0); import leaven"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: leaven needs Python 3.11 or newer; this is 3.10\n"

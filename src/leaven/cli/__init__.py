@@ -66,6 +66,14 @@ app = typer.Typer(
 for _name, _help in VERBS.items():
     app.command(_name, help=_help)(lambda: None)  # only for the line in --help; `Verbs` finds the real command
 
+# The packages of each extra of pyproject.toml.
+EXTRAS = {
+    "train": "cmaes greenlet optuna plotly pyarrow safetensors scipy tensorboard tokenizers torch",
+    "hf": "datasets",
+    "serve": "plotly starlette uvicorn",
+    "postgresql": "psycopg",
+}
+
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 75
 _CTRL_C = 130  # typer's exit code for a KeyboardInterrupt
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -119,9 +127,12 @@ def _main() -> None:
         _let_this_process_print(error)
         _fail(str(error))
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "leaven":
+        package = (error.name or "").partition(".")[0]
+        if package == "leaven":
             raise
-        _fail(f"this needs the package {error.name}, which is not installed; run: pip install 'leaven[train]'")
+        extra = next((name for name, packages in EXTRAS.items() if package in packages.split()), None)
+        what = f"'leaven[{extra}]'" if extra else package
+        _fail(f"this needs the package {package}, which is not installed; run: pip install {what}")
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
         sys.exit(FAILED)
