@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,16 @@ EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
 H100 = "--gpus 32xH100-80GB"
 SIZE = "--params 1B --tokens 20B"
 
+FACTORY = """
+import torch
+
+def model(width, depth):
+    model = torch.nn.Sequential(torch.nn.Embedding(64, width), torch.nn.Linear(width, 64))
+    return model, torch.optim.AdamW(model.parameters())
+"""
 # Recipes that cannot be trained: what --set changes, and what the line has to name.
 BAD_RECIPES = {
     "model.d_modle=3": "[model] d_modle: no such key; did you mean d_model?",
-    "'hyperparameters.lr=\"high\"'": "should be a valid number, not 'high'",
-    "model.d_model=65": "d_model 65 is not n_heads x d_head = 2 x 8 = 16",
-    "batch.tokens=16": "smaller than one sequence of 32",
     "'batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 99}'": "starts at 512 tokens",
     "data.source=empty.txt": "no text",
     "data.source=short.txt": "tokens",
@@ -122,6 +127,15 @@ REFUSED = {
     # check, bench, tune, train, demo, report
     "check coordinates tiny.toml --widths 7,9": "width 7 is not a multiple",
     "check gradients tiny.toml --widths 7,9": "width 7 is not a multiple",
+    "check gradients tiny.toml --alpha 0.5": "--alpha",
+    "check equivalence theirs:model --run OUT": "--scale 64x4",
+    "check equivalence theirs:model --run OUT --scale 16": "--scale 16",
+    "check transfer theirs:model --run OUT --scales 16x1,32x1 --set data.seed=1": "--set",
+    "check transfer tiny.toml --run OUT --scales 16x2,32x2 --source made-up": "--source",
+    "check transfer tiny.toml --run OUT --scales 16x2,32x2 --tokens 1k": "--tokens",
+    "check init theirs:model --run OUT --scales 16x1,32x1": "give a recipe file",
+    "check decay tiny.toml --run OUT": "--scales 64x4,128x4 or --durations 1,2,4",
+    "check duration theirs:model --run OUT --scale 16x1 --write o.toml": "--write",
     "bench tiny.toml --micro-batch 1,x": "--micro-batch 1,x",
     "bench tiny.toml --micro-batch 16": "--micro-batch 1",
     "bench tiny.toml --noise-from absent": "metrics.jsonl",
@@ -186,6 +200,9 @@ def folder(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_text("one line\n")
     shutil.copy(EXAMPLE, tmp_path)
+    (tmp_path / "theirs.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

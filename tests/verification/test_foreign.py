@@ -285,35 +285,3 @@ def test_transfer_from_the_command_line_resumes_and_has_a_report(
     Path("runs/check.json").unlink()
     assert cli(monkeypatch, "report", "runs") == 2
     assert "has not finished; run the same leaven check command" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("equivalence their_model:plain --run runs", "--scale 64x4"),
-        ("equivalence their_model:plain --run runs --scale 16", "--scale 16 is not a size; give WIDTHxDEPTH"),
-        (
-            "transfer their_model:plain --run runs --scales 16x1,32x1 --set data.seed=1",
-            "--set applies only to recipes",
-        ),
-        ("transfer RECIPE --run runs --scales 16x2,32x2 --source made-up", "--source applies only to module:factory"),
-        ("transfer RECIPE --run runs --scales 16x2,32x2 --tokens 1k", "--tokens applies only to module:factory"),
-        ("init their_model:plain --run runs --scales 16x1,32x1", "does not state; give a recipe file"),
-        ("decay RECIPE --run runs", "--scales 64x4,128x4 or --durations 1,2,4"),
-        ("duration their_model:plain --run runs --scale 16x1 --write o.toml", "--write applies only to recipes"),
-        ("gradients RECIPE --alpha 0.5", "--alpha applies only to module:factory"),
-    ],
-)
-def test_options_for_recipes_or_factories_only_are_refused(
-    here: Path,
-    tiny_file: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: str,
-    message: str,
-) -> None:
-    assert cli(monkeypatch, "check", *arguments.replace("RECIPE", str(tiny_file)).split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert message in err
-    assert not Path("runs").exists()
