@@ -39,27 +39,17 @@ def model_shape(run: PublishedRun) -> ModelShape | None:
     head = arch.head_dim
     assert arch.n_heads is not None
     assert head is not None
-    return ModelShape.model_validate(
-        {
-            "n_layers": arch.n_layers,
-            "d_model": arch.d_model,
-            "n_heads": arch.n_heads,
-            "n_kv_heads": arch.n_kv_heads,
-            "d_head": head,
-            "d_attention": None if arch.n_heads * head == arch.d_model else arch.n_heads * head,
-            "d_ff": arch.d_ff,
-            "vocab_size": arch.vocab_padded or arch.vocab_size,
-            "seq_len": seq_len,
-            "norm": arch.norm,
-            "activation": arch.activation,
-            "positions": _POSITIONS[arch.positional or ""],
-            "qk_norm": arch.qk_norm,
-            "tied_embeddings": arch.tied_embeddings,
-            "embedding_norm": arch.embedding_norm,
-            "bias": arch.bias,
-            **({"rope_theta": arch.rope_theta} if arch.rope_theta else {}),
-        }
-    )
+    same = ("n_layers", "d_model", "n_heads", "n_kv_heads", "d_ff", "norm", "activation", "qk_norm")
+    shape = {key: getattr(arch, key) for key in (*same, "tied_embeddings", "embedding_norm", "bias")}
+    shape |= {
+        "d_head": head,
+        "d_attention": None if arch.n_heads * head == arch.d_model else arch.n_heads * head,
+        "vocab_size": arch.vocab_padded or arch.vocab_size,
+        "seq_len": seq_len,
+        "positions": _POSITIONS[arch.positional or ""],
+        **({"rope_theta": arch.rope_theta} if arch.rope_theta else {}),
+    }
+    return ModelShape.model_validate(shape)
 
 
 def ramp(run: PublishedRun, batch: int, seq_len: int) -> dict[str, Any]:

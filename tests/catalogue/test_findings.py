@@ -169,6 +169,14 @@ def test_values_are_compared_after_the_scaling_rule() -> None:
     assert_suggestions_fix(too_high, one)
 
 
+def test_the_suggestion_for_a_beta_is_a_value_at_the_base() -> None:
+    base = {"width": 1024, "depth": 24, "batch_tokens": 65_536, "tokens": 8_000_000_000}
+    moved = healthy(scaling__rule="complete-d-p", scaling__base=base)
+    (one,) = [one for one in found(moved) if one.check == "beta1"]
+    assert one.value == pytest.approx(0.9**8)
+    assert resolve(moved.replace(one.mends[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
+
+
 def test_without_near_runs_a_law_gives_at_most_a_note() -> None:
     small = {"n_layers": 4, "d_model": 128, "n_heads": 2, "n_kv_heads": 2, "d_head": 64, "d_ff": 384}
     faults = {

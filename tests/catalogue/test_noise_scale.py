@@ -45,6 +45,10 @@ def test_a_ratio_of_averages_finds_the_noise_scale_of_a_known_problem() -> None:
     assert np.mean([gradient_noise(SMALL, s, BIG, b) for s, b in found]) == pytest.approx(NOISE, rel=0.02)
 
 
+def test_without_a_signal_there_is_no_scale() -> None:
+    assert noise_scale(1, 2, [(2.0, 0.9)]) is None
+
+
 @pytest.mark.parametrize("batch", [1e4, 1e6, 3e7])
 def test_steps_and_tokens_trade_off(batch: float) -> None:
     steps, tokens = steps_over_least(batch, 1e6), tokens_over_least(batch, 1e6)

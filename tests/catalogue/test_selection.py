@@ -5,7 +5,7 @@ import re
 import pytest
 
 from leaven.catalogue.runs import load_runs
-from leaven.catalogue.selection import Condition, parse_condition, parse_range, select
+from leaven.catalogue.selection import Condition, parse_condition, parse_range, select, values
 from leaven.recipe.errors import InputError
 
 RUNS = load_runs()
@@ -41,6 +41,12 @@ def test_bad_ranges_are_refused(written: str) -> None:
 )
 def test_conditions_all_hold(conditions: tuple[str, ...], found: set[str]) -> None:
     assert ids(*conditions) == found
+
+
+def test_a_run_without_the_value_meets_no_condition() -> None:
+    silent = {run.id for run in RUNS if "optim.beta2" not in values(run)}
+    assert silent
+    assert not silent & ids("optim.beta2!=0.5")
 
 
 @pytest.mark.parametrize(

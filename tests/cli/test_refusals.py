@@ -119,6 +119,7 @@ REFUSED = {
     f"plan bloom-176b {H100} --set data.tokens=1": "--set",
     "plan --budget 8xH100": "14d",
     "plan --budget '8xH100 x 2d' --mfu 0.4 --price two": "--price two",
+    "plan --budget '8xH100 x 2d' --mfu 40": "between 0 and 1",
     **{
         f"plan {option} --budget '8xH100 x 2d'": option.split()[0]
         for option in ("--share 0.9", "--measure", "--set data.tokens=1", "--moments muon", "--no-history", "-o OUT")
@@ -134,6 +135,7 @@ REFUSED = {
     "check transfer tiny.toml --run OUT --scales 16x2,32x2 --source made-up": "--source",
     "check transfer tiny.toml --run OUT --scales 16x2,32x2 --tokens 1k": "--tokens",
     "check init theirs:model --run OUT --scales 16x1,32x1": "give a recipe file",
+    "check transfer tiny.toml --run OUT --scales 16x2": "two scales",
     "check decay tiny.toml --run OUT": "--scales 64x4,128x4 or --durations 1,2,4",
     "check duration theirs:model --run OUT --scale 16x1 --write o.toml": "--write",
     "bench tiny.toml --micro-batch 1,x": "--micro-batch 1,x",

@@ -20,66 +20,34 @@ LENGTH = 48
 Build = Callable[..., nn.Module]
 
 
-def llama(width: int, depth: int, heads: int | None = None, d_ff: int | None = None, tied: bool = False) -> nn.Module:
+def sizes(width: int, depth: int, heads: int | None = None) -> dict[str, Any]:
+    """Return the keys that most configurations have in common."""
     heads = heads or width // 8
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=d_ff or 3 * width,
-            num_hidden_layers=depth,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            max_position_embeddings=LENGTH,
-            tie_word_embeddings=tied,
-        )
-    )
+    layers = {"num_hidden_layers": depth, "num_attention_heads": heads, "max_position_embeddings": LENGTH}
+    return {"vocab_size": VOCABULARY, "hidden_size": width, **layers}
+
+
+def llama(width: int, depth: int, heads: int | None = None, d_ff: int | None = None, tied: bool = False) -> nn.Module:
+    common = sizes(width, depth, heads)
+    more = {"num_key_value_heads": common["num_attention_heads"] // 2, "tie_word_embeddings": tied}
+    return LlamaForCausalLM(LlamaConfig(**common, **more, intermediate_size=d_ff or 3 * width))
 
 
 def qwen3(width: int, depth: int) -> nn.Module:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=3 * width,
-            num_hidden_layers=depth,
-            num_attention_heads=width // 8,
-            num_key_value_heads=width // 16,
-            head_dim=16,  # all heads together are twice the width
-            max_position_embeddings=LENGTH,
-        )
-    )
+    # All heads together are twice the width.
+    more = {"num_key_value_heads": width // 16, "intermediate_size": 3 * width, "head_dim": 16}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes(width, depth), **more))
 
 
 def gpt2(width: int, depth: int, heads: int | None = None, d_ff: int | None = None) -> nn.Module:
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=width,
-        n_layer=depth,
-        n_head=heads or width // 8,
-        n_positions=LENGTH,
-        n_inner=d_ff,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return GPT2LMHeadModel(config)
+    shape = {"n_embd": width, "n_layer": depth, "n_head": heads or width // 8, "n_inner": d_ff, "n_positions": LENGTH}
+    more = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **shape, **more))
 
 
 def gpt_neox(width: int, depth: int) -> nn.Module:
-    return GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            num_hidden_layers=depth,
-            num_attention_heads=width // 8,
-            max_position_embeddings=LENGTH,
-            use_parallel_residual=True,
-        )
-    )
+    more = {"intermediate_size": 4 * width, "use_parallel_residual": True}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes(width, depth), **more))
 
 
 def bloom(width: int, depth: int) -> nn.Module:

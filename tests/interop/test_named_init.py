@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.interop.families import llama
+from tests.interop.families import gpt2, llama
 
 import leaven
 
@@ -25,3 +25,13 @@ def test_a_named_init_draws_the_stds_of_its_formula() -> None:
             tensor = values[f"{block}.{name}.weight"]
             assert tensor.std().item() == pytest.approx(std, rel=5 / (2 * tensor.numel()) ** 0.5)
     assert torch.equal(values["model.norm.weight"], torch.ones(d))
+
+
+def test_depth_scaled_init_is_smaller_for_gated_mlps() -> None:
+    found = {}
+    for build, name in ((llama, "model.layers.1.mlp.up_proj.weight"), (gpt2, "transformer.h.1.mlp.c_fc.weight")):
+        model, tuned = build(64, 2), TUNED | {"init": "depth-scaled"}
+        leaven.parametrize(model, base=build(32, 2), hyperparameters=tuned, rule="standard", initialise=True)
+        found[build] = dict(model.named_parameters())[name].std().item()
+    assert found[llama] == pytest.approx(0.02 / 2, rel=0.05)
+    assert found[gpt2] == pytest.approx(0.02, rel=0.05)

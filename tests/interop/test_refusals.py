@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.interop.families import VOCABULARY, gpt2, llama, logits, tokens
+from tests.interop.families import VOCABULARY, gpt2, llama, logits, sizes, tokens
 from torch import nn
 from transformers import GemmaConfig, MixtralConfig, Olmo2Config
 from transformers.models.gemma.modeling_gemma import GemmaForCausalLM
@@ -38,12 +38,9 @@ def decoder(
     return model
 
 
-def sizes(width: int, depth: int) -> dict[str, int]:
-    return {"vocab_size": VOCABULARY, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4}
-
-
 def olmo2(width: int, depth: int) -> nn.Module:
-    return Olmo2ForCausalLM(Olmo2Config(**sizes(width, depth), intermediate_size=2 * width, pad_token_id=0))
+    more = {"intermediate_size": 2 * width, "pad_token_id": 0}
+    return Olmo2ForCausalLM(Olmo2Config(**sizes(width, depth), **more))
 
 
 def gemma(width: int, depth: int) -> nn.Module:
@@ -53,7 +50,7 @@ def gemma(width: int, depth: int) -> nn.Module:
 
 def mixtral(width: int, depth: int) -> nn.Module:
     more = {"intermediate_size": 2 * width, "num_local_experts": 4, "num_key_value_heads": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes(width, depth), **more))
+    return MixtralForCausalLM(MixtralConfig(**sizes(width, depth, 4), **more))
 
 
 def headless(width: int, depth: int) -> nn.Module:

@@ -126,6 +126,14 @@ def test_experts_are_shared_out_over_the_ranks_of_their_own_data_parallel_group(
     assert memory.optimizer == pytest.approx(12 * ((whole + cut / 2) / 16 + experts / 16 / 2))
 
 
+def test_the_stages_of_a_model_with_dense_layers_first_hold_every_parameter_once() -> None:
+    model = published_blueprint(find_run("deepseek-v3").arch, 4096)
+    held = [stage_parameters(model, Layout(pp=8), stage) for stage in range(8)]
+    assert sum(held) == model.params
+    interleaved = Layout(pp=4, schedule="interleaved", stages_per_rank=3)
+    assert sum(stage_parameters(model, interleaved, rank) for rank in range(4)) == model.params
+
+
 def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
     alone, shared = (Arrangement(layout, 2, 1) for layout in (Layout(dp=2, zero=1), Layout(dp=2, cp=4, zero=1)))
     bare = TrainingCode(fixed_gib=0.0, slack=0.0)

@@ -55,18 +55,6 @@ def test_a_table_and_its_folded_form_lose_nothing(tiny: Recipe, tied: bool, opti
     assert {given.multiplier for given in run.plain.values()} == {1.0}
 
 
-def test_a_difference_is_listed_once_for_all_its_modules(tiny: Recipe) -> None:
-    run = ResolvedRecipe(tiny)
-    given = {name: each for name, each in run.rows.items()}
-    for name in ("layers.0.attention.key.weight", "layers.1.attention.key.weight", "layers.1.mlp.in.weight"):
-        given[name] = ParameterSettings(0.0, 0.1, lr=0.02, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-    losses = losses_of(run, given)
-    assert [loss.text for loss in losses] == [
-        "lr of attention.key = 0.01: would be 0.02: why",
-        "lr of mlp.in = 0.01: would be 0.01 .. 0.02: why",
-    ]
-
-
 @settings(max_examples=10)
 @sampled(factor=st.floats(1.00001, 10), name=st.sampled_from(["lr", "eps", "weight_decay", "init_std"]))
 def test_small_differences_are_found(factor: float, name: str) -> None:
