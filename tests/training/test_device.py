@@ -11,17 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from leaven.data.tokens import prepare
+from leaven.distributed.process_group import join_process_group
+from leaven.model import kernels, transformer
+from leaven.recipe.errors import InputError
+from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
+from leaven.training import clipping, noise
 from leaven.training import device as devices
 from leaven.training.device import (
     best_matmul,
+    default_device,
     device_peak,
     free_memory,
     mfu_convention,
     peak_flops,
     peak_memory,
+    require_device,
     reset_peak_memory,
     utilisation,
 )
@@ -31,6 +40,101 @@ from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac whose torch has mps and no CUDA."""
+    monkeypatch.delenv("LEAVEN_DEVICE", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.mps, "is_built", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("mac")
+def test_the_best_device_is_chosen_unless_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_device().type == "mps"
+    monkeypatch.setenv("LEAVEN_DEVICE", "cpu")
+    assert default_device().type == "cpu"
+    monkeypatch.setenv("LEAVEN_DEVICE", "cuda")
+    with pytest.raises(InputError, match="^device cuda: torch .* is built without cuda; use --device mps or cpu$"):
+        default_device()
+    monkeypatch.setenv("LEAVEN_DEVICE", "tpu")
+    with pytest.raises(InputError, match="^there is no device 'tpu'; use --device mps or cpu$"):
+        default_device()
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setenv("LEAVEN_DEVICE", "mps")
+    with pytest.raises(InputError, match="^device mps: torch finds no mps device on this machine; use --device cpu$"):
+        default_device()
+    monkeypatch.delenv("LEAVEN_DEVICE")
+    assert default_device().type == "cpu"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_device().type == "cuda"
+
+
+@pytest.mark.usefixtures("mac")
+def test_what_mps_lacks_is_refused_by_name(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    mps = torch.device("mps")
+    tokens = prepare(tiny.data, tiny.model.vocab_size)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (13, 3))
+    with pytest.raises(InputError, match=r"^\[precision\] compute bf16 needs macOS 14"):
+        Training(tiny.replace({"precision.compute": "bf16"}), tokens, "mps")
+    with pytest.raises(InputError, match=r"^\[layout\] compile"):
+        Training(tiny.replace({"layout.compile": True}), tokens, "mps")
+    with (
+        pytest.raises(InputError, match=r"^\[layout\] 2 processes cannot share mps"),
+        join_process_group(Layout(dp=2), mps),
+    ):
+        pass
+    require_device(tiny, mps)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: True)
+    require_device(tiny.replace({"precision.compute": "bf16"}), mps)
+
+
+class NoFloat64(TorchDispatchMode):
+    """Fails at an operation that makes a float64 tensor, as mps does, but not while ``on_the_host``."""
+
+    on_the_host = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.on_the_host:
+            for value in tree_leaves(result):
+                if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
+                    raise TypeError(f"{func} makes a float64 tensor")
+        return result
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+@pytest.mark.parametrize("positions", ["rope", "alibi"])
+def test_a_run_on_mps_makes_no_float64_tensor(
+    tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, positions: str
+) -> None:
+    recipe = tiny.replace(
+        {
+            "data.tokens": 2_048,
+            "precision.compute": compute,
+            "model.positions": positions,
+            "stability.noise_scale_every_tokens": 512,
+            "hyperparameters.grad_clip": {"mode": "running", "limit": 2.0},
+        }
+    )
+    tokens = prepare(recipe.data, recipe.model.vocab_size)
+    for module in (kernels, clipping, noise):
+        monkeypatch.setattr(module, "wide", lambda device: torch.float32)
+    mode, positions_of = NoFloat64(), transformer.Positions.__init__
+
+    def on_the_host(*arguments: Any) -> None:
+        mode.on_the_host = True
+        positions_of(*arguments)
+        mode.on_the_host = False
+
+    monkeypatch.setattr(transformer.Positions, "__init__", on_the_host)
+    with mode:
+        assert train(recipe, tokens, tmp_path / "run").loss < 7
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
+from leaven.cli.common import DeviceOption, JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
 from leaven.documents.planning import RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
@@ -61,6 +61,7 @@ def bench_(
         ),
     ] = 1.0,
     overrides: SetOption = None,
+    device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
     loaded = load(recipe, overrides)

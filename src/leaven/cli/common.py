@@ -1,6 +1,7 @@
 """Define what several verbs share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
 
 import json
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,16 @@ SetOption = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="cuda|mps|cpu",
+        envvar="LEAVEN_DEVICE",
+        help="The device to compute on.",
+        show_default="the best of this machine",
+        callback=lambda name: os.environ.update({"LEAVEN_DEVICE": name} if name else {}),  # for workers too
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

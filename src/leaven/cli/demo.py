@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import JsonOption, hand_over, stopping
+from leaven.cli.common import DeviceOption, JsonOption, hand_over, stopping
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.files import demo_summary
@@ -25,6 +25,7 @@ def demo(
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that run trials.", show_default="one per core, at most 4")
     ] = None,
+    device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
     from leaven.demo.demo import SIZES, Demo, DemoStopped

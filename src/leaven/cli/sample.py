@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from leaven.cli.common import JsonOption, RunArgument, TokensOption, hand_over
+from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, hand_over
 from leaven.documents.runs import SampleDocument
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors, say_damaged
@@ -38,11 +38,11 @@ def sample_(
     seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
     samples: Annotated[int, typer.Option(min=1, help="Number of texts to generate.")] = 1,
     tokens: TokensOption = None,
+    device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    import torch
-
     from leaven.model.generate import Sampling
+    from leaven.training.device import default_device
     from leaven.training.load import load_run, sample
 
     sampling = Sampling(temperature, top_k, top_p)
@@ -52,7 +52,7 @@ def sample_(
         raise InputError("TEXT is not valid UTF-8; type it again in UTF-8") from None
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
-    loaded.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    loaded.model.to(default_device())
     drawn, began = [], time.perf_counter()
     for number in range(samples):
         if not json_output:

@@ -8,6 +8,7 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import (
+    DeviceOption,
     JsonOption,
     RecipeArgument,
     SetOption,
@@ -68,6 +69,7 @@ def train_(
         int | None, count_option("With --rewind-to: skip this number of tokens of the data after the checkpoint.")
     ] = None,
     overrides: SetOption = None,
+    device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
     """With --rewind-to, --set may change the schedule, stability and evaluation settings and the optimizer's

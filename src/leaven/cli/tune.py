@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
+from leaven.cli.common import DeviceOption, JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors
 from leaven.views.terminal.study import TuneScreen, answer_lines
@@ -80,15 +80,15 @@ def tune(
         typer.Option(metavar="DIR", help="Folder for the results if --study is a URL.", show_default="studies/NAME"),
     ] = None,
     overrides: SetOption = None,
+    device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
     loaded = load(recipe, overrides)
 
-    import torch
-
     from leaven.planning.flops import flops_per_token
     from leaven.planning.this_machine import cores
     from leaven.recipe.units import parse_quantity
+    from leaven.training.device import default_device
     from leaven.tuning.algorithm.trust_region import Axes
     from leaven.tuning.service.search_plan import known_runs
     from leaven.tuning.service.stores import StoreGone
@@ -108,7 +108,8 @@ def tune(
         raise InputError(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
         )
-    workers = workers or (1 if torch.cuda.is_available() else cores())
+    on_cpu = default_device().type == "cpu"
+    workers = workers or (cores() if on_cpu else 1)
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
     tokens = prepared(loaded)
     try:

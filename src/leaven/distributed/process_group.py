@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from leaven.distributed.rendezvous import private_store
-from leaven.recipe.errors import ProcessLost, Settled
+from leaven.recipe.errors import InputError, ProcessLost, Settled
 from leaven.recipe.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
@@ -112,11 +112,17 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
     rank, yield the group of this process alone.
 
     Raises:
+        InputError: if the device cannot be used by several processes.
         ProcessLost: if other processes have died or have not answered for ``layout.timeout_seconds``.
     """
     if layout.ranks == 1:
         yield SINGLE_PROCESS
         return
+    if device.type == "mps":
+        raise InputError(
+            f"[layout] {layout.ranks} processes cannot share mps, which has no communication between processes; use "
+            "--device cpu, or one process"
+        )
     timeout = timedelta(seconds=layout.timeout_seconds)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

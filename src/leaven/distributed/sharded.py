@@ -18,7 +18,7 @@ from leaven.distributed.parallelise import build_stage, initialise, pieces, unit
 from leaven.distributed.pieces import Piece
 from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.model.kernels import norms
+from leaven.model.kernels import norms, widened
 from leaven.planning.stages import stage_layers
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
@@ -144,7 +144,7 @@ class ShardedModel:
         if self._pipeline:
             loss = self._pipeline.forward(list(micro_batches))
         else:
-            losses = [self.stages[0](*micro_batch)[0].double() for micro_batch in micro_batches]
+            losses = [widened(self.stages[0](*micro_batch)[0]) for micro_batch in micro_batches]
             loss = torch.stack(losses).sum()
         self.train(True)
         return loss

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leaven.model.kernels import widened
 from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
 
@@ -36,9 +37,9 @@ class Sampling:
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
         """Return the probability of drawing each token, (V,), in float64."""
-        logits_V = logits_V.double()
+        logits_V = widened(logits_V)
         if self.temperature == 0:
-            return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).double()
+            return torch.nn.functional.one_hot(logits_V.argmax(), len(logits_V)).to(logits_V)
         # Subtract the maximum first, so that a tiny temperature gives -inf and not NaN.
         below_V = (logits_V - logits_V.max()) / self.temperature
         ordered_V, places_V = torch.sort(below_V, descending=True, stable=True)

@@ -26,6 +26,16 @@ def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
     torch._foreach_sub_(list(tensors), list(others))
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 for mps, which lacks float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return the tensor in the widest dtype of its device."""
+    return x.to(wide(x.device))
+
+
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
     """Make the next step of a fused Adam optimizer do nothing, and not count as a step, if the device tensor ``skip``
     is true."""

@@ -223,17 +223,19 @@ class Positions:
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
         self.bias_HTT: Tensor | None = None
         self.cos_TE = self.sin_TE = None
-        places_T = torch.arange(length, device=like.device, dtype=torch.float64)
+        device = torch.device("cpu") if like.device.type == "mps" else like.device  # mps lacks float64
+        places_T = torch.arange(length, device=device, dtype=torch.float64)
         if shape.positions == "rope":
             # Su et al. 2021, arXiv 2104.09864; entry i of a head is paired with entry i + E/2, as in Llama.
-            exponents_E = torch.arange(0, shape.d_head, 2, device=like.device, dtype=torch.float64) / shape.d_head
+            exponents_E = torch.arange(0, shape.d_head, 2, device=device, dtype=torch.float64) / shape.d_head
             angles_TE = torch.outer(places_T, shape.rope_theta**-exponents_E)
-            self.cos_TE, self.sin_TE = angles_TE.cos().to(like.dtype), angles_TE.sin().to(like.dtype)
+            self.cos_TE = angles_TE.cos().to(like.device, like.dtype)
+            self.sin_TE = angles_TE.sin().to(like.device, like.dtype)
         elif shape.positions == "alibi":
             distance_TT = places_T[None, :] - places_T[:, None]
-            slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=like.device, dtype=torch.float64)
+            slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=device, dtype=torch.float64)
             bias_HTT = slopes_H[:, None, None] * distance_TT
-            self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.dtype)
+            self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.device, like.dtype)
         if documents_BT is not None:
             self._isolate(documents_BT)
 

@@ -18,7 +18,10 @@ def out_of_memory(error: BaseException) -> bool:
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and ("can't allocate memory" in message or "bad_alloc" in message))
+        or (
+            isinstance(error, RuntimeError)
+            and any(part in message for part in ("can't allocate memory", "bad_alloc", "MPS backend out of memory"))
+        )
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from leaven.distributed.sharded import ShardedModel
-from leaven.model.kernels import multiply_
+from leaven.model.kernels import multiply_, wide, widened
 from leaven.recipe.hyperparameters import Clip
 from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterTable
@@ -35,7 +35,7 @@ class RunningNorm:
     def add(self, norm: Tensor, ramp: Factors = AT_BASE) -> None:
         """Add a norm to the average; ignore it if it is not finite."""
         (mean_square, steps), beta = self.state.unbind(), ramp.beta(self.beta)
-        added = torch.stack((beta * mean_square + (1 - beta) * norm.double() ** 2, steps + 1))
+        added = torch.stack((beta * mean_square + (1 - beta) * widened(norm) ** 2, steps + 1))
         self.state = torch.where(norm.isfinite(), added, self.state)
 
 
@@ -54,7 +54,7 @@ class Clipper:
         if clip.mode == "per-module":
             owners = [(row.module, row.layer) for row in table.rows]
             parts = torch.tensor([owners.index(owner) for owner in owners], device=device)
-        state = torch.zeros(2, dtype=torch.float64, device=device)
+        state = torch.zeros(2, dtype=wide(device), device=device)
         running = RunningNorm(table.beta2, state) if clip.mode == "running" else None
         return cls(clip.limit or torch.inf, model, parts, running)
 
@@ -75,7 +75,7 @@ class Clipper:
         part_norms = norm
         if self.parts is not None:
             part_norms = torch.zeros_like(sizes).index_add_(0, self.parts, sizes**2).sqrt()[self.parts]
-        limit = torch.full((), self.limit, dtype=torch.float64, device=norm.device)
+        limit = torch.full((), self.limit, dtype=wide(norm.device), device=norm.device)
         if self.running is not None:
             limit = limit * self.running.value(ramp)
         factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)
@@ -84,7 +84,7 @@ class Clipper:
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
             # The clipped norm: a spike must not raise the limit for the next one.
-            self.running.add(torch.minimum(norm.double(), limit), ramp)
+            self.running.add(torch.minimum(widened(norm), limit), ramp)
         return norm
 
     def recount(self, factor: float) -> None:
@@ -97,4 +97,4 @@ class Clipper:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self.running is not None and _STATE in state:
-            self.running.state = state[_STATE].to(self.running.state.device, copy=True)
+            self.running.state = state[_STATE].to(self.running.state, copy=True)

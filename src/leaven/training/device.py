@@ -6,6 +6,7 @@ causal MFU (which counts half of the attention FLOPs) and the HFU (which also co
 """
 
 import ctypes
+import os
 import platform
 import re
 import sys
@@ -26,7 +27,7 @@ from leaven.planning.accelerators import Accelerator
 from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
-from leaven.recipe.errors import out_of_memory
+from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.recipe import Recipe
 from leaven.training.precision import DTYPES
 
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 MEASURING_SECONDS = 0.5
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
+DEVICES = ("cuda", "mps", "cpu")  # the best first
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -72,18 +74,60 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 
 def default_device() -> torch.device:
-    """Return the CUDA device if the machine has one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return the device of ``--device`` or LEAVEN_DEVICE, or else the best one that this machine has.
+
+    Raises:
+        InputError: if this machine or this build of torch lacks the chosen device.
+    """
+    there = [name for name in DEVICES if _lacking(name) is None]
+    name = os.environ.get("LEAVEN_DEVICE") or there[0]
+    if name not in DEVICES:
+        raise InputError(f"there is no device {name!r}; use --device {' or '.join(there)}")
+    lacking = _lacking(name)
+    if lacking is not None:
+        raise InputError(f"device {name}: {lacking}; use --device {' or '.join(there)}")
+    return torch.device(name)
+
+
+def _lacking(name: str) -> str | None:
+    """Return what a device needs and this machine lacks, or None."""
+    if name == "cpu":
+        return None
+    built, found = (
+        (torch.version.cuda is not None or torch.version.hip is not None, torch.cuda.is_available())
+        if name == "cuda"
+        else (torch.backends.mps.is_built(), torch.backends.mps.is_available())
+    )
+    if not built:
+        return f"torch {torch.__version__} is built without {name}"
+    return None if found else f"torch finds no {name} device on this machine"
+
+
+def require_device(recipe: Recipe, device: torch.device) -> None:
+    """Raise InputError if the recipe needs what the device lacks."""
+    if device.type != "mps":
+        return
+    if recipe.precision.compute == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise InputError(
+            "[precision] compute bf16 needs macOS 14 or newer on mps; use --set precision.compute=fp32 or "
+            "--device cpu"
+        )
+    if recipe.layout.compile:
+        raise InputError(
+            "[layout] compile: leaven does not compile for mps; use --set layout.compile=false or --device cpu"
+        )
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of a device as its driver reports it; for a CPU, return the processor model."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()} GPU" if device.type == "mps" else processor()
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """Return a device's entry in the planner's table of accelerators, or None if the table does not contain it."""
-    return known_device(device_name(device)) if device.type == "cuda" else parse_cluster("cpu").accelerator
+    return parse_cluster("cpu").accelerator if device.type == "cpu" else known_device(device_name(device))
 
 
 def device_peak(device: torch.device, compute: str) -> Peak:
@@ -137,6 +181,8 @@ def wait(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
@@ -162,6 +208,8 @@ def unless_out_of_memory(
         cleanup()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
     return None
 
 
@@ -170,6 +218,8 @@ def peak_memory(device: torch.device) -> int:
     process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":  # without a peak: what the allocator has taken, which it keeps
+        return torch.mps.driver_allocated_memory()
     try:
         import resource  # not on Windows
     except ImportError:
@@ -182,6 +232,8 @@ def held_memory(device: torch.device) -> int:
     """Return the bytes in use now, as :func:`peak_memory` counts them."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory()
     return psutil.Process().memory_info().rss
 
 
@@ -189,6 +241,9 @@ def reset_peak_memory(device: torch.device) -> None:
     """Reset the result of :func:`peak_memory` to the memory in use now. For a CPU, this works only on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        return
+    if device.type == "mps":
+        torch.mps.empty_cache()
         return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
@@ -200,6 +255,8 @@ def free_memory(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0] + (
             torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         )
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     limits = (
         _cgroup_room("memory.max", "memory.current", ""),
         _cgroup_room("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/"),

@@ -22,6 +22,7 @@ from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.distributed.sharded import ShardedModel
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
+from leaven.model.kernels import widened
 from leaven.model.loss import IGNORED
 from leaven.model.transformer import Transformer
 from leaven.planning.trainable import require_trainable
@@ -30,7 +31,7 @@ from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.clipping import Clipper
-from leaven.training.device import Peak, default_device, keep_freed_memory, known_peak
+from leaven.training.device import Peak, default_device, keep_freed_memory, known_peak, require_device
 from leaven.training.loop import Diverged
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.noise import NoiseMeasurement, NoiseScale
@@ -67,6 +68,7 @@ class Training:
         check_trainable(recipe, tokens, group)
         self.recipe = recipe
         self.device = torch.device(device) if device else default_device()
+        require_device(recipe, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
         self.group, self.dtype = group, DTYPES[recipe.precision.compute]
@@ -209,7 +211,7 @@ class Training:
             return None
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
-        targets = (first[1] != IGNORED).sum().double()
+        targets = widened((first[1] != IGNORED).sum())
         if self.group is not SINGLE_PROCESS:
             targets = self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
         return NoiseMeasurement(self.noise, self.sharded, targets, batch.targets, self._scale)
@@ -299,7 +301,7 @@ class Training:
     def _on_device(self, tokens: Tensor) -> Tensor:
         if self.device.type == "cuda":
             return tokens.contiguous().pin_memory().to(self.device, non_blocking=True)
-        return tokens
+        return tokens.to(self.device)
 
     def checkpoint(self) -> Checkpoint:
         """Return the part of the state that this process owns. The step count of a parameter belongs to the process

@@ -20,7 +20,14 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.training.device import free_memory, peak_memory, reset_peak_memory, unless_out_of_memory, wait
+from leaven.training.device import (
+    default_device,
+    free_memory,
+    peak_memory,
+    reset_peak_memory,
+    unless_out_of_memory,
+    wait,
+)
 from leaven.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -43,9 +50,10 @@ ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
 """Bytes that the uncompiled forward pass keeps for each value that the closed form counts: copies, and with autocast
 a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded up."""
 
-SHARE = {"cpu": 0.8, "cuda": 1.5}
+SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
 """Share of the free memory that the closed form may fill. On a CPU the system would kill a process that takes too
-much. An accelerator raises an error, so sizes that are slightly too large by the closed form are tried too."""
+much, and mps shares its memory. CUDA raises an error, so sizes that are slightly too large by the closed form are
+tried too."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +136,7 @@ def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
     recipe = as_started(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
-    size = rule_of_thumb(recipe, "cuda" if torch.cuda.is_available() else "cpu")
+    size = rule_of_thumb(recipe, default_device().type)
     why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward, not timed"}
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
 
@@ -157,7 +165,7 @@ def require_memory(recipe: Recipe) -> None:
     Raises:
         InputError: if by the planner's formula not even one sequence per forward pass fits into memory.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     weights = LEAVEN_BF16.weights * recipe.model.params
     _require(needed_memory(recipe, 1, device.type) + weights, device)
 

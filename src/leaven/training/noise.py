@@ -13,6 +13,7 @@ from torch import Tensor
 
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
 from leaven.distributed.sharded import ShardedModel
+from leaven.model.kernels import wide, widened
 
 KEEP = 0.95
 """The weight of the previous average at each measurement: about the last twenty count. A single estimate is as large
@@ -30,7 +31,7 @@ class NoiseScale:
 
     @classmethod
     def build(cls, every: int | None, device: torch.device) -> "NoiseScale | None":
-        return None if every is None else cls(every, torch.zeros(2, dtype=torch.float64, device=device))
+        return None if every is None else cls(every, torch.zeros(2, dtype=wide(device), device=device))
 
     def due(self, before: int, after: int) -> bool:
         """Return whether to measure the noise scale in a step that advances the run from ``before`` to ``after``
@@ -43,9 +44,9 @@ class NoiseScale:
 
         Return the noise scale in tokens, (). It is nan as long as the estimate of |G|^2 is not positive.
         """
-        small_squared, big_squared = small_norm.double() ** 2, big_norm.double() ** 2
-        noise = gradient_noise(small.double(), small_squared, big, big_squared)
-        found = torch.stack((noise, squared_gradient(small.double(), small_squared, big, big_squared)))
+        small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
+        noise = gradient_noise(widened(small), small_squared, big, big_squared)
+        found = torch.stack((noise, squared_gradient(widened(small), small_squared, big, big_squared)))
         self.averages = torch.where(found.isfinite().all(), KEEP * self.averages + (1 - KEEP) * found, self.averages)
         noise, signal = self.averages.unbind()
         return torch.where(signal > 0, noise / signal, torch.nan)
@@ -56,7 +57,7 @@ class NoiseScale:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore the averages; reset them if the checkpoint has none."""
         saved = state[_STATE] if _STATE in state else torch.zeros_like(self.averages)
-        self.averages = saved.to(self.averages.device, copy=True)
+        self.averages = saved.to(self.averages, copy=True)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leaven.distributed.sharded import ShardedModel
-from leaven.model.kernels import subtract_
+from leaven.model.kernels import subtract_, widened
 from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
 from leaven.recipe.recipe import Recipe
@@ -84,8 +84,8 @@ class Telemetry:
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
         self._before = []
-        head = torch.stack([value.double() for value in (*measured, updates.norm())])
-        values, ready = self._to_host(torch.cat((head, updates.double(), sizes.double())))
+        head = torch.stack([widened(value) for value in (*measured, updates.norm())])
+        values, ready = self._to_host(torch.cat((head, widened(updates), widened(sizes))))
         began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU the whole step
 
         def read(peak: Peak | None) -> Step:
@@ -125,7 +125,7 @@ class Telemetry:
         """Start a copy to the host. Return the copy and the event after which it is complete. A plain read would also
         wait for later steps."""
         if not values.is_cuda:
-            return values, None
+            return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         return host, self._mark()

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from leaven.documents.checks import VerdictRow
+from leaven.model.kernels import widened
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
 from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
 from leaven.verification.model_instance import ModelInstance, RunScale
@@ -182,7 +183,7 @@ class _FirstOutputs(Callback[StepResult]):
 
 
 def _squares(calls: Tensor) -> tuple[float, ...]:
-    values: list[float] = calls.to(torch.float64).square().mean((1, 2)).tolist()
+    values: list[float] = widened(calls).square().mean((1, 2)).tolist()
     return tuple(values)
 
 

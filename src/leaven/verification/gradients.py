@@ -32,6 +32,7 @@ from functools import partial
 from torch import Tensor
 
 from leaven.documents.checks import VerdictRow
+from leaven.model.kernels import widened
 from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
 from leaven.verification.invariants import invariants
 from leaven.verification.model_instance import ModelInstance
@@ -189,7 +190,7 @@ def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) ->
         label, values = instance.label(name), of(name, parameter)
         if label is not None and values is not None:
             total, count = sums.get(label, (0.0, 0))
-            sums[label] = (total + float(values.double().square().sum()), count + values.numel())
+            sums[label] = (total + float(widened(values).square().sum()), count + values.numel())
     return {label: math.sqrt(total / count) for label, (total, count) in sums.items()}
 
 
