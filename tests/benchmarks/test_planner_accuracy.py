@@ -149,22 +149,6 @@ def test_spellings_of_out_of_memory(tmp_path: Path, said: str, out: bool) -> Non
     assert (verdict.oom, verdict.ran) == (int(out), 0)
 
 
-@pytest.mark.parametrize(
-    ("ours", "other", "why"),
-    [
-        ("mbs: 2", "micro_batch: -1", "micro_batch is -1"),
-        ("gpus: 1536", "gpus: [8, 16]", "gpus is [8, 16]"),
-        ("gpus: 1536", "gpus: .inf", "gpus is inf"),
-    ],
-)
-def test_a_row_with_a_size_that_no_run_has_is_not_used(tmp_path: Path, ours: str, other: str, why: str) -> None:
-    verdict = one(tmp_path, (GPT % ("odd", "tflops: 148")).replace(ours, other))
-    assert dict(verdict.unused) == {f"row not used: {why}": 1}
-    assert not verdict.points
-    assert not verdict.params
-    assert not verdict.missed()
-
-
 def test_a_measurement_that_is_not_a_number_is_reported_and_a_share_is_a_percentage(tmp_path: Path) -> None:
     verdict = one(tmp_path, GPT % ("range", "tflops: 130-140"))
     assert dict(verdict.unused) == {"not compared: tflops is 130-140": 1}

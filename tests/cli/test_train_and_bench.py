@@ -108,28 +108,14 @@ def test_an_fp16_overflow_is_logged_as_a_skipped_step(leaven: Verb, tiny_file: P
     assert "  nan  " in err or "  inf  " in err
 
 
-@pytest.fixture
-def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, int], None]:
-    """As by a SIGTERM that comes when a run has so many steps."""
-
-    def at(run: Path, steps: int) -> None:
-        @contextmanager
-        def stopping() -> Iterator[Callable[[], bool]]:
-            yield lambda: len(RunFolder(run).metrics()) >= steps
-
-        monkeypatch.setattr(verb, "stopping", stopping)
-
-    return at
-
-
 def test_a_stop_on_a_full_disk_says_where_the_run_resumes(
-    leaven: Verb,
-    tiny_file: Path,
-    tmp_path: Path,
-    stopped_after: Callable[[Path, int], None],
-    monkeypatch: pytest.MonkeyPatch,
+    leaven: Verb, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, save = tmp_path / "run", leaven_checkpoint.save_file
+
+    @contextmanager
+    def after_six_steps() -> Iterator[Callable[[], bool]]:
+        yield lambda: len(RunFolder(run).metrics()) >= 6
 
     def full(tensors: Any, path: Path) -> None:
         if list(path.parent.glob("../tokens-*1024")):
@@ -137,7 +123,7 @@ def test_a_stop_on_a_full_disk_says_where_the_run_resumes(
         save(tensors, path)
 
     monkeypatch.setattr(leaven_checkpoint, "save_file", full)
-    stopped_after(run, 6)
+    monkeypatch.setattr(verb, "stopping", after_six_steps)
     code, _, err = leaven("train", tiny_file, "--run", run)
     assert code == 75
     message = "tokens, not saved (No space left on device); run the same command again to resume from 1,024 tokens"
