@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-# A sitecustomize, so that worker processes have it too. psutil exists for every system and uses what this one has.
+# A sitecustomize, so that worker processes have it too. psutil and asyncio have a part for each system.
 HIDING = """
-import ctypes, os, signal, sys
+import asyncio, ctypes, os, signal, sys
 import psutil
 
 for module in ("fcntl", "resource", "termios", "pwd", "grp"):

@@ -7,10 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+import yaml
 from tests.cli.conftest import Verb
+from tests.conftest import TINY
 
 import leaven as package
-from leaven.recipe.files import read_recipe
+from leaven.interop.model_card import model_card
+from leaven.recipe.files import parse_recipe, read_recipe
+from leaven.training.run_folder import RunFolder
+
+WITH_REASONS = (
+    TINY.replace('source = "SOURCE"', 'source = [{ source = "a.txt", weight = 3.0 }, { source = "b.txt" }]')
+    + '\n[why]\n"hyperparameters.lr" = "measured\\nhere"\n'
+)
 
 
 def test_exported_weights_load_in_transformers_and_train_again(
@@ -60,6 +69,42 @@ def test_exported_weights_load_in_transformers_and_train_again(
     wide = read_recipe(moved)
     assert wide.start.weights is None
     assert wide.why["start.weights"] == "left out: these weights have another shape"
+
+
+def test_an_exported_folder_has_a_model_card(leaven: Verb, scaled_run: Path, tmp_path: Path) -> None:
+    out, early = tmp_path / "out", tmp_path / "early"
+    assert leaven("export", "weights", scaled_run, out, "--data-license", "ODC-By 1.0 | see there")[0] == 0
+    card = (out / "README.md").read_text()
+    recipe = read_recipe(scaled_run / "recipe.toml")
+    head, _, rest = card.removeprefix("---\n").partition("---\n")
+    assert yaml.safe_load(head)["library_name"] == "transformers"
+    assert f"# {recipe.name}\n" in rest
+    assert f"| {recipe.data.source} | 100% | ODC-By 1.0 \\| see there |" in rest
+    last = [e for e in RunFolder(scaled_run).events() if e["event"] == "validation"][-1]
+    loss, bits = f"{last['loss']:.4f} nats per token", f"{last['bits_per_byte']:.4f} bits per byte"
+    assert f"| validation loss | {loss}, {bits} |" in rest
+    assert "not complete" not in rest
+    assert "at 10,240 tokens" not in rest
+    for path, reason in recipe.why.items():
+        assert f"| `{path}` | " in rest
+        assert reason in rest
+    text = rest.partition("```toml\n")[2].partition("\n```")[0]
+    assert parse_recipe(text, "README.md") == recipe
+
+    assert leaven("export", "weights", scaled_run, early, "--tokens", "5120", "--dtype", "bf16")[0] == 0
+    card = (early / "README.md").read_text()
+    assert "**The training is not complete**: these are the weights at 5,120 of 10,240 tokens." in card
+    assert f"| {recipe.data.source} | 100% | not stated |" in card
+    assert f"{last['loss']:.4f} nats" not in card
+    assert "| weights | bf16, multipliers folded in |" in card
+
+
+def test_the_card_of_a_recipe_with_reasons_and_several_sources() -> None:
+    recipe = parse_recipe(WITH_REASONS, "mixed.toml")
+    card = model_card(recipe, WITH_REASONS, architecture="X", tokens=4096, dtype="fp32", events=[])
+    assert "| `hyperparameters.lr` | 0.01 | measured here |" in card
+    assert "| a.txt | 75% | not stated |\n| b.txt | 25% | not stated |" in card
+    assert "| validation loss | not measured |" in card
 
 
 def test_sample_continues_a_text(leaven: Verb, scaled_run: Path) -> None:

@@ -32,12 +32,24 @@ def weights(
     ],
     to: Annotated[str, typer.Option(help="The format to write. Only huggingface is supported.")] = "huggingface",
     dtype: Annotated[str, typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")] = "fp32",
+    data_license: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="The licence of the training data, for the model card.", show_default="not stated"
+        ),
+    ] = None,
     tokens: TokensOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Write the model of a run as a folder that transformers can load, with multipliers folded into the weights."""
+    """Write the model of a run as a folder that transformers can load, with multipliers folded into the weights.
+
+    Its README.md is a model card with the recipe, the reasons for its values, the validation loss and the data.
+    """
+    from leaven.interop.architectures import holding
+    from leaven.interop.model_card import model_card
     from leaven.interop.weights import DTYPES, write_huggingface
     from leaven.training.load import load_run
+    from leaven.training.run_folder import RunFolder
 
     if to != "huggingface":
         raise InputError(f"--to {to} is not supported; type --to huggingface")
@@ -45,6 +57,16 @@ def weights(
         raise InputError(f"--dtype {dtype} is not supported; choose from {', '.join(DTYPES)}")
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
+    there = RunFolder(run.expanduser())
+    card = model_card(
+        loaded.recipe,
+        there.recipe_file.read_text(encoding="utf-8"),
+        architecture=holding(loaded.recipe.model).name,
+        tokens=loaded.tokens,
+        dtype=dtype,
+        events=there.events(),
+        licence=data_license,
+    )
     architecture = write_huggingface(
         folder,
         loaded.recipe.model,
@@ -52,6 +74,7 @@ def weights(
         loaded.weights,
         tokenizer=loaded.tokenizer_json,
         end_of_text=(str(loaded.tokenizer.id_to_token(loaded.end_of_text)), loaded.end_of_text),
+        card=card,
         dtype=dtype,
     )
     document = WeightsDocument(

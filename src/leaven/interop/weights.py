@@ -55,13 +55,15 @@ def write_huggingface(
     *,
     tokenizer: str,
     end_of_text: tuple[str, int],
+    card: str | None = None,
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
 ) -> Architecture:
     """Write a model into a new folder, atomically.
 
     ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
-    the token that ends a document, with its id. Weights larger than ``shard_bytes`` are split into several files.
+    the token that ends a document, with its id. ``card`` is the text of README.md. Weights larger than
+    ``shard_bytes`` are split into several files.
 
     Raises:
         InputError: if no architecture can represent the shape, or the folder is not empty or cannot be written.
@@ -96,7 +98,7 @@ def write_huggingface(
     texts = {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
     try:
         with new_folder(folder) as temporary:
-            for name, text in (texts | {"tokenizer.json": tokenizer}).items():
+            for name, text in (texts | {"tokenizer.json": tokenizer} | ({"README.md": card} if card else {})).items():
                 (temporary / name).write_text(text, encoding="utf-8")
             mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
             for file, shard in shards.items():

@@ -285,7 +285,7 @@ def region(
     features = Features(points[np.argmax(ended)] if left else np.zeros(len(low)), scale, axes.levels)
     seen = features.of(points)
     if noise is None:
-        noise = pooled_noise(zip(map(Array.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
+        noise = pooled_noise(zip(map(np.ndarray.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
     surrogate, divergence = fit_surrogate(seen[ended], losses[ended], noise), fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
     # A trial that finished beyond the divergence boundary cannot be the incumbent: its neighbours diverge.

@@ -1,0 +1,60 @@
+"""Writes the model card (README.md) of an exported model: recipe, reasons, loss and licence of the data."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from leaven import __version__
+from leaven.recipe.recipe import Recipe, flatten
+from leaven.recipe.units import format_quantity
+
+STDLIB_LICENCE = "PSF-2.0 (the source code of Python's standard library)"
+
+
+def model_card(
+    recipe: Recipe,
+    text: str,
+    *,
+    architecture: str,
+    tokens: int,
+    dtype: str,
+    events: Iterable[Mapping[str, Any]],
+    licence: str | None = None,
+) -> str:
+    """Return the model card of a run's checkpoint as Markdown.
+
+    ``text`` is the recipe's file, ``tokens`` those of the checkpoint, and ``events`` are those of the run, from which
+    the newest validation loss up to the checkpoint is taken. ``licence`` is that of the data.
+    """
+    measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
+    if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:
+        licence = STDLIB_LICENCE
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    return environment.get_template("model_card.md.j2").render(
+        recipe=recipe,
+        text=text.strip(),
+        architecture=architecture,
+        tokens=tokens,
+        finished=tokens >= recipe.data.tokens,
+        dtype=dtype,
+        validation=measured[-1] if measured else None,
+        licence=licence,
+        version=__version__,
+        values=flatten(recipe.model_dump()),
+        quantity=format_quantity,
+        cell=_cell,
+    )
+
+
+def _cell(value: object) -> str:
+    """Return a value as one cell of a Markdown table."""
+    return " ".join(str(value).split()).replace("|", "\\|")
