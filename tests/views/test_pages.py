@@ -32,8 +32,7 @@ RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
     "demo": ("0.140 nats better than the same values copied", RUN | {"search"}),
     "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
-    "study": ("is the best of 64", {"search", "curves", "ahead", "timeline", "depth"}),
-    "study of durations": ("is the best of 30", {"search", "curves", "ahead", "front", "timeline"}),
+    "study": ("is the best of 64", {"search", "curves", "ahead", "front", "timeline", "depth"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
@@ -43,16 +42,12 @@ PAGES: dict[str, tuple[str, set[str]]] = {
 
 def write(name: str, demo: Path, folder: Path) -> Path:
     out = folder / f"{name}.html"
-    modules = studied.study()
     plan = planned("1f1b")
     price = Price(amount=2.5, currency="$")
     made: dict[str, Callable[[], str]] = {
         "demo": lambda: folder_page(write_demo(folder / "hostile", hostile=HOSTILE)),
         "run": lambda: folder_page(demo / "runs/copied"),
-        "study": lambda: folder_page(studied.write(folder / "modules", modules)),
-        "study of durations": lambda: folder_page(
-            studied.write(folder / "durations", studied.durations(studied.study(4, 30, 1)))
-        ),
+        "study": lambda: folder_page(studied.write(folder / "study", studied.durations(studied.study(14)))),
         "catalogue": lambda: catalogue_page(load_runs()),
         "check of slopes": lambda: check_page(slopes_check()),
         "check of runs": lambda: folder_page(write_losses_check(folder / "check")),
@@ -194,7 +189,7 @@ def browser(tmp_path_factory):
 
 
 @needs_browser
-@pytest.mark.parametrize("name", ["demo", "study", "study of durations", "catalogue", "check of slopes", "plan"])
+@pytest.mark.parametrize("name", ["demo", "study", "catalogue", "check of slopes", "plan"])
 def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, Path], name: str):
     page = pages[name]
     browser.window(390, dark=name in {"study", "plan"})
