@@ -127,12 +127,6 @@ def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_source_of_only_broken_files_has_no_text(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(LINES)[:-2_000])
-    with pytest.raises(InputError, match="contains no text"):
-        opened(tmp_path / "x.jsonl.gz", share=1.0)
-
-
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
     rows = [f"row {number}".encode() for number in range(600)]
     rows[300] = b"caf\xe9"

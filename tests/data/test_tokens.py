@@ -1,4 +1,3 @@
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,11 +104,6 @@ def test_a_second_call_reads_the_cache(source: str, prepared: TokenSet, monkeypa
     assert again.tokenizer_path == prepared.tokenizer_path
 
 
-def test_the_fingerprint_depends_on_the_content(source: str, prepared: TokenSet, tmp_path: Path) -> None:
-    assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
-    assert prepare(source, "bpe", 301, tmp_path).fingerprint != prepared.fingerprint
-
-
 def test_the_cache_folder_follows_the_environment(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,16 +129,6 @@ def test_progress_reaches_the_total_in_every_stage(source: str, tmp_path: Path) 
         assert done[-1] == open_corpus(source).n_bytes
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "false"), ("true", "true")])
-def test_tokenizers_use_one_thread_after_preparing(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None, after: str
-) -> None:
-    if before:
-        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
-    prepare(source, "bpe", 300, tmp_path)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == after
-
-
 def test_a_long_document_is_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leaven.data.tokenizer.PIECE_CHARACTERS", 100)
     monkeypatch.setattr("leaven.data.tokenizer.TRAINING_BYTES", 3_000)
@@ -166,15 +150,6 @@ def test_a_given_tokenizer_is_used_without_truncation_or_padding(tmp_path: Path)
     # The file asks for truncation to three tokens and padding to five.
     assert found.train[:7].tolist() == [5, 69_999, 7, 8, 9, 0, 5]
     assert found.validation[-1:].tolist() == [1]
-
-
-def test_the_cache_depends_on_the_tokenizer_file(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("word5 word9\n" * 100)
-    path = tmp_path / "tokenizer.json"
-    first = prepare(f"{tmp_path}/*.txt", str(word_tokenizer(path, 20)), 64, tmp_path)
-    second = prepare(f"{tmp_path}/*.txt", str(word_tokenizer(path, 8)), 64, tmp_path)
-    assert first.fingerprint != second.fingerprint
-    assert first.tokenizer_path != second.tokenizer_path
 
 
 def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
@@ -336,12 +311,3 @@ def test_each_source_gives_the_tokenizer_an_equal_share(tmp_path: Path, monkeypa
     texts = [[document.text for document in corpus.documents() if not document.validation] for corpus in corpora]
     # The first source has 12,000 bytes and a share of 4,000: every third document.
     assert sample == texts[0][::3] + texts[1]
-
-
-def test_the_tokenizer_of_a_mixture_does_not_depend_on_weights(tmp_path: Path) -> None:
-    data = mixed(tmp_path, 1, 1).model_copy(update={"tokenizer": "bpe"})
-    tokens = prepare_data(data, 300, tmp_path)
-    tokenizer = Tokenizer.from_file(str(tokens.tokenizer_path))
-    assert {"aaaa", "bbbb"} <= set(tokenizer.get_vocab())
-    other = mixed(tmp_path, 9, 1).model_copy(update={"tokenizer": "bpe"})
-    assert prepare_data(other, 300, tmp_path).tokenizer_path == tokens.tokenizer_path

@@ -32,12 +32,6 @@ def test_gather_and_broadcast() -> None:
     assert len({name for name, _, _ in first}) == 3
 
 
-def test_a_single_process_does_not_wait() -> None:
-    exchange = Exchange()
-    assert exchange.gather("mine") == ["mine"]
-    assert exchange.broadcast(None) is None
-
-
 def test_values_of_an_earlier_start_are_ignored() -> None:
     """On a store that outlives the processes, as torchrun's does."""
     store = dist.HashStore()

@@ -49,15 +49,6 @@ def test_a_proposal_without_full_agreement_is_ignored() -> None:
     assert again[2].get("key") == b"value"
 
 
-@pytest.mark.parametrize(("before", "then"), [(2, 4), (4, 2)])
-def test_a_store_used_by_another_number_of_processes(before: int, then: int) -> None:
-    store = HashStore()
-    met(store, before)
-    first, *others = met(store, then)
-    first.set("key", "value")
-    assert all(other.get("key") == b"value" for other in others)
-
-
 def test_the_error_names_missing_ranks() -> None:
     with pytest.raises(TimeoutError, match="rank 1, 2 did not connect"):
         private_store(HashStore(), 0, 3, SHORT)

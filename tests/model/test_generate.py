@@ -39,11 +39,6 @@ def test_extreme_settings_choose_the_likeliest_token(hot: Sampling) -> None:
     assert hot.probabilities(logits)[logits.argmax()] == 1.0
 
 
-def test_a_huge_temperature_gives_equal_probabilities() -> None:
-    logits = torch.randn(60, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(Sampling(1e308).probabilities(logits), torch.full((60,), 1 / 60, dtype=torch.float64))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -106,12 +101,6 @@ def test_greedy_search_equals_that_of_transformers() -> None:
     found = drawn(ours, [3, 1, 4], sampling=Sampling(temperature=0), max_tokens=30)
     assert found == expected[0, 3:].tolist()
     assert len(set(found)) > 3
-
-
-def test_tokens_depend_on_the_seed() -> None:
-    made = model()
-    assert drawn(made, [1, 2], 5) == drawn(made, [1, 2], 5)
-    assert drawn(made, [1, 2], 5) != drawn(made, [1, 2], 6)
 
 
 def test_tokens_are_drawn_by_their_probabilities() -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from leaven.model.kernels import gate, multiply_, norms, softmax_backward, subtract_
+from leaven.model.kernels import gate, softmax_backward
 
 SHAPES = [(3,), (4, 5), (2, 3, 4)]
 
@@ -10,26 +10,6 @@ SHAPES = [(3,), (4, 5), (2, 3, 4)]
 def tensors(seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
-
-
-def test_norms() -> None:
-    some = tensors(0)
-    torch.testing.assert_close(norms(some), torch.tensor([float(t.pow(2).sum()) ** 0.5 for t in some]))
-
-
-def test_multiply() -> None:
-    some, like = tensors(0), tensors(0)
-    multiply_(some, torch.tensor(3.0))
-    assert all(torch.equal(a, 3 * b) for a, b in zip(some, like, strict=True))
-    some = tensors(0)
-    multiply_(some, torch.tensor([1.0, 2.0, 4.0]))
-    assert all(torch.equal(a, f * b) for a, b, f in zip(some, like, (1.0, 2.0, 4.0), strict=True))
-
-
-def test_subtract() -> None:
-    some = tensors(0)
-    subtract_(some, tensors(1))
-    assert all(torch.equal(a, b - c) for a, b, c in zip(some, tensors(0), tensors(1), strict=True))
 
 
 def test_a_gated_adam_step_changes_nothing() -> None:

@@ -10,7 +10,7 @@ from leaven.distributed.stage import Stage
 from leaven.documents.planning import BenchSpeed
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
-from leaven.training.bench import batches_of, bench, choose, micro_batches_of
+from leaven.training.bench import bench, choose
 
 
 def test_every_micro_batch_up_to_every_global_batch(tiny: Recipe, tokens: TokenSet) -> None:
@@ -76,26 +76,3 @@ def test_a_stop_or_a_limit_keeps_what_was_measured(tiny: Recipe, tokens: TokenSe
     assert [row.global_batch for row in found.rows] == [1, 2]
     assert not found.whole
     assert [row.global_batch for row in bench(tiny, tokens, [1], [1, 2], limit_seconds=0).rows] == [1]
-
-
-def test_the_choice_ignores_a_global_batch_that_was_interrupted(tiny: Recipe, tokens: TokenSet) -> None:
-    for cells, unfinished, chosen in ((1, 2, None), (2, None, 2), (3, 4, 2)):
-        done = [0]
-        found = bench(
-            tiny,
-            tokens,
-            [1, 2, 4],
-            [2, 4],
-            limit_seconds=600,
-            share=0.01,
-            on_row=lambda count, total, done=done: done.append(count),
-            stop=lambda done=done, cells=cells: done[-1] == cells,
-        )
-        assert (len(found.rows), found.unfinished, found.whole) == (cells, unfinished, False)
-        assert (found.choose and found.choose.ramp_start.global_batch) == chosen
-
-
-def test_default_batches(tiny: Recipe) -> None:
-    assert batches_of(tiny) == [1, 2, 4, 8]
-    assert batches_of(tiny.replace({"batch.tokens": 32 * 1_000})) == [16, 32, 63, 125, 250, 500, 1_000]
-    assert micro_batches_of(tiny.replace({"batch.tokens": 32 * 12})) == [1, 2, 4, 8, 12]

@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from leaven.data.tokens import TokenSet
 from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.training.clipping import Clipper
-from leaven.training.engine import Training
 
 Gradients = dict[str, torch.Tensor]
 
@@ -82,10 +80,3 @@ def test_no_limit_touches_nothing(tiny: Recipe) -> None:
     for mode in ("global", "per-module", "running"):
         for _, before, after in clipped(tiny, Clip(mode=mode, limit=0.0), [1.0, 1e6]):
             assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_plain_number_is_the_global_form(tiny: Recipe, tokens: TokenSet) -> None:
-    table = tiny.replace({"hyperparameters.grad_clip": {"mode": "global", "limit": 1.0}})
-    assert table.hyperparameters.grad_clip == tiny.hyperparameters.grad_clip
-    plain, stated = Training(tiny, tokens), Training(table, tokens)
-    assert [plain.step().loss for _ in range(3)] == [stated.step().loss for _ in range(3)]

@@ -176,17 +176,3 @@ def test_a_run_starts_from_weights_and_is_resumed(
     train(recipe, tokens, tmp_path / "parts", stop=lambda: next(lines, None) is None)
     resumed = train(recipe, tokens, tmp_path / "parts")
     assert resumed.loss == whole.loss
-
-
-def test_an_adopted_recipe_names_the_source_of_every_value(adopted: Recipe, tmp_path: Path) -> None:
-    folder = tmp_path / "exported"
-    assert adopted.start.weights == str(folder)
-    assert adopted.data.tokenizer == str(folder / "tokenizer.json")
-    assert adopted.why["model.d_model"] == f"hidden_size of {folder}/config.json"
-    assert "Qwen3ForCausalLM" in adopted.why["model.qk_norm"]
-    for path in ("data.tokens", "batch.tokens", "hyperparameters.lr", "hyperparameters.init_std", "start.weights"):
-        assert adopted.why[path]
-    assert adopted.hyperparameters.init_std == 0.02
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(InputError, match=r"no tokenizer.json; save the model's tokenizer there"):
-        recipe_from(read_huggingface(folder), "adopted", source="x")

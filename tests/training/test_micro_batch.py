@@ -183,14 +183,6 @@ def _room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
     monkeypatch.setattr(Stage, "forward", limited)
 
 
-def test_a_stop_does_not_wait_for_the_timing(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    asked = iter(range(100))
-    summary = train(tiny.replace(LONG), tokens, tmp_path / "run", stop=lambda: next(asked) >= 3)
-    assert (summary.finished, summary.steps, summary.unsaved) == (False, 0, "before its first step")
-    assert next(asked) == 4  # no trial was begun after it
-    assert not (tmp_path / "run").exists()
-
-
 def test_on_a_cpu_only_sizes_that_fit_are_tried(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

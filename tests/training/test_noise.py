@@ -12,7 +12,6 @@ from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.training.micro_batch import rule_of_thumb, settle
 from leaven.training.noise import KEEP, NoiseScale
 
 KEY = "stability.noise_scale_every_tokens"
@@ -92,17 +91,6 @@ def test_the_noise_scale_is_measured_every_so_many_tokens(measured: Recipe, toke
     assert seen == [False, False, False, True, False, False, False, True]  # at 1,024 and 2,048 tokens
 
 
-def test_a_checkpoint_without_averages_resets_them() -> None:
-    noise = NoiseScale.build(1, torch.device("cpu"))
-    assert noise is not None
-    noise.add(torch.tensor(1.0), torch.tensor(2.0), 2, torch.tensor(1.5))
-    saved = {name: tensor.clone() for name, tensor in noise.state_dict().items()}
-    noise.load_state_dict({})
-    assert noise.averages.tolist() == [0, 0]
-    noise.load_state_dict(saved)
-    assert noise.averages.tolist() == pytest.approx([0.05 * 3.5, 0.05 * 0.5])
-
-
 def test_steps_without_a_finite_estimate_do_not_change_the_averages() -> None:
     noise = NoiseScale.build(1, torch.device("cpu"))
     assert noise is not None
@@ -140,11 +128,3 @@ def test_recipes_without_two_gradients_are_refused(
         require_trainable(measured.replace(changes), processes)
     assert "\n" not in str(refused.value)
     require_trainable(measured.replace({**changes, KEY: None}), processes)
-
-
-def test_an_automatic_micro_batch_is_at_most_half_a_batch(measured: Recipe, tokens: TokenSet) -> None:
-    recipe = measured.replace({"batch.micro_batch": "auto"})
-    assert rule_of_thumb(recipe, "cpu") == 4 < rule_of_thumb(recipe.replace({KEY: None}), "cpu") == 8
-    assert settle(Training(recipe, tokens)).micro_batch == 4
-    longer = recipe.replace({"data.tokens": 1_024_000})  # long enough to be timed
-    assert max(timing.micro_batch for timing in settle(Training(longer, tokens)).timings) == 4

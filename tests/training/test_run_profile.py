@@ -120,14 +120,6 @@ def test_errors_of_the_profile_do_not_stop_a_run(
     assert alone.read_text() == "in the way"
 
 
-def test_runs_side_by_side_do_not_enter_the_history(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
-) -> None:
-    train(tiny, tokens, tmp_path / "run", history=False)
-    assert rows(tmp_path / "run")[0]["measured"]
-    assert history(alone) == []
-
-
 def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
     """By hand: the first three take long, and one of the others does."""
     measured = RunProfile(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -194,18 +194,6 @@ def test_branches_resume_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: 
         retried = train_trial(recipe, durations=DURATIONS, checkpoint=folder, checkpoint_seconds=0)
     assert results(retried) == results(whole)
     assert done == [*range(12, 17), *range(12, 25)]
-
-
-def test_a_branch_that_diverges_leaves_the_trunk_alone(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny.replace(WSD)
-    whole = train_trial(recipe, durations=DURATIONS)
-    evaluate: Callable[[Training], float] = Training.evaluate
-    monkeypatch.setattr(
-        Training, "evaluate", lambda self: math.nan if self.recipe.data.tokens == DURATIONS[0] else evaluate(self)
-    )
-    hurt = train_trial(recipe, durations=DURATIONS)
-    assert hurt.branches == whole.branches[1:]
-    assert (hurt.loss, hurt.tokens) == (whole.loss, whole.tokens)
 
 
 def test_a_branch_shorter_than_a_quarter_of_the_longest_diverges_by_its_mean(

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -15,9 +14,8 @@ from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, 
 from leaven.tuning.algorithm.confirmation import Confirmation, confirm, to_confirm
 from leaven.tuning.algorithm.noise_estimate import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
-from leaven.tuning.document import Answer, Best, Coordinate, Dimension, StudyDocument, StudyTrial
+from leaven.tuning.document import Answer, Dimension, StudyDocument, StudyTrial
 from leaven.tuning.service.results import ped_anova, reason
-from leaven.views.terminal.study import answer_text
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -150,7 +148,7 @@ def test_without_reruns_there_is_no_best_but_a_predicted_point() -> None:
     assert len(found.coordinates) == 4
 
 
-@pytest.mark.parametrize("noise", [0.01, 0.03, 0.1, 0.3, 2.0])
+@pytest.mark.parametrize("noise", [0.01, 0.1, 2.0])
 def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     trials = study()
     _, fewest, promise, *_ = (np.array(list(x.values())) for x in finalists(trials, Axes.of(DIMENSIONS), noise))
@@ -216,11 +214,6 @@ def test_a_run_that_chose_is_not_fresh() -> None:
     assert (found.point, found.losses, found.fresh) == (BETTER, (2.9,), 0)
 
 
-def test_one_of_two_confirmation_runs_does_not_change_the_point_to_confirm() -> None:
-    half = {BETTER: {1: 2.95, 2: 2.95}, LUCKY: {1: 2.9, 2: 2.9, 3: 3.3}, START: {3: 2.5}}
-    assert to_confirm(confirmed_with(half)[0], PATHS, 0.02) == LUCKY
-
-
 def test_the_fewest_changes_are_measured() -> None:
     near = [1.0, -0.5, 0.0, 0.0]  # costs 0.0675
     trials = study([OPTIMUM, near], 0.0)
@@ -251,12 +244,6 @@ def test_finalists_are_the_best_trial_the_fewest_changes_the_prediction_and_the_
     assert finalists([trial(0, [0, 0, 0, 0], math.inf)], Axes.of(DIMENSIONS), None) == []
 
 
-def test_an_outlier_is_the_last_finalist() -> None:
-    near = [trial(k, OPTIMUM + 0.02 * np.eye(4)[k % 4] * k, 3.0 + 1e-4 * k) for k in range(20)]
-    far = trial(20, [-2.9, 2.9, -2.9, 2.9], 3.9)
-    assert finalists([*near, far], Axes.of(DIMENSIONS), 0.01)[-1] == far.octaves
-
-
 def test_a_pruned_trial_counts_in_the_surrogate_and_not_in_the_noise() -> None:
     trials = study([OPTIMUM])
     expected = [dataclasses.replace(run, state="stopped") if 10 <= run.number < 40 else run for run in trials]
@@ -265,59 +252,10 @@ def test_a_pruned_trial_counts_in_the_surrogate_and_not_in_the_noise() -> None:
     assert answer([*trials, again], DIMENSIONS).noise_floor == answer(trials, DIMENSIONS).noise_floor
 
 
-def test_the_text_of_an_answer() -> None:
-    text = answer_text(answer(study([OPTIMUM]), DIMENSIONS, 0.02))
-    assert [line.split()[0] for line in text if line[0] != " "] == ["best", "noise", "mattered", "fewest", "not"]
-    rows = text[text.index(next(line for line in text if line.startswith("mattered"))) :][:4]
-    assert len({len(row) for row in rows}) == 1
-    assert {row.split()[0] for row in rows[1:]} == {"lr", "embedding.lr", "beta1"}
-    # Before any confirmation, and after: the start has no gains.
-    at_start = [trial(k, [0, 0, 0, 0], 3.0 + k / 100, seed=k, purpose="noise" if k else "search") for k in range(2)]
-    worse = [trial(3 + k, x, 3.5, seed=0) for k, x in enumerate(np.eye(4))]
-    for trials, why in ((at_start, "nothing else was run"), ([*at_start, *worse], "nothing was found that is")):
-        told = "\n".join(answer_text(answer(trials, DIMENSIONS, over=True)))
-        assert f"the start itself: {why}" in told
-        assert "gained" not in told
-    assert answer_text(answer([], DIMENSIONS)) == []
-
-
-def answer_with(gains: dict[str, tuple[float, float, bool]]) -> Answer:
-    """Return an answer one octave up; ``gains``: the gain, its deviation, and whether the value was worth tuning."""
-    coordinates = tuple(
-        Coordinate(path, 1.0, (-5.55, 1.0), gain, 0.5, worth, gain_deviation=deviation)
-        for path, (gain, deviation, worth) in gains.items()
-    )
-    octaves = dict.fromkeys(gains, 1.0)
-    best = Best(5, 3.5, (3.4, 3.6), 2, 2)
-    return Answer(
-        best=best,
-        octaves=octaves,
-        noise_floor=0.03,
-        noise_runs=2,
-        coordinates=coordinates,
-        fewest=best,
-        fewest_octaves=octaves,
-        fewest_cost=0.0,
-        gain=0.7,
-        dimensions=DIMENSIONS,
-    )
-
-
 def document_of(found: Answer) -> StudyDocument:
     """A study of 64 trials with that answer."""
     trials = (trial(0, [0.0] * 4, 3.0),) * 64
     return StudyDocument(**vars(found), name="wheat", method="trust-region", space=PATHS, trials=trials)
-
-
-def test_uncertain_gains_are_not_called_small() -> None:
-    """A gain of five times the noise with a large deviation, and a loss: neither is below the noise."""
-    found = answer_with({PATHS[0]: (0.1428, 0.194, False), PATHS[1]: (-0.2, 0.02, False), PATHS[3]: (0.4, 0.1, True)})
-    assert answer_text(found)[-1] == "unsure     2 not known to have gained more than the noise: -0.0572 together"
-    at = SimpleNamespace(values=lambda _: dict.fromkeys(PATHS, 0.008))
-    reasons = {path: reason(path, document_of(found), at) for path in found.octaves}
-    costs = "0.008 at the start costs "
-    assert reasons[PATHS[0]].endswith(costs + "+0.1428 +-0.1940, not known to be more than the noise")
-    assert reasons[PATHS[3]].endswith(costs + "+0.4000 +-0.1000")
 
 
 def test_a_best_value_at_the_end_of_its_range_is_named() -> None:
@@ -325,9 +263,6 @@ def test_a_best_value_at_the_end_of_its_range_is_named() -> None:
     narrow = (dataclasses.replace(DIMENSIONS[0], high=1.0), dataclasses.replace(DIMENSIONS[1], low=-0.51))
     found = answer(trials, (*narrow, *DIMENSIONS[2:]), 0.02)
     assert {each.path for each in found.coordinates if each.at_end} == set(PATHS[:2])
-    told = "\n".join(answer_text(found))
-    assert f'[tuning.octaves] "{PATHS[0]}" = [-3, 3]' in told
-    assert f'[tuning.octaves] "{PATHS[1]}" = [-3, 3]' in told
     # A natural limit, beyond which nothing lies, is not named.
     natural = tuple(dataclasses.replace(d, ends=("", "")) for d in narrow)
     assert not [each for each in answer(trials, (*natural, *DIMENSIONS[2:]), 0.02).coordinates if each.at_end]
@@ -346,15 +281,6 @@ def test_a_reason_has_the_study_the_interval_and_the_flat_region() -> None:
     low, high = beta.split("as good between ")[1].split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
     assert eps.endswith("; as at the start")
-
-
-def test_the_reasons_of_the_fewest_changes() -> None:
-    found = answer(study([OPTIMUM, [1.0, -0.5, 0.0, 0.0]]), DIMENSIONS, 0.1)
-    at = SimpleNamespace(values=lambda _: dict.fromkeys(PATHS, 0.01))
-    moved, left = (reason(path, document_of(found), at, fewest=True) for path in (PATHS[0], PATHS[3]))
-    assert moved.startswith("study wheat, trial 65 (trust-region, 64 trials); validation loss 3.0675, 95% interval ")
-    assert moved.endswith("; the fewest changes that are as good within the noise; 0.01 at the start")
-    assert left == moved.removesuffix("0.01 at the start") + "as at the start"
 
 
 def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean() -> None:
@@ -397,10 +323,3 @@ def test_answers_on_landscapes_are_mostly_true() -> None:
     assert share["small true"] > 0.7
     assert share["ours"] > 0.4
     assert share["interval"] == 1
-
-
-def test_importances_of_equal_losses_do_not_warn() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        shares = ped_anova(np.random.default_rng(0).normal(size=(20, 2)), np.full(20, 3.0))
-    assert shares.tolist() == [0.5, 0.5]

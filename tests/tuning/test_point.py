@@ -139,11 +139,6 @@ def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares:
         assert column(before, other) == column(after, other)
 
 
-def test_two_points_of_one_profile_move_together() -> None:
-    there = moved(RECIPE, {"hyperparameters.depth.lr[0]": 1.0, "hyperparameters.depth.lr[2]": -1.0})
-    assert there.hyperparameters.depth.lr == (2.2, 1.1, 0.55)
-
-
 @given(st.floats(-2, 2))
 def test_a_batch_is_whole_sequences_and_its_ramp_moves_with_it(octaves: float) -> None:
     there = moved(RECIPE, {"batch.tokens": octaves})

@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from optuna.storages import InMemoryStorage
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.point import values
 from leaven.tuning.service.samplers import BEST, LEAST, METHODS, box
 from leaven.tuning.service.search_loop import Proposal
@@ -63,18 +61,6 @@ def test_an_optimum_outside_of_the_first_box_is_found(tiny: Recipe) -> None:
     assert found.loss < 3.06
 
 
-@pytest.mark.parametrize("method", ["random", "tpe", "cma"])
-def test_other_methods_leave_the_first_box_too(tiny: Recipe, method: str) -> None:
-    start = tiny.replace({"hyperparameters.beta1": 0.27})
-    around = space(start, "hyperparameters.beta1,hyperparameters.residual")
-    found = found_in(around, planted(start, beta1=0.95, residual=1 / 20), method)
-    first = around.near["hyperparameters.beta1"][0]
-    assert min(trial.params["hyperparameters.beta1"] for trial in found.trials) < first
-    assert found.loss < planted(start, beta1=0.95, residual=1 / 20)(
-        {"hyperparameters.beta1": first, "hyperparameters.residual": -3.0}
-    )
-
-
 def test_the_box_grows_only_where_the_best_points_are_at_its_end() -> None:
     axes = Axes({"a": (-8.0, 8.0), "b": (-8.0, 2.5)}, near={"a": (-2.0, 2.0), "b": (-2.0, 2.0)})
     rng = np.random.default_rng(0)
@@ -91,17 +77,6 @@ def test_the_box_grows_only_where_the_best_points_are_at_its_end() -> None:
     assert box(points, np.full(40, np.inf), axes)[1].tolist() == [2, 2]
     assert box(points[: LEAST - 1], -points[: LEAST - 1, 0], axes)[1].tolist() == [2, 2]
     assert BEST < LEAST
-
-
-def test_a_region_reaches_a_step_beyond_its_incumbent() -> None:
-    line = np.linspace(0, 3, 13)[:, None]
-    now = region(Axes({"a": (-12.0, 12.0)}, near={"a": (-3.0, 3.0)}), line, 3.0 - line[:, 0], 0.01)
-    assert now.incumbent[0] == 3
-    assert (now.low[0], now.high[0]) == (-3, 4)
-    proposals = [now.proposal(np.random.default_rng(seed))[0] for seed in range(20)]
-    assert 3 < max(proposals) <= 4
-    limited = region(Axes({"a": (-12.0, 3.5)}, near={"a": (-3.0, 3.0)}), line, 3.0 - line[:, 0], 0.01)
-    assert limited.high[0] == 3.5
 
 
 def chosen(octaves: dict[str, float]) -> float:
@@ -131,14 +106,6 @@ def test_a_choice_that_diverges_is_avoided(tiny: Recipe) -> None:
     )
     assert found.params["schedule.decay"] != 2
     assert sum(trial.params["schedule.decay"] == 2 for trial in found.trials) < 12
-
-
-def test_a_start_may_be_at_any_level() -> None:
-    found = search(
-        lambda x: 3 + (x["a"] != 0) + x["b"] ** 2, {"a": range(3), "b": (-3, 3)}, {"a": 2, "b": 1}, 30, noise=1e-3
-    )
-    assert found.trials[0].params == {"a": 2.0, "b": 1.0}
-    assert found.params["a"] == 0
 
 
 @pytest.mark.parametrize(("start", "best"), [(0.0, 0.17), (0.3, 0.0)])
@@ -171,16 +138,6 @@ def test_an_interrupted_search_proposes_the_same_points(tiny: Recipe, method: st
     assert parts.params == whole.params
     first = around.near["hyperparameters.beta1"][0]
     assert min(trial.params["hyperparameters.beta1"] for trial in parts.trials) < first
-
-
-def test_two_commands_agree_on_the_answer(tiny: Recipe, tmp_path: Path) -> None:
-    start = tiny.replace({"hyperparameters.beta1": 0.27})
-    around, loss = space(start, "hyperparameters.beta1,schedule.decay"), planted(start, beta1=0.98)
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(found_in, around, loss, trials=24, storage=tmp_path / "both.log") for _ in range(2)]
-        first, second = (each.result() for each in both)
-    assert first == second
-    assert len(first.trials) == 24
 
 
 def test_a_run_is_pruned_against_runs_with_the_same_choices(tiny: Recipe) -> None:

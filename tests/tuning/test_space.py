@@ -259,13 +259,6 @@ def test_a_choice_is_between_levels(tiny: Recipe) -> None:
     assert dimension(tiny.replace({"schedule.decay": "inverse_sqrt"}), "schedule.decay").levels[0] == "inverse_sqrt"
 
 
-def test_clipping_keeps_its_form(tiny: Recipe) -> None:
-    running = tiny.replace({"hyperparameters.grad_clip": {"mode": "running", "limit": 2.0}})
-    clip = moved(running, {"hyperparameters.grad_clip": -1.0}).hyperparameters.grad_clip
-    assert (clip.mode, clip.limit) == ("running", 1.0)
-    assert ends(tiny, "hyperparameters.grad_clip") == pytest.approx([0.01, 100])
-
-
 def test_a_shorter_run_has_the_values_that_the_rule_gives_it(tiny: Recipe) -> None:
     long = tiny.replace({"data.tokens": 409_600})
     assert ends(long, "data.tokens") == [51_200, 409_600]

@@ -441,24 +441,6 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.usefixtures("in_this_process")
-def test_results_of_a_study_whose_store_is_gone_are_not_overwritten(
-    study: Callable[..., Study], tmp_path: Path
-) -> None:
-    with study() as opened:
-        opened.run(1, 1)
-    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
-    kept = results.read_bytes()
-    for prepare_store in (journal.unlink, journal.touch):  # missing, then empty
-        prepare_store()
-        with pytest.raises(InputError, match="has the results of 1 trials, and --study .* has none of them"), study():
-            pass
-    other = f"sqlite:///{tmp_path / 'other.db'}"
-    with pytest.raises(InputError, match="bring the store back, or use another folder"), study(store=other):
-        pass
-    assert results.read_bytes() == kept
-
-
 def tree(folder: Path) -> dict[Path, bytes | None]:
     """All that is in a folder."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}

@@ -126,14 +126,6 @@ def test_the_incumbent_changes_only_for_more_than_the_noise() -> None:
     assert (equal.since, better.since) == (7, 3)
 
 
-def test_one_lucky_trial_does_not_become_the_incumbent() -> None:
-    points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
-    losses = valley(points) + np.random.default_rng(6).normal(0, 0.02, 60)
-    worst = int(np.argmax(losses))
-    losses[worst] = losses.min() - 0.05
-    assert not np.array_equal(look(points, losses, 0.02).incumbent, points[worst])
-
-
 def test_a_very_high_loss_counts_as_divergence_and_not_in_the_surrogate() -> None:
     points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
     losses = valley(points)
@@ -167,8 +159,7 @@ def test_divergence_lowers_the_lr_before_there_is_any_result() -> None:
     assert steps(nameless) > 1.2 * free
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("dimensions", [12, 30])
+@pytest.mark.parametrize(("dimensions", "workers"), [(12, 4), (30, 1)])
 def test_a_start_that_diverges_is_left_by_lowering_the_lr(dimensions: int, workers: int) -> None:
     """The start is 1.5 octaves of learning rate beyond the divergence boundary."""
     truth, chance = landscape(dimensions, dimensions), np.random.default_rng(workers)
@@ -187,18 +178,6 @@ def test_a_start_that_diverges_is_left_by_lowering_the_lr(dimensions: int, worke
     assert 0 < first < 20
     assert np.isfinite(losses[first:]).mean() > 0.6
     assert truth.loss(now.incumbent + beyond) < losses[first] - EXCESS / 10
-
-
-def test_the_learning_rate_to_lower_is_the_global_one_or_else_all() -> None:
-    names = [
-        "hyperparameters.lr",
-        "hyperparameters.modules.embedding.lr",
-        "hyperparameters.depth.lr[1]",
-        "a.init_std",
-    ]
-    assert learning_rates(names).tolist() == [True, False, False, False]
-    assert learning_rates(names[1:]).tolist() == [True, True, False]
-    assert learning_rates(["a", "lr"]).tolist() == [False, True]
 
 
 def test_a_scale_multiplies_steps_and_changes_nothing_else() -> None:
@@ -258,23 +237,7 @@ def test_proposals_stay_in_the_space_and_the_trust_region_and_do_not_diverge() -
     np.testing.assert_allclose(now.predicted[1:], OPTIMUM[1:], atol=0.3)
 
 
-def test_a_search_stalls_if_rounds_gain_less_than_the_noise() -> None:
-    points = np.random.default_rng(1).normal(0, 1, (100, 4))
-    flat = 2.0 + np.random.default_rng(2).normal(0, 0.01, 100)
-    assert look(points, flat, 0.01).stalled()
-    assert not look(points[:20], flat[:20], 0.01).stalled()
-    falling = 2.0 - 0.5 * points[:, 0] + flat
-    assert not look(points, falling, 0.01).stalled()
-
-
 AXES = Axes({"lr": (-4.0, 2.0), "decay": (-3.0, 3.0)}, start={"lr": -1.0, "decay": 0.5})
-
-
-def test_octaves_are_from_the_start_and_values_stay_in_the_space() -> None:
-    octaves = AXES.octaves({"lr": 1.0, "decay": 1.5})
-    np.testing.assert_array_equal(octaves, [2.0, 1.0])
-    assert AXES.params(octaves) == {"lr": 1.0, "decay": 1.5}
-    assert AXES.params(np.array([9.0, -9.0])) == {"lr": 2.0, "decay": -3.0}
 
 
 def proposed(order: list[int], seed: int = 0) -> list[float]:
@@ -303,10 +266,9 @@ def test_a_proposal_depends_on_the_seed_and_the_results_in_their_order() -> None
     assert any(proposed(list(other)) != proposed(order) for other in others)
 
 
-@pytest.mark.parametrize("shuffle", range(3))
-def test_results_in_any_order_lead_to_the_minimum(shuffle: int) -> None:
+def test_results_in_any_order_lead_to_the_minimum() -> None:
     """Six workers, whose trials end in random order."""
-    chance = np.random.default_rng(shuffle)
+    chance = np.random.default_rng(0)
     points, losses, best = np.zeros((0, 4)), np.zeros(0), np.inf
     running = [look(points, losses, 0.01).proposal(np.random.default_rng(k)) for k in range(6)]
     assert len({tuple(point) for point in running}) == 6

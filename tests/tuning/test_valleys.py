@@ -28,11 +28,7 @@ def losses(recipe: Recipe) -> list[float]:
 
 VALLEYS = {
     "a query's norm": along(("attention.query.init_std", 1), ("attention.query.lr", 1)),
-    "a key's norm": along(("attention.key.init_std", 1), ("attention.key.lr", 1)),
     "residual against mlp.out": along(("mlp.out.residual", 1), ("mlp.out.init_std", -1), ("mlp.out.lr", -1)),
-    "residual against attention.out": along(
-        ("attention.out.residual", 1), ("attention.out.init_std", -1), ("attention.out.lr", -1)
-    ),
     "residual against value": along(
         ("attention.out.residual", 1), ("attention.value.init_std", -1), ("attention.value.lr", -1)
     ),
