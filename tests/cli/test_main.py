@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.cli.conftest import Verb
 
 import leaven
 from leaven.cli import EXTRAS
@@ -17,6 +18,12 @@ def run(*arguments: str, **environment: str) -> str:
     command = [sys.executable, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | environment)
     return done.stdout
+
+
+@pytest.fixture
+def run_verb(request: pytest.FixtureRequest) -> Verb:
+    """The fixture ``leaven``, whose name the package has here."""
+    return request.getfixturevalue("leaven")
 
 
 def test_the_version_is_printed() -> None:
@@ -68,3 +75,19 @@ def test_an_old_python_gives_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "error: leaven needs Python 3.11 or newer; this is 3.10\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("plam x", "the command leaven plam does not exist; did you mean plan?"),
+        ("export weigths a b", "the command leaven export weigths does not exist; did you mean weights?"),
+        ("train x.toml --runn y", "the option --runn does not exist; did you mean --run?"),
+        ("--versoin", "the option --versoin does not exist; did you mean --version?"),
+        ("qqq", "the command leaven qqq does not exist; type leaven --help for the list"),
+    ],
+)
+def test_a_misspelt_verb_or_option_names_the_nearest(run_verb: Verb, words: str, line: str) -> None:
+    code, out, err = run_verb(*words.split())
+    assert (code, out) == (2, "")
+    assert " ".join(err.split()) == f"error: {line}"

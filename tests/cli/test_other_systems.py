@@ -24,9 +24,14 @@ for owner, names in (
             delattr(owner, name)
 """
 VERBS = """
-import sys
+import pkgutil, sys
+from importlib import import_module
+import leaven
 from leaven.cli import main
 
+for module in pkgutil.walk_packages(leaven.__path__, "leaven."):
+    if module.name not in ("leaven.__main__", "leaven.interop.configs.prepare"):  # scripts
+        import_module(module.name)
 for verb in sys.argv[1:]:
     sys.argv = ["leaven", *verb.split()]
     try:
