@@ -15,23 +15,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.data.test_tokens import write_corpus
 
 from leaven.data.shards import ShardedTokens
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 
-WORDS = ["flour", "water", "salt", "leaven", "dough", "crumb", "crust", "oven", "fold", "rest", "ämne", "🍞"]
-
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    folder = tmp_path_factory.mktemp("corpus")
-    chance = random.Random(0)
-    for number in range(60):
-        lines = (" ".join(chance.choices(WORDS, k=9)) for _ in range(44))
-        (folder / f"{number:03}.txt").write_text(f"# {number}\n" + "\n".join(lines))
-    return Data(source=f"{folder}/*.txt", tokens=1)
+    return Data(source=write_corpus(tmp_path_factory.mktemp("corpus")), tokens=1)
 
 
 @pytest.fixture(scope="module")

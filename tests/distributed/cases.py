@@ -7,13 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.distributed.cut_up import whole_checkpoint
 
 from leaven.data.tokens import TokenSet
 from leaven.distributed.exchange import Exchange
-from leaven.distributed.process_group import join_process_group
+from leaven.distributed.process_group import ProcessGroup, join_process_group
+from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.recipe import Recipe
-from leaven.training.checkpoint import read_checkpoint, write_checkpoint
+from leaven.scaling.table import resolve
+from leaven.training.checkpoint import write_checkpoint
 from leaven.training.engine import Training
+
+CPU = torch.device("cpu")
 
 
 @contextmanager
@@ -24,6 +29,12 @@ def dtype_of(name: str) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def sharded(recipe: Recipe, group: ProcessGroup, device: torch.device = CPU) -> ShardedModel:
+    """Return the part of a model in fp32 that this process has."""
+    how: dict[str, Any] = {"seed": 0, "dtype": torch.float32, "device": device, "layout": recipe.layout}
+    return ShardedModel(recipe.model, resolve(recipe), group=group, **how)
 
 
 def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:
@@ -61,9 +72,7 @@ def resume(recipe: Recipe, tokens: TokenSet, steps: int, folder: Path, then: Pat
     """Train some steps from a checkpoint, then save another one. Returns the losses."""
     with dtype_of("float64"), join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
-        found, damaged = read_checkpoint(folder, group=group)
-        assert found is not None
-        assert not damaged
+        found = whole_checkpoint(folder, group=group)
         training.restore(found)
         losses = [training.step().loss for _ in range(steps)]
         write_checkpoint(then, training.checkpoint(), Exchange(group))

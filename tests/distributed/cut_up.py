@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tests.distributed.in_threads import together
@@ -13,7 +14,9 @@ from leaven.distributed.process_group import ProcessGroup
 from leaven.training.checkpoint import (
     Checkpoint,
     Progress,
+    SavedCheckpoint,
     checkpoints,
+    read_checkpoint,
     tokens_of,
     write_checkpoint,
 )
@@ -61,3 +64,11 @@ def same(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert torch.equal(found, expected)
+
+
+def whole_checkpoint(folder: Path, **how: Any) -> SavedCheckpoint:
+    """Return the newest checkpoint of a folder in which none is damaged."""
+    found, damaged = read_checkpoint(folder, **how)
+    assert found is not None
+    assert not damaged
+    return found

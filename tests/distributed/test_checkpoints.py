@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.distributed.cut_up import names, rows, same, write_all
+from tests.distributed.cut_up import names, rows, same, whole_checkpoint, write_all
 from tests.distributed.in_threads import together
 from torch import Tensor
 
@@ -79,9 +79,7 @@ def test_any_split_is_read_in_any_other(data: st.DataObject) -> None:
     wanted = {name: data.draw(cuttings(tuple(tensor.shape), 4)) for name, tensor in TENSORS.items()}
 
     def read(group: ProcessGroup) -> None:
-        found, damaged = read_checkpoint(folder, group=group)
-        assert found is not None
-        assert not damaged
+        found = whole_checkpoint(folder, group=group)
         assert sorted(found.model) == sorted(TENSORS)
         for name, tensor in TENSORS.items():
             same(found.model[name], tensor)
@@ -109,8 +107,7 @@ def test_files_and_state_of_several_processes(tmp_path: Path) -> None:
         "shape": [12, 100],
         "blocks": [[files[0], [0, 0], [6, 100]], [files[1], [6, 0], [6, 100]]],
     }
-    found, _ = read_checkpoint(tmp_path)
-    assert found is not None
+    found = whole_checkpoint(tmp_path)
     assert (found.progress, found.rewinds) == (Progress(3, 768, 1.0), back)
     assert found.state == {"guard": {"since": None}}
     assert float(found.optimizer["step.w"]) == 3
@@ -118,8 +115,7 @@ def test_files_and_state_of_several_processes(tmp_path: Path) -> None:
 
 def test_only_the_files_of_a_piece_are_read(tmp_path: Path) -> None:
     path = write_all(tmp_path, 1, 4)
-    found, _ = read_checkpoint(tmp_path)
-    assert found is not None
+    found = whole_checkpoint(tmp_path)
     for rank in (1, 4):
         (path / f"model-0000{rank}-of-00004.safetensors").unlink()
     expected = rows(1, 0, 1).model["w"]
@@ -247,8 +243,7 @@ def test_all_processes_read_the_checkpoint_that_the_first_sees(
 
     def body(group: ProcessGroup) -> int:
         ahead = tmp_path if group.is_first else tmp_path / "not yet there"
-        found, _ = read_checkpoint(ahead, group=group)
-        assert found is not None
+        found = whole_checkpoint(ahead, group=group)
         return found.progress.step
 
     assert together(2, body) == [2, 2]

@@ -1,21 +1,18 @@
 """Private names of torch that leaven uses still work."""
 
 import inspect
-import warnings
 
 import pytest
 import torch
 from tests.distributed.pool import Pool
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from leaven.distributed.compat import (
     local_place,
     pretend,
-    quiet_about_views,
 )
 from leaven.distributed.lean_stage import LeanStage
 
@@ -35,28 +32,6 @@ def test_pretending_to_be_a_rank_and_where_its_part_lies(ranks: Pool) -> None:
     ((rows, alone),) = ranks(1, places, 2)
     assert rows == ((2, 2), (3, 0))
     assert alone[0] == (0, 3)
-
-
-class View(torch.nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).view(-1)
-
-
-def warned(quiet: bool) -> list[str]:
-    pretend(0, 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if quiet:
-            quiet_about_views()
-        module = fully_shard(View(2, 2), mesh=init_device_mesh("cpu", (2,)))
-        module(torch.ones(1, 2))
-    return [str(warning.message) for warning in caught if "view" in str(warning.message)]
-
-
-def test_quiet_about_views_and_nothing_else(ranks: Pool) -> None:
-    """torch began to warn with 2.13."""
-    assert len(ranks(1, warned, False)[0]) == (torch.__version__ >= "2.13")
-    assert ranks(1, warned, True)[0] == []
 
 
 @pytest.mark.parametrize("name", [name for name in vars(LeanStage) if inspect.isfunction(vars(LeanStage)[name])])

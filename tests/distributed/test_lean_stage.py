@@ -6,16 +6,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.distributed.cases import CPU, sharded
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
 from torch.distributed.tensor import DTensor
 
 from leaven.distributed.lean_stage import LeanStage, received
 from leaven.distributed.process_group import join_process_group
-from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.stage import Stage
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
 
 MICRO_BATCHES = 6
 
@@ -50,12 +49,8 @@ def watched(recipe: Recipe) -> tuple[list[Held], int]:
                 )
             )
 
-    device = torch.device("cpu")
-    with join_process_group(recipe.layout, device) as group, patch("leaven.distributed.pipeline.LeanStage", Watched):
-        table = resolve(recipe)
-        model = ShardedModel(
-            recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=recipe.layout, group=group
-        )
+    with join_process_group(recipe.layout, CPU) as group, patch("leaven.distributed.pipeline.LeanStage", Watched):
+        model = sharded(recipe, group)
         tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
         for _ in range(2):
             seen.clear()
@@ -83,17 +78,8 @@ def test_a_buffer_is_freed_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> No
 def after_forward(recipe: Recipe) -> set[str]:
     """The parameters that are whole when the loss is there."""
     seen: set[str] = set()
-    device = torch.device("cpu")
-    with join_process_group(recipe.layout, device) as group:
-        model = ShardedModel(
-            recipe.model,
-            resolve(recipe),
-            seed=0,
-            dtype=torch.float32,
-            device=device,
-            layout=recipe.layout,
-            group=group,
-        )
+    with join_process_group(recipe.layout, CPU) as group:
+        model = sharded(recipe, group)
 
         def look(stage: Stage, *_: Any) -> None:
             seen.update(name for name, each in stage.model.named_parameters() if not isinstance(each, DTensor))

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.distributed.cases import CPU, sharded
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
 
@@ -17,7 +18,6 @@ from leaven.distributed.compat import pretend
 from leaven.distributed.parallelise import build_stage
 from leaven.distributed.pipeline import SCHEDULES
 from leaven.distributed.process_group import ProcessGroup, join_process_group, mesh_of
-from leaven.distributed.sharded import ShardedModel
 from leaven.distributed.stage import Stage
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
@@ -96,15 +96,7 @@ def schedules_built(recipe: Recipe) -> list[int]:
     sizes = recipe.layout
     pretend(0, sizes.ranks)
     group = ProcessGroup(0, sizes.ranks, mesh_of(sizes, torch.device("cpu")))
-    model = ShardedModel(
-        recipe.model,
-        resolve(recipe),
-        seed=0,
-        dtype=torch.float32,
-        device=torch.device("meta"),
-        layout=sizes,
-        group=group,
-    )
+    model = sharded(recipe, group, torch.device("meta"))
     assert model._pipeline is not None
     taken = sorted({model.schedulable(count) for count in range(1, 41)})
     for count in taken:
@@ -125,11 +117,8 @@ def test_a_schedule_takes_any_number_of_micro_batches_filled_up(schedule: str, r
 def forwards(recipe: Recipe) -> list[int]:
     """Forward passes of this process's stage in each of two steps."""
     counts = []
-    device, sizes = torch.device("cpu"), recipe.layout
-    with join_process_group(sizes, device) as group:
-        model = ShardedModel(
-            recipe.model, resolve(recipe), seed=0, dtype=torch.float32, device=device, layout=sizes, group=group
-        )
+    with join_process_group(recipe.layout, CPU) as group:
+        model = sharded(recipe, group)
         tokens = torch.zeros(1, recipe.model.seq_len, dtype=torch.int64)
         for _ in range(2):
             with patch.object(Stage, "forward", autospec=True, side_effect=Stage.forward) as forward:

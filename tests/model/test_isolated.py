@@ -62,12 +62,6 @@ def test_the_gradients_of_packed_documents_are_the_same_as_alone(family: dict[st
         torch.testing.assert_close(together[name], parameter.grad, rtol=1e-9, atol=1e-9)
 
 
-@families
-def test_a_single_document_equals_a_plain_window(family: dict[str, object]) -> None:
-    model, tokens = random_model(family), packed()[:, :-1]
-    torch.testing.assert_close(model(tokens, torch.full_like(tokens, 7)), model(tokens), rtol=0, atol=1e-12)
-
-
 def test_documents_and_targets_of_a_window() -> None:
     windows = torch.tensor([[1, 9, 2, 3, 9, 9, 4, 5], [9, 1, 2, 3, 4, 5, 6, 9]])
     documents, targets = isolated(windows, 9)

@@ -1,6 +1,7 @@
 """What the tests of training share: one thread, and the tokens of the tiny recipe."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.conftest import TINY
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.files import parse_recipe
 from leaven.training.run_folder import RunFolder
+from leaven.training.step import Step
 
 
 @pytest.fixture(autouse=True)
@@ -25,3 +27,14 @@ def tokens(corpus: Path) -> TokenSet:
 def losses(folder: Path) -> list[float]:
     """Return the training losses of a run."""
     return [line["loss"] for line in RunFolder(folder).metrics()]
+
+
+def made_up(number: int, **values: Any) -> Step:
+    """A step of 256 tokens that nothing has trained."""
+    usual: dict[str, Any] = {
+        **dict.fromkeys(("loss", "lr", "grad_norm", "update_norm", "tokens_per_second", "tflops", "memory_gib"), 1.0),
+        **dict.fromkeys(("mfu", "loss_scale")),
+        "skipped": False,
+        "modules": {},
+    }
+    return Step(step=number, tokens=256 * number, batch_tokens=256, **usual | values)

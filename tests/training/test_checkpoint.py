@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.distributed.cut_up import whole_checkpoint
 
 import leaven.training.checkpoint as checkpoint_module
 import leaven.training.checkpoint_manager as module
@@ -43,9 +44,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     rewinds = (Rewind(512, 512, 1024, lr=0.5, lr_tokens=100, attempt=1, found_step=4),)
     written = checkpoint(3, rewinds)
     assert write_checkpoint(tmp_path, written).name == "tokens-000000000000768"
-    found, damaged = read_checkpoint(tmp_path)
-    assert found is not None
-    assert not damaged
+    found = whole_checkpoint(tmp_path)
     assert (found.progress, found.state, found.rewinds) == (written.progress, written.state, rewinds)
     assert torch.equal(found.model["w"], written.model["w"])
     assert torch.equal(found.optimizer["exp_avg.w"], written.optimizer["exp_avg.w"])
@@ -115,8 +114,7 @@ def test_undone_checkpoints_are_ignored(tmp_path: Path) -> None:
     assert found is not None
     assert (found.progress.step, damaged) == (2, [])
     write_checkpoint(tmp_path, checkpoint(3, (back,)))  # in the place of the undone one
-    found, _ = read_checkpoint(tmp_path, (back,))
-    assert found is not None
+    found = whole_checkpoint(tmp_path, rewinds=(back,))
     assert found.progress.step == 3
     assert read_checkpoint(tmp_path, (back, Rewind(100, 0, 0)))[0] is None
 
@@ -178,8 +176,7 @@ def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointMan
         saved = manager.outcome(wait=True)
     assert saved is not None
     assert manager.outcome(wait=True) is None  # each result is returned once
-    found, _ = read_checkpoint(tmp_path)
-    assert found is not None
+    found = whole_checkpoint(tmp_path)
     assert torch.equal(found.model["w"], checkpoint(1).model["w"])
 
 
@@ -226,9 +223,7 @@ def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:
         state["files"][file.name] = {"bytes": file.stat().st_size, "blake2b": digest}
     digest = blake2b(json.dumps(state, sort_keys=True).encode(), digest_size=16).hexdigest()
     (folder / "state.json").write_text(json.dumps(state | {"blake2b": digest}, indent=1))
-    found, damaged = read_checkpoint(tmp_path)
-    assert found is not None
-    assert not damaged
+    found = whole_checkpoint(tmp_path)
     assert found.progress == Progress(2, 512, 0.5)
     assert dict(found.model).keys() == {"w"}
     assert torch.equal(found.model["w"], tensors["model"]["w"])

@@ -108,14 +108,13 @@ class NoFloat64(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("compute", ["fp32", "fp16"])
-@pytest.mark.parametrize("positions", ["rope", "alibi"])
+@pytest.mark.parametrize(("compute", "positions"), [("fp32", "alibi"), ("fp16", "rope")])
 def test_a_run_on_mps_makes_no_float64_tensor(
     tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: str, positions: str
 ) -> None:
     recipe = tiny.replace(
         {
-            "data.tokens": 2_048,
+            "data.tokens": 1_024,
             "precision.compute": compute,
             "model.positions": positions,
             "stability.noise_scale_every_tokens": 512,
@@ -145,8 +144,6 @@ def test_a_run_on_mps_makes_no_float64_tensor(
         ("NVIDIA H100 80GB HBM3", "fp32", None),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "bf16", None),
-        ("Tesla V100-SXM2-32GB", "bf16", None),
-        ("NVIDIA A10G", "bf16", None),
         ("cpu", "bf16", None),
     ],
 )
@@ -253,7 +250,7 @@ FAULTS = """
 import resource, torch
 from leaven.training.device import keep_freed_memory
 def faults():
-    for step in range(20):
+    for step in range(13):
         if step == 10:  # the first steps allocate
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         torch.ones(10_000_000).relu().relu()  # 40 MB: larger than what the C library keeps by default

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.distributed.cut_up import whole_checkpoint
 from tests.distributed.in_threads import together
 
 import leaven
@@ -16,7 +17,7 @@ from leaven.interop.weights import read_huggingface, recipe_from, write_huggingf
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.checkpoint import Checkpoint, checkpoints, read_checkpoint, write_checkpoint
+from leaven.training.checkpoint import Checkpoint, checkpoints, write_checkpoint
 from leaven.training.load import load_run
 from leaven.training.trainer import Training, train
 
@@ -44,8 +45,7 @@ def test_the_model_is_the_one_that_was_trained(scaled_run: Path, tokens: TokenSe
     model, tokenizer = leaven.load(scaled_run)
     recipe = read_recipe(scaled_run / "recipe.toml")
     training = Training(recipe, tokens, device="cpu")
-    checkpoint, _ = read_checkpoint(scaled_run / "checkpoints")
-    assert checkpoint is not None
+    checkpoint = whole_checkpoint(scaled_run / "checkpoints")
     training.restore(checkpoint)
     inputs = torch.from_numpy(training.validation[:2, :-1])
     logits = model(inputs)
@@ -60,8 +60,7 @@ def test_the_model_is_the_one_that_was_trained(scaled_run: Path, tokens: TokenSe
 def test_a_checkpoint_of_many_processes_is_the_same_model(run: Path, tokens: TokenSet, tmp_path: Path) -> None:
     """Each has a third of the rows of every tensor, where it has rows; loaded, resumed and exported."""
     before, newest = load_run(run), checkpoints(run / "checkpoints")[-1]
-    whole, _ = read_checkpoint(run / "checkpoints")
-    assert whole is not None
+    whole = whole_checkpoint(run / "checkpoints")
 
     def write(group: ProcessGroup) -> Path:
         model, optimizer, places = {}, {}, {}
@@ -94,8 +93,7 @@ def test_a_checkpoint_of_many_processes_is_the_same_model(run: Path, tokens: Tok
     files = [(tmp_path / str(number) / "model.safetensors").read_bytes() for number in range(2)]
     assert files[0] == files[1]
     training = Training(after.recipe, tokens, device="cpu")
-    found, _ = read_checkpoint(run / "checkpoints")
-    assert found is not None
+    found = whole_checkpoint(run / "checkpoints")
     training.restore(found)
     resumed = training.checkpoint()
     assert all(torch.equal(resumed.model[name], tensor) for name, tensor in whole.model.items())

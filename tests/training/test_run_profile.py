@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.training.conftest import made_up
 
 from leaven.data.tokens import TokenSet
 from leaven.planning import calibration as planning
@@ -16,7 +17,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_profile import ENOUGH, WARM_UP, RunProfile
-from leaven.training.step import Step
 from leaven.training.trainer import train
 
 
@@ -124,7 +124,7 @@ def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp
     """By hand: the first three take long, and one of the others does."""
     measured = RunProfile(run := RunFolder(tmp_path), Training(tiny, tokens), 2**30, False)
     for number, seconds in enumerate([9.0, 9.0, 9.0, 0.5, 0.25, 8.0, 0.5, 0.25, 0.5]):
-        measured.after_step(step(number + 1, seconds))
+        measured.after_step(made_up(number + 1, tokens_per_second=256 / seconds, memory_gib=3.0))
     measured.write()
     row = next(row for row in rows(run.path) if row["batch_tokens"] == 256)
     assert (row["measured"]["step_seconds"], row["steps"]) == (0.5, 6)
@@ -132,22 +132,3 @@ def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp
     measured.fullest(4.5)  # of another process
     measured.write()
     assert rows(run.path)[0]["measured"]["memory_gib"] == pytest.approx(4.5 - 1.0)
-
-
-def step(number: int, seconds: float) -> Step:
-    return Step(
-        step=number,
-        tokens=256 * number,
-        loss=1.0,
-        lr=0.1,
-        grad_norm=1.0,
-        update_norm=1.0,
-        batch_tokens=256,
-        tokens_per_second=256 / seconds,
-        tflops=1.0,
-        mfu=None,
-        memory_gib=3.0,
-        skipped=False,
-        loss_scale=None,
-        modules={},
-    )

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from tests.training.conftest import made_up
 
 from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Anomaly, Limits, QuantityMonitor, SpikeDetector
 from leaven.training.step import Step
@@ -17,22 +18,7 @@ CALM = 2 * LEVEL
 def step(
     number: int, loss: float = 3.0, grad: float = 0.5, update: float = 0.2, lr: float = 1.0, skipped: bool = False
 ) -> Step:
-    return Step(
-        step=number,
-        tokens=256 * number,
-        loss=loss,
-        lr=lr,
-        grad_norm=grad,
-        update_norm=update * lr,
-        batch_tokens=256,
-        tokens_per_second=1.0,
-        tflops=1.0,
-        mfu=None,
-        memory_gib=1.0,
-        skipped=skipped,
-        loss_scale=None,
-        modules={},
-    )
+    return made_up(number, loss=loss, lr=lr, grad_norm=grad, update_norm=update * lr, skipped=skipped)
 
 
 def noisy(count: int, seed: int = 0) -> Iterable[Step]:

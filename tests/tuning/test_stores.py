@@ -143,7 +143,7 @@ def test_a_trial_that_another_process_ended_is_not_taken_for_a_retry() -> None:
 
 
 def test_many_commands_create_a_store_at_once(where: str) -> None:
-    start, errors = threading.Barrier(4), list[BaseException]()
+    start, errors = threading.Barrier(3), list[BaseException]()
 
     def command() -> None:
         try:
@@ -155,14 +155,14 @@ def test_many_commands_create_a_store_at_once(where: str) -> None:
             errors.append(error)
             start.abort()
 
-    threads = [threading.Thread(target=command) for _ in range(4)]
+    threads = [threading.Thread(target=command) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert errors == []
     study = optuna.load_study(study_name="s", storage=open_store(where))
-    assert [trial.number for trial in study.trials] == list(range(8))
+    assert [trial.number for trial in study.trials] == list(range(6))
 
 
 def begun(where: str, **options: Any) -> tuple[BaseStorage, int]:
