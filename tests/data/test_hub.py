@@ -89,12 +89,6 @@ def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
             "text",
             "(split= does not apply to a folder written by save_to_disk; rem",
         ),
-        (f"hf://{folder}/saved?config=big", "text", "(config= does not apply to a folder written by save_to_disk"),
-        (
-            f"hf://{folder}/splits?revision=v2&split=test",
-            "text",
-            "(revision= does not apply to a folder written by save",
-        ),
         (f"hf://{folder}/saved", "body", f"hf://{folder}/saved:train has no column body, only text, id"),
         (f"hf://{folder}/saved", "id", "has int64 in column id, not string"),
     ):

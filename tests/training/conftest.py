@@ -8,6 +8,7 @@ import torch
 from tests.conftest import TINY
 
 from leaven.data.tokens import TokenSet, prepare
+from leaven.distributed.stage import Stage
 from leaven.recipe.files import parse_recipe
 from leaven.training.run_folder import RunFolder
 from leaven.training.step import Step
@@ -38,3 +39,16 @@ def made_up(number: int, **values: Any) -> Step:
         "modules": {},
     }
     return Step(step=number, tokens=256 * number, batch_tokens=256, **usual | values)
+
+
+def room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
+    """The device runs out of memory, in the middle of a forward, above so many sequences."""
+    forward = Stage.forward
+
+    def limited(self: Stage, *arguments: Any) -> torch.Tensor:
+        made = forward(self, *arguments)
+        if len(arguments[0]) > sequences:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return made
+
+    monkeypatch.setattr(Stage, "forward", limited)

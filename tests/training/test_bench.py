@@ -1,12 +1,9 @@
 """Throughput over micro-batch and global batch."""
 
-from typing import Any
-
 import pytest
-import torch
+from tests.training.conftest import room_for
 
 from leaven.data.tokens import TokenSet
-from leaven.distributed.stage import Stage
 from leaven.documents.planning import BenchSpeed
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
@@ -49,14 +46,7 @@ def test_a_ramp_starts_where_bloom_had_a_share_of_its_speed(tiny: Recipe) -> Non
 def test_after_out_of_memory_larger_micro_batches_are_skipped(
     tiny: Recipe, tokens: TokenSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = Stage.forward
-
-    def limited(self: Stage, *arguments: Any) -> torch.Tensor:
-        if len(arguments[0]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(self, *arguments)
-
-    monkeypatch.setattr(Stage, "forward", limited)
+    room_for(monkeypatch, 2)
     found = bench(tiny, tokens, [1, 2, 4, 8], [8], limit_seconds=600)
     assert [row.micro_batch for row in found.rows] == [1, 2]
     assert found.too_large == [4, 8]

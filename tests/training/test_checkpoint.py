@@ -50,7 +50,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert torch.equal(found.optimizer["exp_avg.w"], written.optimizer["exp_avg.w"])
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "empty", "no json", "list", "other number"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "no json", "list"])
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
     write_checkpoint(tmp_path, checkpoint(1))
     newest = write_checkpoint(tmp_path, checkpoint(2))
@@ -60,14 +60,10 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, damage: str) -> None:
             tensors.write_bytes(tensors.read_bytes()[:20_000])
         case "remove":
             tensors.unlink()
-        case "empty":
-            state.write_bytes(b"")
         case "no json":
             state.write_bytes(state.read_bytes()[:-9])
         case "list":
             state.write_bytes(b"[1, 2]")
-        case "other number":
-            state.write_text(state.read_text().replace('"step": 2', '"step": 3'))
     found, damaged = read_checkpoint(tmp_path)
     assert found is not None
     assert found.progress.step == 1

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.training.conftest import losses
+from tests.training.conftest import losses, room_for
 
 from leaven.data.stream import Stream
 from leaven.data.tokens import TokenSet
-from leaven.distributed.stage import Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -139,7 +138,7 @@ def test_timing_takes_at_most_a_minute(
 def test_out_of_memory_reduces_the_micro_batch(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
-    _room_for(monkeypatch, 2)
+    room_for(monkeypatch, 2)
     said: list[tuple[str, dict[str, Any]]] = []
     done: list[int] = []
     train(
@@ -164,23 +163,10 @@ def test_a_run_is_refused_if_not_one_sequence_fits(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for how in ({}, LONG):
-        _room_for(monkeypatch, 0)
+        room_for(monkeypatch, 0)
         with pytest.raises(InputError, match="out of memory with a micro-batch of 1 on cpu"):
             train(tiny.replace(how), tokens, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def _room_for(monkeypatch: pytest.MonkeyPatch, sequences: int) -> None:
-    """The device runs out of memory, in the middle of a forward, above so many sequences."""
-    forward = Stage.forward
-
-    def limited(self: Stage, *arguments: Any) -> torch.Tensor:
-        made = forward(self, *arguments)
-        if len(arguments[0]) > sequences:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return made
-
-    monkeypatch.setattr(Stage, "forward", limited)
 
 
 def test_on_a_cpu_only_sizes_that_fit_are_tried(

@@ -129,11 +129,6 @@ def test_a_database_that_stays_away(server: Server) -> None:
     assert store.get_all_trials(study) == []
 
 
-def test_a_database_that_is_not_there(server: Server) -> None:
-    with pytest.raises(InputError, match='cannot be opened: .* database "none" does not exist'):
-        open_store(f"postgresql://leaven@/none?host={server.folder}")
-
-
 @pytest.mark.kills
 def test_outages_of_the_server_lose_and_repeat_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server stops three times while three commands run trials."""
