@@ -1,13 +1,9 @@
 """What the tests share: small recipes, a small corpus, and a cache that is theirs alone."""
 
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.run_folder import RunFolder
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -129,47 +124,5 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             future.set_result(function(*arguments, **named))
             return future
 
-    monkeypatch.setattr("leaven.tuning.service.study.Pool", Pool)
-
-
-@dataclass(frozen=True)
-class TakenUp:
-    """A demo that was killed half-way and run again."""
-
-    folder: Path
-    before: dict[Path, Any]  # the metrics of the runs that had ended when the kill came
-    stdout: str
-
-
-@pytest.fixture(scope="session")
-def demo_taken_up(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TakenUp:
-    """What ``leaven demo`` writes at its tiny size. The most expensive fixture: one worker makes it, for all."""
-    folder = tmp_path_factory.mktemp("real") / "demo"
-    options = ["--size", "tiny", "--source", f"{corpus}/*.txt", "--run", str(folder), "--workers", "2"]
-    command = [sys.executable, "-m", "leaven", "demo", *options]
-    # On a busy machine two threads that wait for each other take ten times as long as one.
-    environment = os.environ | {"OMP_THREAD_LIMIT": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (folder / "runs" / "untuned" / "metrics.jsonl").exists():  # the third starts when one has ended
-        assert process.poll() is None, "it ended before it could be killed"
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    runs = [RunFolder(run) for run in (folder / "runs").iterdir()]
-    before = {run.path: run.metrics() for run in runs if any(e["event"] == "finish" for e in run.events())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return TakenUp(folder, before, done.stdout)
-
-
-@pytest.fixture(scope="session")
-def real_demo(demo_taken_up: TakenUp) -> Path:
-    """The folder of a demo. Copy it before writing into it."""
-    return demo_taken_up.folder
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "demo_taken_up" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("demo"))
-            item.add_marker("kills")
+    for user in ("leaven.tuning.service.study", "leaven.verification.runs"):
+        monkeypatch.setattr(f"{user}.Pool", Pool)

@@ -18,7 +18,7 @@ from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS
 from leaven.catalogue.starter.decisions import Derivation
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.request import StarterRequest
-from leaven.catalogue.starter.starter import starter
+from leaven.catalogue.starter.starter import starter, untuned
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import laid_out
 from leaven.planning.trainable import require_trainable
@@ -262,3 +262,10 @@ def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:
     )
     with pytest.raises(InputError, match=r"the warm-up of --from olmo2-7b alone takes 8.39 B; give more"):
         new(B, 2 * B, reference="olmo2-7b", proxy=None)
+
+
+def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch() -> None:
+    new = starter(StarterRequest("wheat", 300_000_000, 6_000_000_000, proxy=0)).recipe
+    plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
+    assert untuned(plain).hyperparameters == new.hyperparameters
+    assert untuned(plain).schedule == new.schedule

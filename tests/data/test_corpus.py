@@ -42,6 +42,13 @@ def test_the_standard_library_is_sorted_and_has_no_tests_or_packages() -> None:
     assert open_corpus("python-stdlib") == corpus
 
 
+def test_the_shipped_text_is_the_same_everywhere() -> None:
+    corpus = open_corpus("tiny-shakespeare")
+    assert (corpus.n_documents, corpus.fingerprint) == (133, "5d2f43ea656e113ff53b1da1d2618bf5")
+    train, validation = sides(corpus)
+    assert (len(train), len(validation)) == (127, 6)
+
+
 def test_the_split_is_near_its_share_and_stable_when_documents_are_added(tmp_path: Path) -> None:
     def split(count: int) -> tuple[list[str], list[str]]:
         lines = (json.dumps({"text": f"document {number}"}) for number in range(count))
@@ -162,7 +169,7 @@ def bad_sources(folder: Path) -> dict[str, tuple[str, str]]:
     return {
         "option": ("hf://org/data?splt=a", "has no option splt; the options are config, revision, split"),
         "nothing": ("hf://", "has no name; write hf://org/name"),
-        "missing": (f"{folder}/none.txt", "does not exist; give python-stdlib, hf://org/dataset, or a path or glob"),
+        "missing": (f"{folder}/none.txt", "does not exist; give python-stdlib, tiny-shakespeare, hf://org/dataset,"),
         "no match": (f"{folder}/*/none*.txt", "matches no file; check the pattern"),
         "folder": (f"{folder}", f"is a folder; give a pattern of the files in it, for example '{folder}/**/*.txt'"),
         "suffix": (f"{folder}/notes.md", "is not a .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet file"),

@@ -1,4 +1,4 @@
-"""The demo at a tiny size, end to end, through the command line."""
+"""The demo at a small size: its result, its folder, kills and Ctrl-C."""
 
 import json
 import os
@@ -6,104 +6,160 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.demo import small_demo
 
-from leaven.catalogue.starter.request import StarterRequest
-from leaven.catalogue.starter.starter import starter
-from leaven.catalogue.starter.starter import untuned as untuned_of
-from leaven.demo.demo import Demo, arms
+from leaven.demo import demo
+from leaven.demo.demo import SIZES, Demo, DemoStopped, paired
+from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import differences
 from leaven.scaling.table import resolve
-from leaven.training.run_folder import RunFolder
+from leaven.training.trial import train_trial
+
+COMMAND = [sys.executable, small_demo.__file__, "demo", "--workers", "2", "--run"]
 
 
-def demo(folder: Path, corpus: Path) -> list[str]:
-    size = ["--size", "tiny", "--source", f"{corpus}/*.txt", "--workers", "2"]
-    return [sys.executable, "-m", "leaven", "demo", "--run", str(folder), *size]
+@pytest.fixture
+def small(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo of seconds, in this process."""
+    for name in ("base_recipe", "SIZES"):
+        monkeypatch.setattr(demo, name, getattr(demo, name))
+    monkeypatch.setattr(demo, "SIZES", dict(SIZES))
+    small_demo.shrink()
 
 
-def test_all_of_it_killed_half_way_and_run_again(demo_taken_up, corpus: Path) -> None:
-    folder, stdout = demo_taken_up.folder, demo_taken_up.stdout
-    finished = demo_taken_up.before
-    assert finished
-    assert {path: RunFolder(path).metrics() for path in finished} == finished  # not run again
-
-    state = json.loads((folder / "demo.json").read_text())
-    assert [arm["key"] for arm in state["arms"]] == ["transferred", "copied", "untuned"]
-    for arm in state["arms"]:
-        finish = RunFolder(folder / arm["run"]).events()[-1]
-        assert finish["event"] == "finish"
-        assert arm["loss"] == finish["loss"]
-        assert f"{arm['loss']:.4f}" in stdout
-    assert [part["name"] for part in state["parts"]] == ["text", "tune", "transfer", "train", "report"]
-    assert len(stdout.strip().splitlines()) <= 10
-    assert str(folder / "report.html") in stdout.replace("\n", "")
-    assert (folder / "report.html").stat().st_size < 5_000_000
-
-    proxy, target = read_recipe(folder / "study" / "best.toml"), read_recipe(folder / "target.toml")
-    assert target.model.d_model >= 2 * proxy.model.d_model
-    assert target.model.n_layers >= 2 * proxy.model.n_layers
-    assert target.data.tokens >= 4 * proxy.data.tokens
-    runs = [read_recipe(folder / arm["run"] / "recipe.toml") for arm in state["arms"]]
-    assert len({(run.model, run.data, run.batch) for run in runs}) == 1  # same model, tokens, batch and seed
-
-    before = {arm["key"]: RunFolder(folder / arm["run"]).events() for arm in state["arms"]}
-    again = subprocess.run([*demo(folder, corpus), "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(again.stdout)["report"] == str(folder / "report.html")
-    assert {
-        arm["key"]: RunFolder(folder / arm["run"]).events() for arm in state["arms"]
-    } == before  # nothing done twice
+def run(folder: Path, stop: Callable[[], bool] = lambda: False, **options: Any) -> DemoDocument:
+    return Demo(folder, **{"size": None, "source": None, "workers": 1, "stop": stop} | options).run()
 
 
-def test_the_arms_differ_in_hyperparameters_alone(tiny: Recipe) -> None:
-    from leaven.scaling.transfer import transfer
+def losses(document: DemoDocument) -> dict[tuple[str, int, float, int], float]:
+    return {(run.rule, run.width, run.lr, run.seed): run.loss for run in document.runs}
 
-    target = transfer(tiny, width=32, depth=4, tokens=40_960)
-    transferred, copied, untuned = (arm.recipe for arm in arms(target))
-    assert [path for path, _, _ in differences(transferred, copied)] == ["scaling.rule"]
+
+@pytest.mark.usefixtures("small")
+def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    polls = iter([False] * 5)
+    with pytest.raises(DemoStopped):
+        run(tmp_path, stop=lambda: next(polls, True))
+    finished = (tmp_path / "runs/runs.jsonl").read_text()
+    assert 0 < len(finished.splitlines()) < 18
+    announced = capsys.readouterr().err
+    assert "18 runs of 2.05 k tokens of tiny-shakespeare: about " in announced
+    assert "(size full; --size quick about " in announced
+
+    done = run(tmp_path)
+    assert capsys.readouterr().err == ""  # announced once
+    assert (tmp_path / "runs/runs.jsonl").read_text().startswith(finished)  # not run again
+    result = done.result
+    assert result is not None
+    assert len(done.runs) == 4 * 2 + 4 * 2 + 2
+    at = losses(done)
+    by_lr = {lr: at["complete-d-p", 48, lr, 0] + at["complete-d-p", 48, lr, 1] for lr in done.lrs}
+    assert result.lr == min(by_lr, key=lambda lr: by_lr[lr])
+    assert result.copied == [at["standard", 96, result.lr, seed] for seed in (0, 1)]
+    assert result.moved == [at["complete-d-p", 96, result.lr, seed] for seed in (0, 1)]
+    assert (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert json.loads((tmp_path / "demo.json").read_text())["runs"] == done.dump()["runs"]
+
+    copied, moved = (read_recipe(tmp_path / f"{name}.toml") for name in ("copied", "moved"))
+    assert [path for path, _, _ in differences(copied, moved)] == ["scaling.rule"]
     hidden = "layers.0.mlp.in.weight"
-    assert resolve(copied)[hidden].lr == tiny.hyperparameters.lr
-    assert resolve(transferred)[hidden].lr == pytest.approx(tiny.hyperparameters.lr / 2 / 2)
-    changed = {path.split(".")[0] for path, _, _ in differences(transferred, untuned)}
-    assert changed <= {"hyperparameters", "schedule", "scaling"}
-    assert {row.lr for row in resolve(untuned).rows} == {
-        untuned.hyperparameters.lr
-    }  # its own scale: nothing is moved
-    assert "neighbours" in untuned.why["hyperparameters.lr"]
+    assert resolve(copied)[hidden].lr == result.lr
+    assert resolve(moved)[hidden].lr == pytest.approx(result.lr / 2)
+    # Anybody can train the same runs: they do not depend on the demo.
+    assert train_trial(moved).loss == result.moved[0]
+    assert train_trial(copied.replace({"data.seed": 1})).loss == result.copied[1]
+
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert run(tmp_path) == done
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    with pytest.raises(InputError, match=r"contains a demo with size full; use another --run"):
+        run(tmp_path, size="quick")
 
 
-def test_the_untuned_arm_has_what_leaven_new_writes_for_its_size_and_batch() -> None:
-    asked = StarterRequest("wheat", 300_000_000, 6_000_000_000, proxy=0)
-    new = starter(asked).recipe
-    plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
-    assert untuned_of(plain).hyperparameters == new.hyperparameters
-    assert untuned_of(plain).schedule == new.schedule
+@pytest.mark.usefixtures("small")
+def test_a_slow_machine_gets_the_quick_size_unless_one_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "run_seconds", lambda recipe, tokens: 40.0)
+
+    def announced(folder: Path, **options: Any) -> str:
+        with pytest.raises(DemoStopped):
+            run(folder, stop=lambda: True, **options)
+        return capsys.readouterr().err
+
+    assert "size quick because the full size takes more than 10 min" in announced(tmp_path / "a")
+    assert json.loads((tmp_path / "a/demo.json").read_text())["size"] == "quick"
+    assert "because" not in announced(tmp_path / "b", size="full")
+    assert json.loads((tmp_path / "b/demo.json").read_text())["size"] == "full"
 
 
-def test_a_folder_of_something_else_is_refused(corpus: Path, tmp_path: Path) -> None:
+def test_every_size_has_the_base_first_and_ends_at_its_widest() -> None:
+    for size in SIZES.values():
+        assert sorted(size.widths) == list(size.widths)
+        assert len(set(size.grid)) == len(size.grid)
+        assert {point.width for point in size.again(0.01)} == {size.widths[-1]}
+    assert {point for point in SIZES["quick"].grid} <= {point for point in SIZES["full"].grid}  # the same numbers
+
+
+def test_the_interval_is_students() -> None:
+    mean, half = paired([5.0, 6.0, 7.0], [4.0, 4.0, 4.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.303 * 1.0 / 3**0.5)  # standard deviation 1, 2 degrees of freedom
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
-    run = Demo(tmp_path, "tiny", f"{corpus}/*.txt", 1, stop=lambda: False).run
-    with pytest.raises(InputError, match="does not hold a demo"):
-        run()
+    with pytest.raises(InputError, match="does not contain a demo"):
+        run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-@pytest.mark.kills
-def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(corpus: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "demo"
+def started(folder: Path, runs: int) -> "subprocess.Popen[str]":
+    """Start a demo and wait until so many of its runs have ended."""
     process = subprocess.Popen(
-        demo(folder, corpus), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*COMMAND, str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    while not (folder / "study" / "study.json").exists():
+    lines = folder / "runs/runs.jsonl"
+    while not (lines.exists() and lines.read_bytes().count(b"\n") >= runs):
         assert process.poll() is None
         time.sleep(0.01)
-    assert (folder / "demo.json").exists()  # killed here, the folder would still be known as a demo's
+    return process
+
+
+@pytest.mark.kills
+def test_a_killed_demo_resumes_and_its_losses_are_those_of_another_order(tmp_path: Path) -> None:
+    process = started(tmp_path / "killed", 3)
+    process.kill()
+    process.communicate()
+    finished = (tmp_path / "killed/runs/runs.jsonl").read_bytes()
+    again = subprocess.run([*COMMAND, str(tmp_path / "killed")], capture_output=True, text=True, check=True)
+    whole = finished[: finished.rindex(b"\n") + 1]
+    assert (tmp_path / "killed/runs/runs.jsonl").read_bytes().startswith(whole)
+    assert "nats below" in again.stdout or "nats ABOVE" in again.stdout
+    assert f"page  {tmp_path / 'killed/report.html'}" in again.stdout
+    alone = [*COMMAND, str(tmp_path / "alone"), "--workers", "1", "--json"]
+    other = json.loads(subprocess.run(alone, capture_output=True, text=True, check=True).stdout)
+    mine = json.loads((tmp_path / "killed/demo.json").read_text())
+    assert mine["result"] == other["result"]
+    assert [run | {"seconds": 0} for run in mine["runs"]] == [run | {"seconds": 0} for run in other["runs"]]
+
+
+@pytest.mark.kills
+def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(tmp_path: Path) -> None:
+    process = started(tmp_path, 1)
     os.killpg(process.pid, signal.SIGSTOP)  # on a slow machine it would be done before the second one has started
-    second = subprocess.run(demo(folder, corpus), capture_output=True, text=True, check=False)
+    second = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True, check=False)
     assert second.returncode == 2
     assert "in use by another process" in second.stderr
     os.killpg(process.pid, signal.SIGINT)

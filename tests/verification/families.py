@@ -14,7 +14,7 @@ from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.small_models import CheckStart, calibrated, calibrated_table
 
-PROXY = Path(__file__).parents[2] / "src/leaven/demo/proxy.toml"
+PROXY = Path(__file__).parent / "proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
 
 Fault = Callable[[ParameterRow, Recipe], ParameterRow]
@@ -29,7 +29,7 @@ def family(
     tied_embeddings: bool = False,
     **more: bool,
 ) -> RecipeFamily:
-    """Return the demo's proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
+    """Return the proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
     small = ["model.vocab_size=256", "model.seq_len=32", f"model.tied_embeddings={str(tied_embeddings).lower()}"]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)

@@ -6,9 +6,10 @@ import pytest
 # pytest imports test files by their path; the helpers beside them are found by name only from here.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from written import write_demo
+from written import write_folders
 
 
 @pytest.fixture(scope="session")
-def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_demo(tmp_path_factory.mktemp("report") / "demo")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a study (proxy) and of two runs (runs/moved, runs/copied); not to be changed."""
+    return write_folders(tmp_path_factory.mktemp("folders"))

@@ -3,20 +3,15 @@
 import html
 import re
 import shlex
-import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from leaven.cli import app
-from leaven.recipe.files import read_recipe
-from leaven.recipe.recipe import differences
 from leaven.training.run_folder import RunFolder
-from leaven.views.folders import read_run, read_study
+from leaven.views.folders import read_study
 from leaven.views.page import folder_page
-
-RUNS = ("transferred", "copied", "untuned")
 
 
 def printed(page: str) -> list[list[str]]:
@@ -26,34 +21,33 @@ def printed(page: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def folder(real_demo: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(real_demo, tmp_path / "demo"))
+def folder(tiny_file: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a finished study and a finished run."""
+    monkeypatch.chdir(tiny_file.parent)
+    searched = "hyperparameters.lr,hyperparameters.init_std"
+    leaven("tune", "tiny.toml", "--study", "study", "--trials", "3", "--workers", "1", "--space", searched)
+    leaven("train", "tiny.toml", "--run", "run")
+    return tiny_file.parent
 
 
-@pytest.mark.parametrize(
-    ("part", "verbs"),
-    [
-        (".", ["demo", "tune", "transfer", "train", "train", "train", "report"]),
-        ("study", ["tune", "report"]),
-        ("runs/copied", ["train", "report"]),
-    ],
-)
+def leaven(*words: str) -> None:
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 0, (shlex.join(words), ran.output, ran.exception)
+
+
+@pytest.mark.parametrize(("part", "verbs"), [("study", ["tune", "report"]), ("run", ["train", "report"])])
 def test_printed_commands_find_everything_done(
     folder: Path, part: str, verbs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = printed(folder_page(folder / part))
     assert [line[:2] for line in lines] == [["leaven", verb] for verb in verbs]
-    study, target = read_study(folder / "study"), read_recipe(folder / "target.toml")
-    events = [RunFolder(folder / "runs" / run).events() for run in RUNS]
+    study, events = read_study(folder / "study"), RunFolder(folder / "run").events()
     monkeypatch.chdir(folder / part)
     for line in lines:
-        ran = CliRunner().invoke(app, line[1:])
-        assert ran.exit_code == 0, (shlex.join(line), ran.output, ran.exception)
-    # Nothing was run again, and what was written again is the same.
+        leaven(*line[1:])
+    # Nothing was run again.
     assert read_study(folder / "study") == study
-    assert differences(read_recipe(folder / "target.toml"), target) == []
-    assert [RunFolder(folder / "runs" / run).events() for run in RUNS] == events
-    assert [read_run(folder / "runs" / run).finished for run in RUNS] == [True] * 3
+    assert RunFolder(folder / "run").events() == events
 
 
 def test_the_printed_command_counts_finished_trials(folder: Path) -> None:

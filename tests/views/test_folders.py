@@ -3,27 +3,28 @@ import shutil
 from pathlib import Path
 
 import pytest
-from written import write_losses_check
+from written import demo, write_demo, write_losses_check
 
 from leaven.documents.checks import CheckDocument
+from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.tuning.document import StudyDocument
-from leaven.views.folders import DemoView, RunView, StudyView, read_demo, read_folder, read_run
+from leaven.views.folders import RunView, StudyView, read_folder, read_run
 from leaven.views.page import folder_page
 
 
 @pytest.fixture
-def folder(demo_folder: Path, tmp_path: Path) -> Path:
+def folder(folders: Path, tmp_path: Path) -> Path:
     """A copy to break."""
-    return Path(shutil.copytree(demo_folder, tmp_path / "demo"))
+    return Path(shutil.copytree(folders, tmp_path / "folders"))
 
 
-def test_the_kind_of_a_folder_follows_from_its_files(demo_folder, tmp_path):
+def test_the_kind_of_a_folder_follows_from_its_files(folders, tmp_path):
     assert isinstance(read_folder(write_losses_check(tmp_path / "check")), CheckDocument)
-    assert isinstance(read_folder(demo_folder), DemoView)
-    assert isinstance(read_folder(demo_folder / "proxy"), StudyView)
-    assert isinstance(read_folder(demo_folder / "runs/copied"), RunView)
+    assert isinstance(read_folder(write_demo(tmp_path / "demo", demo())), DemoDocument)
+    assert isinstance(read_folder(folders / "proxy"), StudyView)
+    assert isinstance(read_folder(folders / "runs/copied"), RunView)
 
 
 def test_a_torn_last_line_is_ignored(folder):
@@ -35,7 +36,7 @@ def test_a_torn_last_line_is_ignored(folder):
 
 
 def test_steps_done_again_after_a_resume_count_once(folder):
-    run = folder / "runs/transferred"
+    run = folder / "runs/moved"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     torn = [*lines[:200], '{"step": 200, "tok', *lines[150:]]
     (run / "metrics.jsonl").write_text("\n".join(torn) + "\n")
@@ -43,7 +44,7 @@ def test_steps_done_again_after_a_resume_count_once(folder):
 
 
 def test_lines_that_are_not_steps_are_ignored(folder):
-    run = folder / "runs/transferred"
+    run = folder / "runs/moved"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(["hello", "{}", *lines[:3], "\x00\x00", *lines[3:]]) + "\n")
     assert len(read_run(run).steps) == len(lines)
@@ -53,7 +54,7 @@ def test_lines_that_are_not_steps_are_ignored(folder):
 
 
 def test_time_between_a_crash_and_its_resume_does_not_count(folder):
-    run = folder / "runs/transferred"
+    run = folder / "runs/moved"
     events = [("start", 0), ("validation", 60), ("resume", 5_000), ("validation", 5_030)]
     lines = [
         {"event": name, "step": 1, "tokens": 1 + i, "time": 1e9 + time, "loss": 3.0}
@@ -66,7 +67,7 @@ def test_time_between_a_crash_and_its_resume_does_not_count(folder):
 
 
 def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
-    run = folder / "runs/transferred"
+    run = folder / "runs/moved"
     back = {"to_tokens": 30_000, "skip_from": 30_000, "skip_to": 34_000, "tokens": 50_000, "step": 9, "time": 1e9}
     lines = [
         {"event": "validation", "tokens": 20_000, "loss": 3.5},
@@ -89,17 +90,13 @@ def test_an_interrupted_run_has_no_final_loss(folder):
     lines = [line for line in (run / "events.jsonl").read_text().splitlines() if '"finish"' not in line]
     stop = {"event": "stop", "step": 300, "tokens": 9, "time": 1.76e9, "why": "the loss is nan"}
     (run / "events.jsonl").write_text("\n".join([*lines, json.dumps(stop)]) + "\n")
-    document = json.loads((folder / "demo.json").read_text())
-    document["arms"][1]["loss"] = None
-    (folder / "demo.json").write_text(json.dumps(document))
-    demo = read_demo(folder)
-    assert demo.arms[1].loss is None
-    assert demo.arms[1].run.stopped == "the loss is nan"
-    assert demo.baseline.key == "untuned"
+    assert read_run(run).loss == read_run(run).validation[-1][1]
+    assert read_run(run).stopped == "the loss is nan"
+    assert not read_run(run).finished
 
 
 def test_a_loss_that_is_not_finite_is_a_gap(folder):
-    run = folder / "runs/transferred"
+    run = folder / "runs/moved"
     lines = (run / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1]) | {"loss": float("nan"), "grad_norm": float("inf")}
     (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]))
@@ -107,32 +104,42 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
 
 
 @pytest.mark.parametrize(
-    ("breaking", "message"),
+    ("part", "breaking", "message"),
     [
-        (shutil.rmtree, "no such folder"),
-        (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "empty; give the folder"),
-        (lambda folder: (folder / "demo.json").unlink(), "no run (metrics.jsonl), study (study.json), check (check"),
-        (lambda folder: (folder / "demo.json").rename(folder / "check.json"), "check.json: passed is missing"),
+        (".", shutil.rmtree, "no such folder"),
+        (".", lambda folder: (shutil.rmtree(folder), folder.mkdir()), "empty; give the folder"),
+        (".", lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
+        (".", lambda folder: None, "no run (metrics.jsonl), study (study.json), check (check"),
+        (".", lambda folder: (folder / "check.json").write_text('{"name": "x"}'), "check.json: passed is missing"),
+        (".", lambda folder: (folder / "runs.jsonl").touch(), "has not finished; run the same leaven check command"),
+        (".", lambda folder: (folder / "demo.json").write_text("{"), "demo.json is not JSON"),
+        (".", lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
         (
-            lambda folder: (folder / "demo.json").rename(folder / "runs.jsonl"),
-            "has not finished; run the same leaven check command",
+            ".",
+            lambda folder: (folder / "demo.json").write_text('{"schema": "leaven.demo/1"}'),
+            "the schema is leaven.demo/1, expected leaven.demo/2",
         ),
-        (lambda folder: (folder / "demo.json").write_text("{"), "demo.json is not JSON"),
-        (lambda folder: (folder / "demo.json").write_text('{"name": "x"}'), "neither a study nor a run"),
         (
+            "proxy",
+            lambda folder: (folder / "study.json").write_text('{"name": "x"}'),
+            "study.json: method is missing",
+        ),
+        (
+            "proxy",
             lambda folder: write_text(
-                folder / "proxy/study.json",
+                folder / "study.json",
                 StudyDocument(name="x", method="tpe", space=(), trials=()).model_dump_json(),
             ),
             "study.json: no trials yet",
         ),
-        (lambda folder: (folder / "runs/copied/recipe.toml").write_text("name = 1"), "recipe.toml: "),
-        (lambda folder: (folder / "runs/copied/metrics.jsonl").write_text('{"step": 0}\n'), "tokens is missing"),
+        ("proxy", lambda folder: (folder / "centre.toml").unlink(), "centre.toml: no such file"),
+        ("runs/copied", lambda folder: (folder / "recipe.toml").write_text("name = 1"), "recipe.toml: "),
+        ("runs/copied", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 0}'), "tokens is missing"),
     ],
 )
-def test_an_unreadable_folder_is_a_one_line_error(folder, breaking, message):
-    breaking(folder)
+def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, message):
+    breaking(folder / part)
     with pytest.raises(InputError) as error:
-        read_folder(folder)
+        read_folder(folder / part)
     assert message in str(error.value)
     assert "\n" not in str(error.value)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -13,13 +12,14 @@ import pytest
 import studied
 from chromium import BINARY, Browser
 from planned import planned
-from written import HOSTILE, slopes_check, write_demo, write_losses_check
+from written import HOSTILE, demo, slopes_check, write_demo, write_losses_check
 
 from leaven.catalogue.runs import load_runs
 from leaven.documents.planning import Price
 from leaven.recipe.errors import InputError
 from leaven.views.catalogue_page import catalogue_page
 from leaven.views.check_page import check_page
+from leaven.views.demo import headline
 from leaven.views.page import folder_page
 from leaven.views.plan_page import plan_page
 
@@ -30,7 +30,7 @@ VOID = {"meta", "link", "br", "wbr", "input"}
 # What each page says first, and every chart that it draws.
 RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
-    "demo": ("0.140 nats better than the same values copied", RUN | {"search"}),
+    "demo": ("end 0.610 nats below the same values copied", {"standard", "complete-d-p"}),
     "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
     "study": ("is the best of 64", {"search", "curves", "ahead", "front", "timeline", "depth"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
@@ -40,13 +40,13 @@ PAGES: dict[str, tuple[str, set[str]]] = {
 }  # fmt: skip
 
 
-def write(name: str, demo: Path, folder: Path) -> Path:
+def write(name: str, folders: Path, folder: Path) -> Path:
     out = folder / f"{name}.html"
     plan = planned("1f1b")
     price = Price(amount=2.5, currency="$")
     made: dict[str, Callable[[], str]] = {
-        "demo": lambda: folder_page(write_demo(folder / "hostile", hostile=HOSTILE)),
-        "run": lambda: folder_page(demo / "runs/copied"),
+        "demo": lambda: folder_page(write_demo(folder / "hostile", demo(HOSTILE))),
+        "run": lambda: folder_page(folders / "runs/moved"),
         "study": lambda: folder_page(studied.write(folder / "study", studied.durations(studied.study(14)))),
         "catalogue": lambda: catalogue_page(load_runs()),
         "check of slopes": lambda: check_page(slopes_check()),
@@ -58,9 +58,9 @@ def write(name: str, demo: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pages(demo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def pages(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    return {name: write(name, demo_folder, folder) for name in PAGES}
+    return {name: write(name, folders, folder) for name in PAGES}
 
 
 class Reader(HTMLParser):
@@ -129,27 +129,33 @@ def test_hostile_text_is_escaped(name, pages):
 
 
 @pytest.mark.parametrize("name", ["demo", "study"])
-def test_pages_are_reproducible(name, pages, demo_folder, tmp_path):
-    assert write(name, demo_folder, tmp_path).read_bytes() == pages[name].read_bytes()
+def test_pages_are_reproducible(name, pages, folders, tmp_path):
+    assert write(name, folders, tmp_path).read_bytes() == pages[name].read_bytes()
 
 
-def test_an_unfinished_demo_has_a_page(demo_folder, tmp_path):
-    folder = Path(shutil.copytree(demo_folder, tmp_path / "demo"))
-    shutil.rmtree(folder / "runs/copied")
-    document = json.loads((folder / "demo.json").read_text())
-    del document["verdict"]
-    document["arms"] = [arm | {"loss": None} if arm["key"] == "copied" else arm for arm in document["arms"]]
-    document["machine"] = None
-    (folder / "demo.json").write_text(json.dumps(document))
-    text = Reader(folder_page(folder)).text
-    assert "no run" in text
-    assert "not finished" in text
-    document |= {"arms": [], "target": None, "parts": []}
-    (folder / "demo.json").write_text(json.dumps(document))
-    assert "The search" in Reader(folder_page(folder)).text
+def test_an_unfinished_demo_has_no_page(tmp_path):
+    folder = write_demo(tmp_path, demo().model_copy(update={"result": None, "runs": []}))
+    with pytest.raises(InputError, match="run the same leaven demo again to resume it"):
+        folder_page(folder)
 
 
-def test_missing_plotly_is_an_error(demo_folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("gain", "noise", "says"),
+    [
+        (0.5, 0.01, "end 0.610 nats below the same values copied (95% interval 0.585 to 0.635, 3 seeds)."),
+        (-0.5, 0.01, "end 0.390 nats ABOVE the same values copied"),
+        (0.0, 0.1, "end within noise of the same values copied: 0.200 nats below"),
+    ],
+)
+def test_the_headline_says_what_was_found(gain, noise, says):
+    result, drift = headline(demo(gain=gain, noise=noise))
+    assert result.startswith(f"At 2 times the width, the small model's values, moved by the rule, {says}")
+    assert (
+        drift == "The best learning rate goes from 0.008 to 0.004 or less when copied, and stays at 0.008 when moved."
+    )
+
+
+def test_missing_plotly_is_an_error(folders, monkeypatch):
     from leaven.views import render
 
     render._plotly_packed.cache_clear()
@@ -158,7 +164,7 @@ def test_missing_plotly_is_an_error(demo_folder, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(InputError, match=r"pip install 'leaven\[train\]'"):
-        folder_page(demo_folder)
+        folder_page(folders / "proxy")
 
 
 # Elements that reach beyond the window and do not lie in a box that scrolls.
@@ -209,7 +215,7 @@ def test_charts_draw_and_fit_a_narrow_window(browser: Browser, pages: dict[str, 
 @needs_browser
 def test_a_page_follows_window_theme_and_print_and_its_tables_sort(browser: Browser, pages: dict[str, Path]):
     browser.window(1280)
-    browser.open(pages["demo"])
+    browser.open(pages["run"])
     ink = "getComputedStyle(document.querySelector('#chart-loss .xtick text')).fill"
     light = browser.evaluate(ink)
     browser.window(1600, dark=True)
@@ -227,7 +233,8 @@ def test_a_page_follows_window_theme_and_print_and_its_tables_sort(browser: Brow
     browser.evaluate("document.getElementById('by-layer').click()")
     shown = "[...document.querySelectorAll('.parameters tbody')].map(b => b.getClientRects().length > 0)"
     assert browser.evaluate(shown) == [False, True]
-    dots = "document.querySelectorAll('#chart-loss .point').length"
+    browser.open(pages["demo"])
+    dots = "document.querySelectorAll('#chart-standard .point').length"
     all_dots = browser.evaluate(dots)
     browser.evaluate("document.querySelector('.legend button').click()")
     browser.until(f"{dots} < {all_dots}")

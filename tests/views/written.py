@@ -1,12 +1,15 @@
-"""Folders as the verbs write them: a study at a small scale, three runs at a larger one, and the demo of both."""
+"""Folders as the verbs write them: a study at a small scale, two runs at a larger one, a demo, checks."""
 
 import json
 import math
 import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+from leaven.demo.demo import paired
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
+from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
@@ -125,37 +128,73 @@ def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None
     write_recipe(recipe, folder / "best.toml")
 
 
-def write_demo(folder: Path, hostile: str = "") -> Path:
-    """Write a whole demo; ``hostile`` is part of every text that a person may write."""
+def write_folders(folder: Path) -> Path:
+    """Write a study and two runs."""
     small = proxy()
     large = target(small)
     copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
-    untuned = copied.replace({"name": "wheat-untuned", "hyperparameters": {"lr": 6e-4, "init_std": 0.02}})
-    folder.mkdir(parents=True, exist_ok=True)
-    write_study(folder / "proxy", small, name=f"wheat-proxy{hostile}")
-    write_recipe(large, folder / "target.toml")
-    arms = []
-    for seed, (key, recipe, floor) in enumerate(
-        (("transferred", large, 2.41), ("copied", copied, 2.55), ("untuned", untuned, 2.63))
-    ):
-        loss = write_run(folder / "runs" / key, recipe, floor, seed=seed, torn=key == "copied")
-        texts = {"title": key + hostile, "why": f"{key}{hostile}"}
-        arms.append({"key": key, "run": f"runs/{key}", "loss": loss, **texts})
-    gain = arms[1]["loss"] - arms[0]["loss"]
-    corpus = {"bytes": 16_512_333, "documents": 1_204, "train_tokens": 5_410_223, "validation_tokens": 113_020}
-    machine = {"cores": 2, "memory_gib": 15.6, "python": "3.12.4", "torch": "2.13.0+cpu", "leaven": "0.1.0"}
-    seconds = {"text": 1.4, "tokens": 22.8, "tune": 224.0, "transfer": 0.1, "train": 318.0, "report": 2.2}
-    document = {
-        "name": f"wheat{hostile}",
-        "verdict": f"The recipe is {gain:.3f} nats better than the same values copied.{hostile}",
-        "arms": arms,
-        "proxy": {"study": "proxy"},
-        "target": "target.toml",
-        "parts": [{"name": name, "seconds": value} for name, value in seconds.items()],
-        "corpus": {"source": f"python-stdlib{hostile}", "vocab_size": 4096, **corpus},
-        "machine": {"processor": f"AMD EPYC 7B13{hostile}", "platform": "Linux 6.1 x86_64", **machine},
+    write_study(folder / "proxy", small, name="wheat-proxy")
+    write_run(folder / "runs/moved", large, 2.41)
+    write_run(folder / "runs/copied", copied, 2.55, seed=1, torn=True)
+    return folder
+
+
+def demo(hostile: str = "", *, gain: float = 0.5, noise: float = 0.01) -> DemoDocument:
+    """Return a finished demo; ``hostile`` is part of every text that a person may write."""
+    lrs, widths, seeds = [0.004, 0.008, 0.016], (32, 64), 3
+
+    def loss(rule: str, width: int, lr: float, seed: int) -> float:
+        wide = width > 32
+        lower = wide and rule == "standard"
+        octaves = math.log2(lr / (0.004 if lower else 0.008))
+        return 3.9 + 0.1 * octaves**2 + (gain - 0.1 if lower else -0.1 * wide) + noise * seed * (1 + lower)
+
+    runs = [
+        DemoRun(rule=rule, width=width, lr=lr, seed=seed, loss=loss(rule, width, lr, seed), seconds=2.0)
+        for rule, width, lr, seed in product(("standard", "complete-d-p"), widths, lrs, range(seeds))
+        if (rule != "standard" if width == 32 else not seed or lr == 0.008)
+    ]
+    at = {
+        (rule, width): [loss(rule, width, 0.008, seed) for seed in range(seeds)]
+        for rule, width in (("complete-d-p", 32), ("standard", 64), ("complete-d-p", 64))
     }
-    (folder / "demo.json").write_text(json.dumps(document))
+    difference, half = paired(at["standard", 64], at["complete-d-p", 64])
+    machine = {"cores": 2, "memory_gib": 15.6, "python": "3.12.4", "torch": "2.13.0+cpu", "leaven": "0.1.0"}
+    return DemoDocument(
+        name=f"leaven demo{hostile}",
+        size="full",
+        source=f"texts/*.txt{hostile}",
+        tokens=32_768,
+        models=[DemoModel(width=32, params=41_000), DemoModel(width=64, params=130_000)],
+        lrs=lrs,
+        seeds=seeds,
+        machine={"processor": f"AMD EPYC 7B13{hostile}", "platform": "Linux 6.1 x86_64", **machine},
+        corpus=DemoCorpus(
+            source=f"texts/*.txt{hostile}",
+            bytes=1_115_262,
+            train_tokens=520_000,
+            validation_tokens=25_000,
+            vocab_size=512,
+        ),
+        runs=runs,
+        result=DemoResult(
+            lr=0.008,
+            width=64,
+            base=at["complete-d-p", 32],
+            copied=at["standard", 64],
+            moved=at["complete-d-p", 64],
+            difference=difference,
+            low=difference - half,
+            high=difference + half,
+        ),
+        processes=2,
+        seconds=181.0,
+    )
+
+
+def write_demo(folder: Path, document: DemoDocument) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "demo.json").write_text(json.dumps(document.dump()))
     return folder
 
 

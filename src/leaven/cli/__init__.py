@@ -34,7 +34,7 @@ VERBS = {
     "bench": "Measure tokens/s, MFU and memory at several batch sizes, and propose where a batch ramp starts.",
     "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
-    "demo": "Tune a small model on real text, transfer its values to a larger model, train that and write a report.",
+    "demo": "Show in minutes that a small model's learning rate transfers: loss over lr at several widths, both ways.",
 }
 
 
@@ -83,7 +83,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, checks on small models
 that they transfer to the large model, and trains it. Three ways to begin:
 
-  leaven demo                                     tune, transfer and train on this machine
+  leaven demo                                     a small model's best learning rate at 8 times the width
   leaven plan bloom-176b --gpus 384xA100-80GB     predict memory, speed, time and cost of a run
   leaven new mine.toml --params 1B --tokens 20B   write a recipe for your own run
 

@@ -34,17 +34,21 @@ SetOption = Annotated[
         help="Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
     ),
 ]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def device_option(default: str) -> Any:
+    """An option for the device. ``default``: in words, where none is chosen."""
+    return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",
         help="The device to compute on.",
-        show_default="the best of this machine",
+        show_default=default,
         callback=lambda name: os.environ.update({"LEAVEN_DEVICE": name} if name else {}),  # for workers too
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+    )
+
+
+DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def count_option(help: str, default: str | bool = False) -> Any:

@@ -5,10 +5,9 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import DeviceOption, JsonOption, hand_over, stopping
+from leaven.cli.common import JsonOption, device_option, hand_over, stopping
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import errors
-from leaven.views.terminal.files import demo_summary
 
 app = typer.Typer(add_completion=False)
 
@@ -17,26 +16,39 @@ app = typer.Typer(add_completion=False)
 def demo(
     run: Annotated[Path, typer.Option(help="The folder to write everything to.")] = Path("runs/demo"),
     size: Annotated[
-        str, typer.Option(help="full: about ten minutes on two cores. tiny: one minute, for tests only.")
-    ] = "full",
-    source: Annotated[
-        str, typer.Option(help=r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...")
-    ] = "python-stdlib",
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that run trials.", show_default="one per core, at most 4")
+        str | None,
+        typer.Option(
+            help="full: about five minutes on two slow cores. quick: one minute, fewer widths.",
+            show_default="full, or quick where full takes more than ten minutes",
+        ),
     ] = None,
-    device: DeviceOption = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The same as --size quick.")] = False,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help=r"The text to train on, as \[data] source in a recipe: a file, a glob, hf://...",
+            show_default="tiny-shakespeare, which comes with leaven",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes; the losses do not depend on them.", show_default="one per core"),
+    ] = None,
+    device: Annotated[str | None, device_option("cpu: the same losses on every machine")] = None,
     json_output: JsonOption = False,
 ) -> None:
     from leaven.demo.demo import SIZES, Demo, DemoStopped
     from leaven.planning.this_machine import cores
+    from leaven.views.terminal.demo import demo_summary
 
-    if size not in SIZES:
-        raise InputError(f"--size {size}: choose from {', '.join(SIZES)}")
+    if quick and size not in {None, "quick"}:
+        raise InputError(f"--quick contradicts --size {size}; give one of them")
+    size = "quick" if quick else size
+    if size not in {None, *SIZES}:
+        raise InputError(f"--size {size} does not exist; choose from {', '.join(SIZES)}")
     with stopping() as stop:
         try:
-            # With more than four workers most trials start before any has ended: that is random search.
-            made = Demo(run, size, source, workers or min(cores(), 4), stop).run()
+            made = Demo(run, size, source, workers or cores(), stop).run()
         except DemoStopped:
             errors.print(f"stopped; run it again to resume ({run})")
             raise typer.Exit(75) from None

@@ -26,6 +26,10 @@ VALIDATION_SHARE = 0.05
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 _MAGIC = frozenset("*?[")
 
+SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
+"""1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
+the public domain; the selection is that of "tinyshakespeare" (Karpathy 2015, github.com/karpathy/char-rnn)."""
+
 OnProgress = Callable[[str, int, int], None]
 """A function that is called with the name of a stage, the number of bytes processed and the total number of bytes."""
 
@@ -211,6 +215,8 @@ def _parts(source: DataSource) -> list[SourcePart]:
 def _files(source: str) -> list[tuple[str, Path]]:
     if source == "python-stdlib":
         return _standard_library()
+    if source == "tiny-shakespeare":
+        return [(SHAKESPEARE.name, SHAKESPEARE)]
     path = Path(source).expanduser()
     if os.path.isdir(path):
         raise InputError(
@@ -226,7 +232,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
             )
     else:
         raise InputError(
-            f"data.source {source!r} does not exist; give python-stdlib, hf://org/dataset, "
+            f"data.source {source!r} does not exist; give python-stdlib, tiny-shakespeare, hf://org/dataset, "
             f"or a path or glob to {', '.join(SUFFIXES)} files"
         )
     for _, file in found:

@@ -1,1 +1,1 @@
-"""``leaven demo``: text, tuning, transfer, three training runs and a report on one machine."""
+"""``leaven demo``: does the best learning rate of a small model transfer to wider ones?"""

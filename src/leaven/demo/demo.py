@@ -1,346 +1,284 @@
-"""``leaven demo``: tune, transfer, train, report. Each part saves its result, so a killed demo can resume."""
+"""``leaven demo``: the loss over the learning rate at several widths, with values copied and with values moved.
+
+A grid of learning rates is trained at the base width, and at every wider width twice: with the recipe's values
+copied unchanged (rule ``standard``), and moved by ``complete-d-p``. Then the best learning rate of the base is
+trained at the widest width with more seeds, both ways. The losses depend on recipe and seeds only, not on the
+machine's speed or the order in which runs end.
+"""
 
 import json
 import math
+import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from leaven.catalogue.starter.starter import untuned
 from leaven.data.tokens import TokenSet, prepare
-from leaven.documents.runs import DemoDocument
-from leaven.planning.flops import flops_per_token
+from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import parse_recipe, read_recipe, read_text, write_recipe, write_text
+from leaven.recipe.files import parse_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity, format_seconds
-from leaven.scaling.transfer import transfer
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder
-from leaven.training.worker import Pool, run_in
-from leaven.tuning.service.study import Study
-from leaven.tuning.space import space
+from leaven.tuning.algorithm.noise_estimate import t95
+from leaven.verification.model_instance import RunScale, RunSetting
+from leaven.verification.recipe_family import RecipeTrial
+from leaven.verification.runs import ChecksStopped, RunStore
+from leaven.verification.subject import recipe_models
+from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
-from leaven.views.terminal.console import errors
-from leaven.views.terminal.live import LiveScreen
-from leaven.views.terminal.study import TuneScreen
-from leaven.views.terminal.training import RunsScreen
+from leaven.views.terminal.demo import DemoScreen
 
-PARTS = ("text", "tune", "transfer", "train", "report")
+COPIED, MOVED = "standard", "complete-d-p"  # rules
+START_SECONDS = 8.0  # to start the processes and write the page
+MOST_SECONDS = 600.0  # above this estimate the size is quick, unless one is given
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a demo."""
+    """What a demo trains."""
 
-    trials: int
-    wider: int = 2  # width of the target / width of the proxy
-    deeper: int = 2
-    longer: int = 4  # in tokens
-    changes: dict[str, Any] = field(default_factory=dict)  # to the proxy recipe, by path
+    widths: tuple[int, ...]  # the base first
+    lrs: tuple[float, ...]
+    seeds: int
 
+    @property
+    def grid(self) -> list["Point"]:
+        """Return the points of the grid; at the base with all seeds, because its best lr is chosen by them."""
+        base, *wider = self.widths
+        return [
+            *(Point(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
+            *(Point(rule, width, lr, 0) for width in wider for rule in (COPIED, MOVED) for lr in self.lrs),
+        ]
 
-SIZES = {
-    # About ten minutes on two cores.
-    "full": Size(trials=32),
-    # One minute, for tests: the numbers mean nothing.
-    "tiny": Size(
-        trials=6,
-        changes={
-            "model": {
-                "n_layers": 1,
-                "d_model": 16,
-                "n_heads": 2,
-                "n_kv_heads": 2,
-                "d_head": 8,
-                "d_ff": 48,
-                "vocab_size": 320,
-                "seq_len": 32,
-                "qk_norm": True,
-            },
-            "batch": {
-                "tokens": 256,
-                "ramp": {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 1_024},
-            },
-            "data.tokens": 8_192,
-            "schedule.warmup_tokens": 1_024,
-            "evaluation.tokens": 2_048,
-        },
-    ),
-}
-
-SEARCHED = (
-    "hyperparameters.lr",
-    "hyperparameters.init_std",
-    "hyperparameters.weight_decay",
-    "hyperparameters.modules.embedding.lr",
-    "hyperparameters.modules.unembedding.lr",
-)
-
-
-ARMS = ("transferred", "copied", "untuned")
+    def again(self, lr: float) -> list["Point"]:
+        """Return the points at the widest width with further seeds."""
+        return [Point(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)]
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One of the compared runs. All have the same model, tokens, batch and seed; they differ in the other values."""
+class Point:
+    """One training run."""
 
-    key: str  # name of the run folder
-    title: str
-    why: str  # where its hyperparameters come from
-    recipe: Recipe
+    rule: str
+    width: int
+    lr: float  # base value
+    seed: int
 
 
-def arms(target: Recipe) -> tuple[Arm, ...]:
-    """Return the compared runs: tuned values moved by the rule, tuned values copied, untuned values of leaven new."""
-    return (
-        Arm(
-            "transferred",
-            "transferred (complete-d-p)",
-            "the tuned values, moved over width, depth and duration by the rule",
-            target.replace({"name": "transferred"}),
-        ),
-        Arm(
-            "copied",
-            "copied unchanged (standard)",
-            "the tuned values as they are, in the standard parametrisation",
-            target.replace({"name": "copied", "scaling.rule": "standard"}),
-        ),
-        Arm(
-            "untuned",
-            "untuned (leaven new)",
-            "lr, init, decay, betas, eps, clip and schedule of leaven new for this size, batch and length: "
-            "from published runs and laws, moved to this scale",
-            untuned(target).replace({"name": "untuned"}),
-        ),
-    )
+SIZES = {
+    "full": Size((48, 96, 192, 384), (0.002, 0.004, 0.008, 0.016, 0.032), seeds=3),
+    "quick": Size((48, 192), (0.004, 0.008, 0.016, 0.032), seeds=3),
+}
 
 
 class DemoStopped(Exception):
-    """The demo was asked to stop. Finished parts are on disk, and the same call resumes."""
+    """The demo was asked to stop. Finished runs are on disk, and the same call resumes."""
 
 
 @dataclass
 class Demo:
-    """A demo in a folder: demo.json lists the finished parts, the folders beside it are their results."""
+    """A demo in a folder: demo.json is its document, runs/ has the finished runs."""
 
     folder: Path
-    size: str  # a key of `SIZES`
-    source: str  # the text, as `data.source` in a recipe
+    size: str | None  # a key of `SIZES`; None: as in an earlier call, or what this machine can do
+    source: str | None  # the text, as ``data.source`` in a recipe; None: as in an earlier call, or the recipe's
     workers: int  # processes
     stop: Callable[[], bool]  # true once the user asked to stop
-    state: dict[str, Any] = field(default_factory=dict)  # the content of demo.json
-    _locked: bool = False  # whether this process holds the lock of the folder and may write
 
     def run(self) -> DemoDocument:
-        """Run all parts in order and return the result.
+        """Run or resume the demo, and return its document.
 
         Raises:
-            InputError: if the folder holds something else, or the source has no text.
+            InputError: if the folder holds something else or is in use, or the source has no text.
             DemoStopped: if ``stop`` became true.
         """
-        self._open()
-        tokens = self._text()  # first, so that a wrong source leaves no folder behind
-        with locked_folder(self.folder, "demo folder"):
-            self._locked = True
-            self._save()  # first, so that a demo killed during its study is recognised
-            best = self._tune(tokens)
-            target = self._transfer(best)
-            self._train(target)
-            return self._document(self._report(), best, target)
+        began, before = time.monotonic(), self._before()
+        source = self.source or (before.source if before else None)
+        base = base_recipe() if source is None else base_recipe().replace({"data.source": source})
+        with DemoScreen() as screen, on_the_cpu():
+            tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
+            document = before or self._begin(base, tokens, screen)
+            size = SIZES[document.size]
+            spent = document.seconds
+            with locked_folder(self.folder, "demo folder"):
+                self._save(document)  # first, so that a demo killed in its first run is recognised
+                try:
+                    document = self._train(document, base, size, screen)
+                except ChecksStopped:
+                    raise DemoStopped from None
+                finally:
+                    if before is None or before.result is None:
+                        elapsed = spent + time.monotonic() - began
+                        document = document.model_copy(update={"seconds": round(elapsed, 1)})
+                    self._save(document)
+                report = self.folder / "report.html"
+                write_text(report, folder_page(self.folder))
+        return document.model_copy(update={"report": str(report)})
 
-    @property
-    def proxy(self) -> Recipe:
-        text = files("leaven.demo").joinpath("proxy.toml").read_text(encoding="utf-8")
-        recipe = parse_recipe(text, "proxy.toml")
-        return recipe.replace(SIZES[self.size].changes | {"data.source": self.source})
+    def _before(self) -> DemoDocument | None:
+        """Return the document of an earlier call in this folder.
 
-    def _open(self) -> None:
-        options = {"size": self.size, "source": self.source}
-        if self._file.exists():
-            self.state = json.loads(read_text(self._file))
-            if {key: self.state.get(key) for key in options} != options:
-                raise InputError(
-                    f"{self.folder} holds a demo of size {self.state.get('size')} on {self.state.get('source')}; "
-                    "use another --run"
-                )
-            return
+        Raises:
+            InputError: if the folder holds something else, or a demo with other options.
+        """
+        if (self.folder / "demo.json").exists():
+            before = read_demo(self.folder)
+            for option, mine, theirs in (("size", self.size, before.size), ("source", self.source, before.source)):
+                if mine not in {None, theirs}:
+                    raise InputError(f"{self.folder} contains a demo with {option} {theirs}; use another --run")
+            return before
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"--run {self.folder} is a file; give a folder")
         if self.folder.exists() and any(not _is_left_over(entry.name) for entry in self.folder.iterdir()):
-            raise InputError(f"{self.folder} is not empty and does not hold a demo; use another --run")
-        self.state = {"name": "leaven demo", **options, "parts": [], "machine": machine()}
+            raise InputError(f"{self.folder} is not empty and does not contain a demo; use another --run")
+        return None
 
-    @property
-    def _file(self) -> Path:
-        return self.folder / "demo.json"
-
-    def _save(self) -> None:
-        write_text(self._file, json.dumps(self.state, indent=2) + "\n")
-
-    @contextmanager
-    def _part(self, name: str, detail: str) -> Iterator[None]:
-        """Announce a part and add its time to demo.json, also if it is interrupted."""
-        left = f" · about {format_seconds(self._seconds_left(name))} left in all" if name in {"tune", "train"} else ""
-        errors.print(f"{PARTS.index(name) + 1} of {len(PARTS)}  {name}: {detail}{left}")
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            spent = self._seconds | {name: self._seconds.get(name, 0.0) + time.monotonic() - began}
-            self.state["parts"] = [{"name": key, "seconds": round(value, 2)} for key, value in spent.items()]
-            if self._locked:
-                self._save()
-        if self.stop():
-            raise DemoStopped
-
-    @property
-    def _seconds(self) -> dict[str, float]:
-        return {part["name"]: part["seconds"] for part in self.state["parts"]}
-
-    def _seconds_left(self, part: str) -> float:
-        """Estimate the time that tuning and training still take, from the proxy's speed on one thread."""
-        proxy, size = self.proxy, SIZES[self.size]
-        wider = proxy.model.scaled(proxy.model.d_model * size.wider, proxy.model.n_layers * size.deeper)
-        trial = proxy.data.tokens / float(self.state["proxy_tokens_per_second"])
-        arm = trial * size.longer * flops_per_token(wider) / flops_per_token(proxy.model)
-        arms_left = len(ARMS) - sum(arm["loss"] is not None for arm in self.state.get("arms", []))
-        trials = size.trials * trial / self.workers if part == "tune" else 0.0
-        return trials + math.ceil(arms_left / self.workers) * arm
-
-    def _text(self) -> TokenSet:
-        data, vocab_size = self.proxy.data, self.proxy.model.vocab_size
-        with (
-            self._part("text", f"{data.source}, byte-level BPE of {vocab_size:,} tokens"),
-            LiveScreen() as screen,
-        ):
-            tokens = prepare(data, vocab_size, progress=screen.text)
-            self.state["proxy_tokens_per_second"] = measure_speed(self.proxy, tokens)
-        self.state["corpus"] = {
-            "source": data.source,
-            "bytes": tokens.train_bytes + tokens.validation_bytes,
-            "train_tokens": len(tokens.train),
-            "validation_tokens": len(tokens.validation),
-            "vocab_size": tokens.vocab_size,
-        }
-        return tokens
-
-    def _tune(self, tokens: TokenSet) -> Recipe:
-        proxy, trials = self.proxy, SIZES[self.size].trials
-        detail = (
-            f"{trials} trials of {format_quantity(proxy.model.params_non_embedding)} parameters without embeddings, "
-            f"{format_quantity(proxy.data.tokens)} tokens, {self.workers} workers"
+    def _begin(self, base: Recipe, tokens: TokenSet, screen: DemoScreen) -> DemoDocument:
+        """Choose the size, and announce what will be trained and how long that takes here."""
+        seconds = {name: self._seconds(size, base, tokens) for name, size in SIZES.items()}
+        chosen = self.size or ("full" if seconds["full"] <= MOST_SECONDS else "quick")
+        size = SIZES[chosen]
+        document = DemoDocument(
+            name="leaven demo",
+            size=chosen,
+            source=str(base.data.source),
+            tokens=base.data.tokens,
+            models=[DemoModel(width=width, params=recipe_at(base, width).model.params) for width in size.widths],
+            lrs=list(size.lrs),
+            seeds=size.seeds,
+            machine=machine(),
+            corpus=DemoCorpus(
+                source=str(base.data.source),
+                bytes=tokens.train_bytes + tokens.validation_bytes,
+                train_tokens=len(tokens.train),
+                validation_tokens=len(tokens.validation),
+                vocab_size=tokens.vocab_size,
+            ),
+            processes=self.workers,
         )
-        study = Study(self.folder / "study", proxy, space(proxy, ",".join(SEARCHED)), "trust-region", tokens)
-        with self._part("tune", detail), study, TuneScreen(study.state(), trials, self.workers) as screen:
-            state = study.run(trials, self.workers, screen=screen, stop=self.stop)
-        if state.best is None:
-            raise InputError("every trial of the demo diverged; there is nothing to transfer")
-        self.state["proxy"] = {"study": "study"}
-        return read_recipe(self.folder / "study" / "best.toml")
+        screen.announce(document, _count(size), seconds, MOST_SECONDS if self.size is None else None)
+        return document
 
-    def _transfer(self, best: Recipe) -> Recipe:
-        size = SIZES[self.size]
-        target = transfer(
-            best,
-            width=best.model.d_model * size.wider,
-            depth=best.model.n_layers * size.deeper,
-            tokens=best.data.tokens * size.longer,
-            name="target",
+    def _seconds(self, size: Size, base: Recipe, tokens: TokenSet) -> float:
+        """Estimate the duration of a size from the speed of some steps at each width."""
+        points = size.grid + size.again(size.lrs[0])
+        each = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
+        return START_SECONDS + sum(each[point.width] for point in points) / self.workers
+
+    def _save(self, document: DemoDocument) -> None:
+        write_text(self.folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
+
+    def _train(self, document: DemoDocument, base: Recipe, size: Size, screen: DemoScreen) -> DemoDocument:
+        """Train what is missing, and return the document with the runs and the result."""
+        done, total = 0, _count(size)
+
+        def progress(now: int, _: int) -> None:
+            screen.runs(done + now, total)
+
+        with RunStore(self.folder / "runs", self.workers, progress, self.stop) as store:
+            grid = _train(store, base, size.grid)
+            done = len(grid)
+            at_base = _losses(grid, size.widths[0])
+            lr = min(at_base, key=lambda value: statistics.fmean(at_base[value]))
+            again = _train(store, base, size.again(lr))
+        runs = [*grid, *again]
+        copied, moved = (_losses(runs, size.widths[-1], rule)[lr] for rule in (COPIED, MOVED))
+        for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
+            wide = recipe_at(base.replace({"hyperparameters.lr": lr, "scaling.rule": rule}), size.widths[-1])
+            write_recipe(wide.replace({"name": name}), self.folder / f"{name}.toml")
+        write_recipe(base.replace({"hyperparameters.lr": lr, "name": "base"}), self.folder / "base.toml")
+        difference, half = paired(copied, moved)
+        result = DemoResult(
+            lr=lr,
+            width=size.widths[-1],
+            base=at_base[lr],
+            copied=copied,
+            moved=moved,
+            difference=difference,
+            low=difference - half,
+            high=difference + half,
         )
-        detail = (
-            f"width x{size.wider}, depth x{size.deeper}, tokens x{size.longer}: "
-            f"{format_quantity(target.model.params_non_embedding)} parameters without embeddings"
-        )
-        with self._part("transfer", detail):
-            write_recipe(target, self.folder / "target.toml")
-        self.state["target"] = "target.toml"
-        return target
+        return document.model_copy(update={"runs": runs, "result": result, "next": _next(self.folder)})
 
-    def _train(self, target: Recipe) -> None:
-        compared = arms(target)
-        folders = {arm.key: self.folder / "runs" / arm.key for arm in compared}
-        with self._part("train", f"{len(compared)} runs of {format_quantity(target.data.tokens)} tokens"):
-            for arm in compared:
-                errors.print(f"        {arm.key}: {arm.why}")
-            with Pool(min(self.workers, len(compared))) as pool, RunsScreen(folders, target.data.tokens) as screen:
-                pending = {pool.submit(run_in, folders[arm.key], arm.recipe): arm for arm in compared}
-                while pending and not self.stop():
-                    for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                        self._record(pending.pop(future), self._result(future))
-                    screen.look()
 
-    def _result(self, future: "Future[float | None]") -> float | None:
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise InputError(
-                "a training process died (out of memory?); run the same command again to resume from its checkpoint"
-            ) from None
+def base_recipe() -> Recipe:
+    """Return the recipe of the base width."""
+    return parse_recipe(files("leaven.demo").joinpath("base.toml").read_text(encoding="utf-8"), "base.toml")
 
-    def _record(self, arm: Arm, loss: float | None) -> None:
-        done = {"key": arm.key, "title": arm.title, "run": f"runs/{arm.key}", "loss": loss, "why": arm.why}
-        known = {other["key"]: other for other in self.state.get("arms", [])} | {arm.key: done}
-        self.state["arms"] = [known[key] for key in ARMS if key in known]
-        self._save()
 
-    def _report(self) -> Path:
-        self.state["verdict"] = verdict(self.state["arms"])
-        self._save()
-        with self._part("report", "one self-contained page"):
-            path = self.folder / "report.html"
-            write_text(path, folder_page(self.folder))
-        write_text(path, folder_page(self.folder))  # again, to include its own time
-        return path
+def recipe_at(base: Recipe, width: int) -> Recipe:
+    """Return the recipe at a width, by its own rule."""
+    return trial_of(base, Point(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
-    def _document(self, report: Path, small: Recipe, large: Recipe) -> DemoDocument:
-        sizes = ((recipe.model, recipe.batch.tokens, recipe.data.tokens) for recipe in (small, large))
-        before, after = ((m.params, m.d_model, m.n_layers, batch, tokens) for m, batch, tokens in sizes)
-        names = ("parameters", "width", "depth", "batch", "tokens")
-        return DemoDocument(
-            report=str(report),
-            verdict=self.state["verdict"],
-            arms=self.state["arms"],
-            parts=self.state["parts"],
-            text=self.state["corpus"],
-            moved=dict(zip(names, zip(before, after, strict=True), strict=True)),
-        )
+
+def trial_of(base: Recipe, point: Point) -> RecipeTrial:
+    """Return the training run of a point."""
+    family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
+    return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
+
+
+def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
+    """Estimate the duration of a run on one thread: the median of three steps, and validation as a third of that."""
+    training = Training(recipe, tokens)
+    speeds = sorted(training.step().tokens_per_second for _ in range(4))
+    return (recipe.data.tokens + recipe.evaluation.tokens / 3) / speeds[2]
+
+
+def paired(first: list[float], second: list[float]) -> tuple[float, float]:
+    """Return the mean of the differences by seed, and half of its 95% interval by Student's t."""
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    spread = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences), t95(len(differences) - 1) * spread
+
+
+@contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Train on the CPU unless the user chose a device: the losses shall be the same on every machine."""
+    chosen = "LEAVEN_DEVICE" in os.environ
+    os.environ.setdefault("LEAVEN_DEVICE", "cpu")  # for the processes of the runs, too
+    try:
+        yield
+    finally:
+        if not chosen:
+            del os.environ["LEAVEN_DEVICE"]
+
+
+def _train(store: RunStore, base: Recipe, points: list[Point]) -> list[DemoRun]:
+    trials = {point: trial_of(base, point) for point in points}
+    outcome = store.run(trials.values())
+    ended = {point: outcome(trial) for point, trial in trials.items()}
+    return [
+        DemoRun(rule=p.rule, width=p.width, lr=p.lr, seed=p.seed, loss=o.loss, seconds=round(o.seconds, 2))
+        for p, o in ended.items()
+    ]
+
+
+def _losses(runs: list[DemoRun], width: int, rule: str = MOVED) -> dict[float, list[float]]:
+    """Return the losses at a width by lr, in the order of the seeds."""
+    found: dict[float, list[float]] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
+        if (run.width, run.rule) == (width, rule):
+            found.setdefault(run.lr, []).append(run.loss)
+    return found
+
+
+def _count(size: Size) -> int:
+    return len(size.grid) + len(size.again(size.lrs[0]))
+
+
+def _next(folder: Path) -> list[str]:
+    return [
+        f"leaven show {folder / 'moved.toml'}",
+        "leaven new mine.toml --params 1B --tokens 20B",
+    ]
 
 
 def _is_left_over(name: str) -> bool:
     """Return whether a file was left by a demo that was killed before it had written demo.json."""
     return name == LOCK or name.startswith(".demo.json.")
-
-
-def measure_speed(recipe: Recipe, tokens: TokenSet) -> float:
-    """Return tokens per second of a recipe on one thread: the median over nine steps."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    training = Training(recipe, tokens)
-    speeds = sorted(training.step().tokens_per_second for _ in range(9))
-    torch.set_num_threads(before)
-    return speeds[len(speeds) // 2]
-
-
-def verdict(measured: list[dict[str, Any]]) -> str:
-    """One sentence that compares the transferred run with the others. Each has one seed, so noise is not included."""
-    first, *others = measured
-    if first["loss"] is None:
-        return "The transferred run diverged."
-    compared = []
-    for other in others:
-        if other["loss"] is None:
-            compared.append(f"{other['title']} diverged")
-        else:
-            gap = other["loss"] - first["loss"]
-            compared.append(f"{abs(gap):.3f} {'lower' if gap > 0 else 'HIGHER'} than {other['title']}")
-    return f"The transferred run ends at {first['loss']:.3f} nats per token: {', '.join(compared)} (one seed each)."

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from pydantic import Field
-
 from leaven.documents import Document, Entry, Number
 
 
@@ -169,17 +167,29 @@ class ReportDocument(Document, schema="report/1"):
     path: str
 
 
-class DemoStage(Entry):
-    name: str
-    seconds: float
+class DemoModel(Entry):
+    width: int
+    params: int
 
 
-class DemoArm(Entry):
-    key: str
-    title: str
-    run: str  # folder of the run
-    loss: float | None = None  # nats per token; null if it diverged
-    why: str = ""
+class DemoRun(Entry):
+    rule: str  # standard: all values copied; complete-d-p: moved by the rule; the base width is only run once
+    width: int
+    lr: float  # base value
+    seed: int
+    loss: float  # validation, nats per token
+    seconds: float  # training time
+
+
+class DemoResult(Entry):
+    lr: float  # base value with the lowest mean loss at the base width
+    width: int  # the widest
+    base: list[float]  # loss of each seed at the base width
+    copied: list[float]  # loss of each seed at the widest, all values copied
+    moved: list[float]  # loss of each seed at the widest, values moved by the rule
+    difference: float  # mean of copied - moved over the seeds, nats per token
+    low: float  # end of its 95% interval (Student's t over paired seeds)
+    high: float
 
 
 class DemoCorpus(Entry):
@@ -190,12 +200,21 @@ class DemoCorpus(Entry):
     vocab_size: int
 
 
-class DemoDocument(Document, schema="demo/1"):
-    """The result of ``leaven demo``."""
+class DemoDocument(Document, schema="demo/2"):
+    """The result of ``leaven demo``. It is also written to demo.json in the demo's folder, and again when the demo ends."""
 
-    report: str  # path of the report
-    verdict: str
-    arms: list[DemoArm]  # the compared runs
-    parts: list[DemoStage]  # the parts of the demo with their duration
-    text: DemoCorpus | None
-    moved: dict[str, tuple[int, int]] = Field(default_factory=dict)  # small and big run: params, width, ...
+    name: str
+    size: str  # full or quick
+    source: str  # of the text
+    tokens: int  # of each run
+    models: list[DemoModel]  # by width, the base first
+    lrs: list[float]  # the grid, base values
+    seeds: int
+    machine: dict[str, Any]
+    corpus: DemoCorpus
+    runs: list[DemoRun] = []
+    result: DemoResult | None = None  # null while the demo has not finished
+    processes: int = 0
+    seconds: float = 0.0  # elapsed, over all calls in this folder
+    report: str | None = None  # the page
+    next: list[str] = []  # commands

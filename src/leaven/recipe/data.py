@@ -32,7 +32,7 @@ _Several = Annotated[tuple[DataSource, ...], Field(strict=False, min_length=1)]
 class Data(Part):
     """The sources of the text, the tokenizer, and the number of tokens to train on."""
 
-    # python-stdlib, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
+    # python-stdlib, tiny-shakespeare, a path or glob, hf://org/dataset; or a list of :class:`DataSource`.
     source: Annotated[
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"

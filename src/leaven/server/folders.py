@@ -15,6 +15,7 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.views import numbers
 from leaven.views.checks import conclusion
+from leaven.views.demo import headline
 from leaven.views.folders import KINDS, FolderView, RunView, StudyView, read_folder
 
 DEEPEST = 6  # folders below a given one that are searched
@@ -81,7 +82,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
             kind = next((KINDS[name] for name in KINDS if name in files), None)
             if kind is not None:
                 yield Found(index, folder, folder.relative_to(root).as_posix() if depth else "", kind)
-            inside = depth < DEEPEST and kind in {None, "demo"}
+            inside = depth < DEEPEST and kind is None
             folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith(".")) if inside else []
 
 
@@ -137,7 +138,7 @@ def _summary(view: FolderView, silent: float) -> tuple[str, str, float | None, f
         return view.name, done, None, view.best.loss if view.best else None, state
     if isinstance(view, CheckDocument):
         return view.subject, view.check, 1.0, None, conclusion(view)
-    return view.file.name, "", None, None, view.file.verdict
+    return view.name, f"{len(view.runs)} runs" if view.runs else "", None, None, " ".join(headline(view))
 
 
 def _files(folder: Path, depth: int) -> Iterator[tuple[str, os.stat_result]]:

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from leaven.documents.checks import CheckDocument
-from leaven.documents.runs import DemoArm, DemoCorpus, DemoStage
+from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
@@ -156,89 +155,7 @@ class StudyView(StudyDocument):
         return sum(losses) / len(losses) if losses else None
 
 
-class DemoMachine(StoredEntry):
-    processor: str | None = None
-    cores: int | None = None
-    memory_gib: float | None = None
-    python: str | None = None  # versions
-    torch: str | None = None
-    platform: str | None = None
-    leaven: str | None = None
-
-
-class _StudyLink(StoredEntry):
-    study: str  # its folder
-
-
-class DemoFile(StoredEntry):
-    """The content of demo.json; folders are relative to it."""
-
-    name: str
-    verdict: str = "The demo has not finished; run the same command again to resume."
-    size: str | None = None
-    source: str | None = None
-    arms: tuple[DemoArm, ...] = ()
-    proxy: _StudyLink | None = None
-    target: str | None = None  # the recipe's file
-    parts: tuple[DemoStage, ...] = ()
-    corpus: DemoCorpus | None = None
-    machine: DemoMachine | None = None
-
-
-@dataclass(frozen=True)
-class ArmView:
-    """One of the runs that a demo compares. ``run`` is None before its first step, ``loss`` before its end."""
-
-    key: str
-    title: str
-    why: str
-    loss: float | None
-    folder: str
-    run: RunView | None
-
-
-@dataclass(frozen=True)
-class DemoView:
-    """A demo: its file, and the contents of the folders that the file names."""
-
-    file: DemoFile
-    arms: tuple[ArmView, ...]
-    study: StudyView | None
-    target: Recipe | None
-
-    @property
-    def seconds(self) -> float:
-        return sum(part.seconds for part in self.file.parts)
-
-    @property
-    def study_folder(self) -> str:
-        return self.file.proxy.study if self.file.proxy else ""
-
-    @property
-    def command(self) -> str:
-        options = (("--run", "."), ("--size", self.file.size), ("--source", self.file.source))
-        return shlex.join(["leaven", "demo", *(word for option in options if option[1] for word in option if word)])
-
-    @property
-    def transferred(self) -> ArmView | None:
-        return next((arm for arm in self.arms if arm.key == "transferred"), None)
-
-    @property
-    def baseline(self) -> ArmView | None:
-        """The arm with the lowest loss, apart from the transferred one."""
-        others = [arm for arm in self.arms if arm.key != "transferred" and arm.loss is not None]
-        return min(others, key=lambda arm: arm.loss or 0.0, default=None)
-
-    @property
-    def gain(self) -> float | None:
-        """How many nats the transferred arm is better than the baseline (below 0: worse)."""
-        mine, baseline = self.transferred, self.baseline
-        if mine is None or mine.loss is None or baseline is None or baseline.loss is None:
-            return None
-        return baseline.loss - mine.loss
-
-
-FolderView = DemoView | StudyView | RunView | CheckDocument
+FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the file that it contains. The first file that exists decides."""
 
@@ -336,30 +253,9 @@ def read_study(folder: Path) -> StudyView:
     )
 
 
-def read_demo(folder: Path) -> DemoView:
-    if not (folder / "demo.json").exists():
-        raise InputError(f"{folder}: no demo.json in it; give the folder that leaven demo wrote")
-    file = _document(folder / "demo.json", DemoFile)
-    arms = tuple(_arm(folder, arm) for arm in file.arms)
-    study = folder / file.proxy.study if file.proxy else None
-    has_study = study is not None and (study / "study.json").exists()
-    has_target = file.target is not None and (folder / file.target).exists()
-    if not has_study and not any(arm.run for arm in arms):
-        raise InputError(f"{folder / 'demo.json'}: neither a study nor a run in it yet; run leaven demo again")
-    return DemoView(
-        file=file,
-        arms=arms,
-        study=read_study(study) if study and has_study else None,
-        target=read_recipe(folder / str(file.target)) if has_target else None,
-    )
-
-
-def _arm(folder: Path, arm: DemoArm) -> ArmView:
-    begun = RunFolder(folder / arm.run).metrics()
-    run = read_run(folder / arm.run, arm.title, arm.key) if begun else None
-    # The last validation of an interrupted run is not its final loss, so it is not compared.
-    loss = arm.loss if arm.loss is not None else (run.loss if run and run.finished else None)
-    return ArmView(arm.key, arm.title, arm.why, loss, arm.run, run)
+def read_demo(folder: Path) -> DemoDocument:
+    """Return the document of a demo, finished or not."""
+    return _document(folder / "demo.json", DemoDocument)
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:

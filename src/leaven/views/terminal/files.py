@@ -1,4 +1,4 @@
-"""Show the results of commands that write files: ``leaven new``, ``export`` and ``demo``."""
+"""Show the results of commands that write files: ``leaven new`` and ``export``."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import RenderableType
 
 from leaven.documents.planning import NewRecipe
-from leaven.documents.runs import ConfigDocument, DemoDocument, WeightsDocument
+from leaven.documents.runs import ConfigDocument, WeightsDocument
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity, format_seconds
+from leaven.recipe.units import format_quantity
 from leaven.views.tables import LABEL, Facts
 
 
@@ -53,27 +53,3 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
     for note in export.notes:
         yield f"note   {note}"
     yield f"wrote {export.path}"
-
-
-def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield at most ten lines: the result, its cost and the report."""
-    yield demo.verdict
-    mine = next((arm.loss for arm in demo.arms if arm.key == "transferred"), None)
-    width = max([12, *(len(arm.title) for arm in demo.arms)])
-    for n, arm in enumerate(demo.arms):
-        loss = "no run     " if arm.loss is None else f"{arm.loss:.4f}"
-        behind = arm.key != "transferred" and arm.loss is not None and mine is not None
-        gap = f"{arm.loss - mine:+.4f}" if behind and arm.loss is not None and mine is not None else ""
-        yield f"{arm.title:<{width}} {loss}  {gap:<8}{'' if n else 'nats per token'}".rstrip()
-    facts = []
-    if demo.parts:
-        parts = (f"{part.name} {format_seconds(part.seconds)}" for part in demo.parts)
-        facts.append(("time", [f"{format_seconds(sum(part.seconds for part in demo.parts))} in all", *parts]))
-    if (text := demo.text) is not None:
-        learned = f"{format_quantity(text.train_tokens)} tokens to train on"
-        facts.append(
-            ("text", [f"{text.source}: {text.bytes / 1e6:.1f} MB", learned, f"vocabulary {text.vocab_size:,}"])
-        )
-    moved = [f"{what} {format_quantity(a)} -> {format_quantity(b)}" for what, (a, b) in demo.moved.items()]
-    facts += [("scale", moved)] if moved else []
-    yield Facts([*facts, ("report", [demo.report])])

@@ -1,0 +1,113 @@
+"""What a demo found, in words and tables, which the terminal and the page both draw."""
+
+import statistics
+from collections.abc import Iterator
+
+from leaven.documents.runs import DemoDocument, DemoRun
+from leaven.views.tables import Column, Table
+
+RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}  # what the demo does with the values
+
+
+def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
+    """Return the mean loss by lr for each rule and width. The base width has the same curve under every rule.
+
+    At the lr of the result the grid has further seeds; the curve has the first seed there too, as everywhere."""
+    by_lr: dict[tuple[str, int], dict[float, list[DemoRun]]] = {}
+    base = demo.models[0].width
+    for run in demo.runs:
+        if run.width == base or run.seed == 0:
+            for rule in RULES if run.width == base else (run.rule,):
+                by_lr.setdefault((rule, run.width), {}).setdefault(run.lr, []).append(run)
+    return {
+        (rule, model.width): {
+            lr: statistics.fmean(run.loss for run in runs) for lr, runs in by_lr[rule, model.width].items()
+        }
+        for rule in RULES
+        for model in demo.models
+        if (rule, model.width) in by_lr
+    }
+
+
+def best(curve: dict[float, float]) -> float:
+    """Return the lr with the lowest loss."""
+    return min(curve, key=lambda lr: curve[lr])
+
+
+def headline(demo: DemoDocument) -> Iterator[str]:
+    """Yield the result in sentences."""
+    result, base = demo.result, demo.models[0].width
+    if result is None:
+        yield "The demo has not finished; run the same command again to resume."
+        return
+    where = f"At {result.width / base:g} times the width, the small model's values, moved by the rule, end"
+    ends = f"(95% interval {result.low:.3f} to {result.high:.3f}, {len(result.moved)} seeds)"
+    if result.low > 0:
+        yield f"{where} {result.difference:.3f} nats below the same values copied {ends}."
+    elif result.high < 0:
+        yield f"{where} {-result.difference:.3f} nats ABOVE the same values copied {ends}."
+    else:
+        yield f"{where} within noise of the same values copied: {result.difference:.3f} nats below {ends}."
+    drawn = curves(demo)
+    first = best(drawn["standard", base])
+    copied, moved = (_path(first, best(drawn[rule, result.width]), demo.lrs) for rule in RULES)
+    yield f"The best learning rate {copied} when copied, and {moved} when moved."
+
+
+def _path(first: float, last: float, lrs: list[float]) -> str:
+    """Return where the best lr goes. At an end of the grid the best may lie beyond it."""
+    beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
+    return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
+
+
+def loss_table(demo: DemoDocument) -> Table:
+    """Return the loss over the lr: a line for each width and rule, the lowest loss of a line marked."""
+    base, drawn = demo.models[0].width, curves(demo)
+    rows = []
+    for (rule, width), curve in drawn.items():
+        if width == base and rule != "standard":
+            continue
+        lowest = best(curve)
+        name = f"the base, {demo.seeds} seeds" if width == base else RULES[rule]
+        cells = [f"{curve[lr]:.3f}{'*' if lr == lowest else ' '}" for lr in demo.lrs]
+        rows.append([str(width), name, *cells])
+    heads = [Column("width"), Column("values", align="left"), *(Column(f"lr {lr:g} ") for lr in demo.lrs)]
+    return Table(heads, rows)
+
+
+def seed_table(demo: DemoDocument) -> Table:
+    """Return the losses at the best lr of the base: a line for each model, a column for each seed."""
+    result, base = demo.result, demo.models[0].width
+    assert result is not None, "the demo has ended"
+    lines = [
+        (base, "the base", result.base),
+        (result.width, RULES["standard"], result.copied),
+        (result.width, RULES["complete-d-p"], result.moved),
+    ]
+    params = {model.width: model.params for model in demo.models}
+    columns = [
+        Column("width"),
+        Column("parameters"),
+        Column(f"values at lr {result.lr:g}", align="left"),
+        *(Column(f"seed {seed}") for seed in range(len(result.moved))),
+        Column("mean"),
+        Column("against the base"),
+    ]
+    mean = statistics.fmean(result.base)
+    rows = [
+        [
+            str(width),
+            f"{params[width]:,}",
+            name,
+            *(f"{loss:.3f}" for loss in losses),
+            f"{statistics.fmean(losses):.3f}",
+            "" if name == "the base" else f"{statistics.fmean(losses) - mean:+.3f}",
+        ]
+        for width, name, losses in lines
+    ]
+    return Table(columns, rows)
+
+
+def cost(demo: DemoDocument) -> float:
+    """Return the training time of all runs, added up over processes, in seconds."""
+    return sum(run.seconds for run in demo.runs)

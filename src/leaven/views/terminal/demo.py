@@ -1,0 +1,54 @@
+"""``leaven demo`` in the terminal: what will come and how long it takes, the progress, the result."""
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import RenderableType
+
+from leaven.documents.runs import DemoDocument
+from leaven.recipe.units import format_quantity, format_seconds
+from leaven.views.demo import RULES, cost, headline, loss_table, seed_table
+from leaven.views.tables import Facts
+from leaven.views.terminal.live import LiveScreen
+
+
+class DemoScreen(LiveScreen):
+    """The announcement, and a bar of the runs."""
+
+    def announce(
+        self, demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
+    ) -> None:
+        """Say what a demo will train, and how long each size takes here. ``most_seconds`` is the limit by which the
+        size was chosen, None if the user chose it."""
+        base, *wider = (model.width for model in demo.models)
+        copied, moved = RULES
+        self.line("Is the best learning rate of a small model also the best of a wider one?")
+        lrs = f"{len(demo.lrs)} learning rates from {demo.lrs[0]:g} to {demo.lrs[-1]:g}"
+        self.line(
+            f"1  loss over {lrs} at width {base}, and at {', '.join(map(str, wider))} twice: "
+            f"values copied ({copied}), and moved ({moved})"
+        )
+        self.line(f"2  the best of width {base} at width {wider[-1]}, both ways, with {demo.seeds} seeds")
+        about = {name: f"about {format_seconds(each)}" for name, each in seconds.items()}
+        others = ", ".join(f"--size {name} {text}" for name, text in about.items() if name != demo.size)
+        self.line(
+            f"{runs} runs of {format_quantity(demo.tokens)} tokens of {demo.source}: {about[demo.size]} here with "
+            f"{demo.processes} processes (size {demo.size}; {others})"
+        )
+        if most_seconds is not None and demo.size != next(iter(seconds)):
+            self.line(f"size {demo.size} because the full size takes more than {format_seconds(most_seconds)} here")
+
+    def runs(self, done: int, total: int) -> None:
+        """Show how many runs have ended."""
+        self.bar("runs", done, total, f"{done} of {total}")
+
+
+def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
+    """Yield the loss over the lr, the runs with more seeds, the result and its cost."""
+    yield "loss, nats per token (* the lowest of a line)"
+    yield loss_table(demo)
+    yield ""
+    yield seed_table(demo)
+    yield ""
+    yield from headline(demo)
+    time = f"{format_seconds(demo.seconds)} with {demo.processes} processes"
+    yield Facts([("time", [time, f"training {format_seconds(cost(demo))}"]), ("page", [demo.report or ""])])

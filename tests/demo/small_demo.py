@@ -1,0 +1,19 @@
+"""``leaven`` with a demo of seconds: two widths, one layer, few tokens. ``small_demo.py demo --run DIR``"""
+
+from leaven.demo import demo
+
+CHANGES = {"model.n_layers": 1, "data.tokens": 2_048, "schedule.warmup_tokens": 512, "evaluation.tokens": 1_024}
+_RECIPE = demo.base_recipe().replace(CHANGES)
+
+
+def shrink() -> None:
+    demo.base_recipe = lambda: _RECIPE
+    demo.SIZES["full"] = demo.Size((48, 96), (0.008, 0.016, 0.032, 0.064), seeds=2)
+    demo.SIZES["quick"] = demo.Size((48, 96), (0.008, 0.016), seeds=2)
+
+
+if __name__ == "__main__":
+    from leaven.cli import main
+
+    shrink()
+    main()
