@@ -34,7 +34,7 @@ VERBS = {
     "bench": "Measure tokens/s, MFU and memory at several batch sizes, and propose where a batch ramp starts.",
     "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
-    "demo": "Show in minutes that a small model's learning rate transfers: loss over lr at several widths, both ways.",
+    "demo": "Show in minutes how a small model's best learning rate fares at larger widths, copied and moved.",
 }
 
 

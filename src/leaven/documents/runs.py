@@ -169,14 +169,14 @@ class ReportDocument(Document, schema="report/1"):
 
 class DemoModel(Entry):
     width: int
-    params: int
+    params: int  # all parameters
 
 
 class DemoRun(Entry):
     rule: str  # standard: all values copied; complete-d-p: moved by the rule; the base width is only run once
     width: int
     lr: float  # base value
-    seed: int
+    seed: int  # of the initialisation and the order of the data
     loss: float  # validation, nats per token
     seconds: float  # training time
 
@@ -189,7 +189,7 @@ class DemoResult(Entry):
     moved: list[float]  # loss of each seed at the widest, values moved by the rule
     difference: float  # mean of copied - moved over the seeds, nats per token
     low: float  # end of its 95% interval (Student's t over paired seeds)
-    high: float
+    high: float  # the other end
 
 
 class DemoCorpus(Entry):
@@ -201,20 +201,20 @@ class DemoCorpus(Entry):
 
 
 class DemoDocument(Document, schema="demo/2"):
-    """The result of ``leaven demo``. It is also written to demo.json in the demo's folder, and again when the demo ends."""
+    """The result of ``leaven demo``. demo.json in its folder is the same, and exists while it runs."""
 
-    name: str
+    name: str  # leaven demo
     size: str  # full or quick
     source: str  # of the text
     tokens: int  # of each run
     models: list[DemoModel]  # by width, the base first
     lrs: list[float]  # the grid, base values
-    seeds: int
-    machine: dict[str, Any]
-    corpus: DemoCorpus
-    runs: list[DemoRun] = []
+    seeds: int  # at the base width, and of the result
+    machine: dict[str, Any]  # processor, cores, memory and versions
+    corpus: DemoCorpus  # the text
+    runs: list[DemoRun] = []  # all of them when the demo has ended
     result: DemoResult | None = None  # null while the demo has not finished
-    processes: int = 0
+    processes: int = 0  # that trained side by side
     seconds: float = 0.0  # elapsed, over all calls in this folder
     report: str | None = None  # the page
     next: list[str] = []  # commands

@@ -4,11 +4,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TypeVar
 
 from leaven.data.pool import ctrl_c_blocked, exit_with_parent
-from leaven.recipe.recipe import Recipe
 
 Result = TypeVar("Result")
 
@@ -19,21 +17,6 @@ def start() -> None:
 
     torch.set_num_threads(1)
     exit_with_parent()
-
-
-def run_in(folder: Path, recipe: Recipe) -> float | None:
-    """Train a recipe in a run folder. Return the validation loss, or None if the run diverged (see events.jsonl)."""
-    from leaven.data.tokens import prepare
-    from leaven.training.loop import Diverged
-    from leaven.training.micro_batch import by_rule_of_thumb
-    from leaven.training.trainer import train
-
-    tokens = prepare(recipe.data, recipe.model.vocab_size)
-    try:
-        # Runs side by side would disturb each other's timings.
-        return train(by_rule_of_thumb(recipe, folder), tokens, folder, history=False).loss
-    except Diverged:
-        return None
 
 
 class Pool:
