@@ -63,17 +63,6 @@ def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
     assert skipped.endswith("; ...")
 
 
-def test_the_faults_are_named_if_no_line_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"[\n{")
-    with pytest.raises(InputError) as caught:
-        opened(path, share=1.0)
-    source = f"data.source '{path}'"
-    assert str(caught.value).startswith(
-        f"{source} contains no text; 2 of 2 documents of {source} cannot be read and were skipped: {path}:1 "
-    )
-
-
 def zstandard(raw: bytes) -> bytes:
     stream = pa.BufferOutputStream()
     with pa.CompressedOutputStream(stream, "zstd") as file:

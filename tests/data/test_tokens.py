@@ -184,12 +184,6 @@ def test_bad_tokenizers_are_refused_before_anything_is_written(source: str, tmp_
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_cache_folder_that_cannot_be_used_is_refused(source: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot be used .*set LEAVEN_CACHE to a folder"):
-        prepare(source, "bpe", 300, tmp_path / "file")
-
-
 @pytest.mark.slow
 def test_the_standard_library_is_enough_for_a_vocabulary_of_4096(tmp_path: Path) -> None:
     found = prepare("python-stdlib", "bpe", 4_096, tmp_path)
@@ -210,17 +204,6 @@ def test_a_damaged_tokenizer_is_rebuilt(source: str, prepared: TokenSet, tmp_pat
         path.write_bytes(harm)
         assert prepare(source, "bpe", 300, tmp_path).fingerprint == prepared.fingerprint
         assert path.read_bytes() == before
-
-
-def test_text_that_changes_while_it_is_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_corpus(tmp_path)
-
-    def change(stage: str, done: int, total: int) -> None:
-        if stage == "reading" and done == total:
-            (tmp_path / "030.txt").write_text("other text")
-
-    with pytest.raises(InputError, match=r"030.txt changed while it was read .*; run the same command again"):
-        prepare(source, "bpe", 300, tmp_path / "cache", change)
 
 
 def test_skipped_documents_are_in_the_notes(tmp_path: Path) -> None:

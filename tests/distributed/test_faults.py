@@ -96,14 +96,14 @@ def tokens(tiny: Recipe) -> TokenSet:
 
 
 def test_a_stop_of_one_process_stops_all(two: Recipe, tokens: TokenSet, ranks: Pool, tmp_path: Path) -> None:
-    two = two.replace({"data.tokens": 3_072})
+    two = two.replace({"data.tokens": 2_304})
     stopped = ranks(2, run, two, tokens, tmp_path / "run", "stop")
     assert [(each["done"], each["steps"]) for each in stopped] == [(False, 6), (False, 6)]
     done = ranks(2, run, two, tokens, tmp_path / "run")
     whole = ranks(2, run, two, tokens, tmp_path / "whole")
     assert done == whole
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # to the last bit
-    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 12
+    assert len(losses(tmp_path / "run")) == whole[0]["steps"] == 9
     assert events(tmp_path / "whole").count("start") == 1  # one of them writes
     compared = [event for event in RunFolder(tmp_path / "whole").events() if event["event"] == "ranks"]
     assert compared

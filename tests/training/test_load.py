@@ -147,7 +147,7 @@ def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
     write_huggingface(
         folder, run.recipe.model, run.table, weights, tokenizer=text, end_of_text=("<|endoftext|>", run.end_of_text)
     )
-    recipe = recipe_from(read_huggingface(folder), "adopted", source=run.recipe.data.source, tokens=4_096)
+    recipe = recipe_from(read_huggingface(folder), "adopted", source=run.recipe.data.source, tokens=2_560)
     return recipe.replace({"batch.tokens": 256, "evaluation.tokens": 1_024})
 
 
