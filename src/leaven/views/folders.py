@@ -84,7 +84,6 @@ class RunView:
     finished: bool
     stopped: str | None = None
     returns: tuple[RunEvent, ...] = ()  # rollbacks and manual rewinds
-    key: str = "run"
 
     @property
     def tokens(self) -> int:
@@ -193,8 +192,8 @@ def read_folder(folder: Path) -> FolderView:
     )
 
 
-def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunView:
-    """Return the run in a folder. Its default title is the name of the recipe."""
+def read_run(folder: Path) -> RunView:
+    """Return the run in a folder. Its title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
     steps = [_valid(StepMetrics, line, folder / "metrics.jsonl") for line in written.metrics()]
     if not steps:
@@ -212,7 +211,7 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunVie
     points = tuple(sorted(validation.items()))
     last = points[-1][1] if points else None
     return RunView(
-        title=title or recipe.name,
+        title=recipe.name,
         recipe=recipe,
         steps=tuple(steps),
         validation=points,
@@ -221,7 +220,6 @@ def read_run(folder: Path, title: str | None = None, key: str = "run") -> RunVie
         finished=finish is not None,
         stopped=None if finish else stop,
         returns=tuple(event for event in events if event.event in RETURNS),
-        key=key,
     )
 
 

@@ -10,7 +10,7 @@ from leaven.views.folders import RunView, StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view
 from leaven.views.render import render
-from leaven.views.run_charts import COLOURS, run_charts
+from leaven.views.run_charts import run_charts
 from leaven.views.study_page import study_page
 
 
@@ -31,10 +31,9 @@ def folder_page(folder: Path) -> str:
 def run_page(run: RunView) -> str:
     return render(
         "run.html.j2",
-        run_charts([run]),
+        run_charts(run),
         kind="run",
         title=run.title,
         run=run,
-        colours=COLOURS,
         view=recipe_view(run.recipe, at_base(run.recipe), ("base", "target")),
     )

@@ -1,4 +1,4 @@
-"""Draw the charts of runs over tokens: loss, the second half of the loss, learning rate, batch size, gradient norm
+"""Draw the charts of a run over tokens: loss, the second half of the loss, learning rate, batch size, gradient norm
 and noise scale."""
 
 import math
@@ -6,111 +6,88 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from leaven.views import charts, numbers
-from leaven.views.charts import PAPER, Figure, corners, smooth, thin
+from leaven.views.charts import ACCENT, PAPER, Figure, corners, smooth, thin
 from leaven.views.folders import RunView
 
-COLOURS = {
-    "transferred": "var(--transferred)",
-    "copied": "var(--copied)",
-    "untuned": "var(--untuned)",
-    "run": "var(--transferred)",
-}
-OTHER = "var(--other)"
 LOSS = "loss, nats per token"
 
 Points = list[tuple[float, float]]  # (tokens consumed, value)
 
 
-def run_charts(runs: Sequence[RunView]) -> dict[str, Figure | None]:
-    """Return charts by name. A chart is None if no run has written its quantity."""
-    drawn = sorted(runs, key=lambda run: run.key == "transferred")  # the transferred run is drawn on top
+def run_charts(run: RunView) -> dict[str, Figure | None]:
+    """Return charts by name. A chart is None if the run has not written its quantity."""
     return {
-        "loss": _loss(drawn),
-        "last": _second_half(drawn),
-        "lr": _over_tokens(drawn, "lr", "learning rate of the hidden weights", _evenly, y={"exponentformat": "e"}),
-        "batch": _batch(drawn),
-        "gradient": _gradient(drawn),
-        "noise": _noise_scale(drawn),
+        "loss": _loss(run),
+        "last": _second_half(run),
+        "lr": _over_tokens(run, "lr", "learning rate of the hidden weights", _evenly, y={"exponentformat": "e"}),
+        "batch": _batch(run),
+        "gradient": _gradient(run),
+        "noise": _noise_scale(run),
     }
 
 
-def _loss(runs: Sequence[RunView]) -> Figure:
+def _loss(run: RunView) -> Figure:
     """Draw the loss: the loss of every step as a faint line, the smoothed loss as a strong line, and validation
     losses as dots."""
-    faint, lines = [], []
-    for run in runs:
-        found = _points(run, "loss")
-        kept = [found[i] for i in thin([x for x, _ in found], 900)]
-        colour = COLOURS.get(run.key, OTHER)
-        x, y = [x for x, _ in kept], [y for _, y in kept]
-        faint.append(charts.line(x, y, colour, 1, opacity=0.4, legendgroup=run.key))
-        lines.append(_line(run, _log_spaced(_smoothed(found)), " nats per token"))
-    return charts.figure(
-        "tokens consumed", LOSS, [*faint, *lines, *(_dots(run, run.validation) for run in runs)], x=_log_tokens(runs)
-    )
+    found = _points(run, "loss")
+    kept = [found[i] for i in thin([x for x, _ in found], 900)]
+    faint = charts.line([x for x, _ in kept], [y for _, y in kept], ACCENT, 1, opacity=0.4)
+    strong = _line(run, _log_spaced(_smoothed(found)), " nats per token")
+    return charts.figure("tokens consumed", LOSS, [faint, strong, _dots(run, run.validation)], x=_log_tokens(run))
 
 
-def _second_half(runs: Sequence[RunView]) -> Figure:
-    """Draw the loss over the second half of the runs, where runs differ by hundredths."""
-    end = max(run.tokens for run in runs)
-    traces, seen = [], []
-    for run in runs:
-        line = [point for point in _evenly(_smoothed(_points(run, "loss"))) if point[0] >= end / 2]
-        dots = [(float(tokens), loss) for tokens, loss in run.validation if tokens >= end / 2]
-        seen += [loss for _, loss in line + dots]
-        traces += [_line(run, line, " nats per token", width=1.5), _dots(run, dots)]
+def _second_half(run: RunView) -> Figure:
+    """Draw the loss over the second half of the run, where it changes by hundredths."""
+    end = run.tokens
+    line = [point for point in _evenly(_smoothed(_points(run, "loss"))) if point[0] >= end / 2]
+    dots = [(float(tokens), loss) for tokens, loss in run.validation if tokens >= end / 2]
+    seen = [loss for _, loss in line + dots]
     room = (0.06 * (max(seen) - min(seen)) or 0.1) if seen else 0.0
     y = {"range": [min(seen) - room, max(seen) + room]} if seen else {}
+    traces = [_line(run, line, " nats per token", width=1.5), _dots(run, dots)]
     return charts.figure("tokens consumed", LOSS, traces, x=charts.linear_axis(end / 2, end, numbers.tick), y=y)
 
 
 def _over_tokens(
-    runs: Sequence[RunView], quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
+    run: RunView, quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
 ) -> Figure:
     """Draw a scheduled quantity over tokens. Both axes begin at 0."""
-    lines = [_line(run, keep(_points(run, quantity)), **style) for run in runs]
-    x = charts.linear_axis(0, max(run.tokens for run in runs), numbers.tick)
-    return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
+    line = _line(run, keep(_points(run, quantity)), **style)
+    x = charts.linear_axis(0, run.tokens, numbers.tick)
+    return charts.figure("tokens consumed", title, [line], x=x, y={"rangemode": "tozero"} | y)
 
 
-def _batch(runs: Sequence[RunView]) -> Figure:
-    largest = max((step.batch_tokens or 0.0 for run in runs for step in run.steps), default=1.0)
+def _batch(run: RunView) -> Figure:
+    largest = max((step.batch_tokens or 0.0 for step in run.steps), default=1.0)
     axis = charts.linear_axis(0, largest, numbers.tick, most=4) | {"range": [0, 1.12 * largest]}
     style = {"unit": " tokens", "spell": ",.0f", "shape": "vh"}
     return _over_tokens(
-        runs, "batch_tokens", "batch, tokens per step",
+        run, "batch_tokens", "batch, tokens per step",
         lambda points: [points[i] for i in corners([y for _, y in points])], y=axis, **style,
     )  # fmt: skip
 
 
-def _gradient(runs: Sequence[RunView]) -> Figure | None:
-    lines = {
-        run.key: _log_spaced([(x, math.exp(y)) for x, y in _smoothed([(x, math.log(y)) for x, y in found])])
-        for run in runs
-        if (found := [(x, y) for x, y in _points(run, "grad_norm") if y > 0])
-    }
-    if not lines:
+def _gradient(run: RunView) -> Figure | None:
+    found = [(x, math.log(y)) for x, y in _points(run, "grad_norm") if y > 0]
+    if not found:
         return None
-    norms = [norm for line in lines.values() for _, norm in line]
-    traces = [_line(run, lines[run.key]) for run in runs if run.key in lines]
-    y = charts.log_axis(min(norms), max(norms), numbers.value, pad=0.06)
-    return charts.figure("tokens consumed", "gradient norm, before clipping", traces, x=_log_tokens(runs), y=y)
+    norms = _log_spaced([(x, math.exp(y)) for x, y in _smoothed(found)])
+    y = charts.log_axis(min(y for _, y in norms), max(y for _, y in norms), numbers.value, pad=0.06)
+    title = "gradient norm, before clipping"
+    return charts.figure("tokens consumed", title, [_line(run, norms)], x=_log_tokens(run), y=y)
 
 
-def _noise_scale(runs: Sequence[RunView]) -> Figure | None:
+def _noise_scale(run: RunView) -> Figure | None:
     """Draw the measured noise scale, and the batch size as a dotted line."""
-    traces, seen = [], []
-    for run in runs:
-        scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])
-        if scales:
-            at = {x for x, _ in scales}
-            batches = [(x, y) for x, y in _points(run, "batch_tokens") if x in at]
-            traces += [_line(run, scales, " tokens"), _line(run, batches, " tokens a batch", dash="dot", shape="vh")]
-            seen += [y for _, y in scales + batches]
-    if not traces:
+    scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])
+    if not scales:
         return None
+    at = {x for x, _ in scales}
+    batches = [(x, y) for x, y in _points(run, "batch_tokens") if x in at]
+    traces = [_line(run, scales, " tokens"), _line(run, batches, " tokens a batch", dash="dot", shape="vh")]
+    seen = [y for _, y in scales + batches]
     y = charts.log_axis(min(seen), max(seen), numbers.quantity, pad=0.06)
-    return charts.figure("tokens consumed", "tokens", traces, x=_log_tokens(runs), y=y)
+    return charts.figure("tokens consumed", "tokens", traces, x=_log_tokens(run), y=y)
 
 
 def _points(run: RunView, quantity: str) -> Points:
@@ -131,9 +108,8 @@ def _evenly(points: Points) -> Points:
     return [points[i] for i in thin([x for x, _ in points], 500, logarithmic=False)]
 
 
-def _log_tokens(runs: Sequence[RunView]) -> Figure:
-    first, last = min(run.steps[0].tokens for run in runs), max(run.tokens for run in runs)
-    return charts.log_axis(first, last, numbers.tick, most=8)
+def _log_tokens(run: RunView) -> Figure:
+    return charts.log_axis(run.steps[0].tokens, run.tokens, numbers.tick, most=8)
 
 
 def _line(
@@ -141,8 +117,8 @@ def _line(
 ) -> Figure:
     hover = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}<br>at %{{customdata}} tokens<extra></extra>"
     x, y = [x for x, _ in points], [y for _, y in points]
-    style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": hover, "legendgroup": run.key}
-    return charts.line(x, y, COLOURS.get(run.key, OTHER), width, name=charts.text(run.title), **style)
+    style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": hover}
+    return charts.line(x, y, ACCENT, width, name=charts.text(run.title), **style)
 
 
 def _dots(run: RunView, points: Sequence[tuple[float, float]]) -> Figure:
@@ -151,8 +127,7 @@ def _dots(run: RunView, points: Sequence[tuple[float, float]]) -> Figure:
         [loss for _, loss in points],
         "markers",
         name=charts.text(run.title),
-        legendgroup=run.key,
-        marker={"color": COLOURS.get(run.key, OTHER), "size": 7, "line": {"color": PAPER, "width": 1.5}},
+        marker={"color": ACCENT, "size": 7, "line": {"color": PAPER, "width": 1.5}},
         customdata=[numbers.quantity(tokens) for tokens, _ in points],
         hovertemplate="<b>%{fullData.name}</b>, validation<br>%{y:.4f} nats per token<br>at %{customdata} tokens"
         "<extra></extra>",
