@@ -1,6 +1,6 @@
 # `make demo`: the loss over the learning rate at four widths, about five minutes on two slow cores. `make test`: the tests. CI runs them and
 # `make kills`. None takes input.
-.PHONY: demo test package start-up kills test-slow test-torch test-targets docs-starters docs-plan docs-accuracy clean
+.PHONY: demo test package start-up kills test-slow test-torch test-targets docs docs-starters docs-plan docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -57,15 +57,20 @@ test-targets: .venv-targets/installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
-# What docs/starters.md quotes of `leaven new`, as it is now.
+# The site, into build/site. A broken link or an unlisted page fails.
+docs: .venv/installed
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# What docs/how-to/starters.md quotes of `leaven new`, as it is now.
 docs-starters: .venv/installed
 	$(BIN)/python benchmarks/starters.py
 
-# What README.md and docs/planning.md quote of `leaven plan`, as it is now.
+# What docs/reference/overview.md and docs/concepts/planning.md quote of `leaven plan`, as it is now.
 docs-plan: .venv/installed
 	$(BIN)/python benchmarks/quoted.py
 
-# The table and the picture of docs/planner-accuracy.md.
+# The table and the picture of docs/evidence/planner-accuracy.md.
 docs-accuracy: .venv/installed
 	$(BIN)/python benchmarks/planner_accuracy.py --page; test $$? -lt 2
 

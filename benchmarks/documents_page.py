@@ -1,4 +1,4 @@
-"""Write docs/documents.md, the keys of every ``--json`` document: `python benchmarks/documents_page.py`.
+"""Write docs/reference/documents.md, the keys of every ``--json`` document: `python benchmarks/documents_page.py`.
 
 The comment of a field of a document is its description in the page.
 """
@@ -13,7 +13,7 @@ from types import ModuleType
 
 from leaven.documents import Document, Entry, catalogue, checks, planning, runs
 
-PAGE = Path(__file__).parents[1] / "docs" / "documents.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "documents.md"
 HEAD = """\
 # Documents
 

@@ -1,9 +1,9 @@
 """Measure cost and benefit of fp32 logits in a bf16 run: `python benchmarks/logits.py [--repeats 7]`.
 
-The product of hidden states and unembedding is accumulated in fp32 and rounded to bf16 (docs/choices.md). Here it is
-also computed with an fp32 result, by casting both inputs, on the shapes of throughput.py. Prints the time of each, of
-a forward and backward pass of the whole model with its loss, and the error of the loss against float64 from the same
-bf16 inputs, for logits with standard deviation 1 and 3. One thread, medians.
+The product of hidden states and unembedding is accumulated in fp32 and rounded to bf16 (docs/concepts/choices.md).
+Here it is also computed with an fp32 result, by casting both inputs, on the shapes of throughput.py. Prints the time
+of each, of a forward and backward pass of the whole model with its loss, and the error of the loss against float64
+from the same bf16 inputs, for logits with standard deviation 1 and 3. One thread, medians.
 """
 
 import argparse

@@ -98,7 +98,7 @@ def accuracy_line(verdicts: list[TableVerdict]) -> str:
 
     many = sorted((v for v in verdicts if v.table.id in _TOLD), key=lambda v: list(_TOLD).index(v.table.id))
     kinds = (f"{kind} {', '.join(stated(v, kind) for v in many if v.errors(kind))}" for kind in ("time", "memory"))
-    return f"mean error on published runs: {'; '.join(kinds)}; see docs/planner-accuracy.md"
+    return f"mean error on published runs: {'; '.join(kinds)}; see docs/evidence/planner-accuracy.md"
 
 
 def _rows(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Update the output of `leaven plan` in README.md and docs/planning.md: `make docs-plan`.
+"""Update the output of `leaven plan` in docs/reference/overview.md and docs/concepts/planning.md: `make docs-plan`.
 
 A code block starts with the command; the rest of it is replaced by the output at 120 columns, without the calibration
 history of this machine.
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "planning.md")
+PAGES = tuple(ROOT / "docs" / page for page in ("reference/overview.md", "concepts/planning.md"))
 _FENCE = re.compile(r"```\n\$ (leaven plan [^\n]*)\n.*?```", re.DOTALL)
 
 

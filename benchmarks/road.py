@@ -15,7 +15,7 @@ ways with the same seeds (equal initial values and order of data):
 - `direct`, with `--direct`: `new` with its lr tuned at the target itself, the best of half, itself and twice on the
   first seed. These runs cost several times as much as the search at the proxy.
 
-Everything is kept in FOLDER; run the command again to resume. The last lines are the table of docs/road.md.
+Everything is kept in FOLDER; run the command again to resume. The last lines are the table of docs/evidence/road.md.
 """
 
 import argparse

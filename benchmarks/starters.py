@@ -1,4 +1,4 @@
-"""Update the output of `leaven new` in docs/starters.md: `make docs-starters`.
+"""Update the output of `leaven new` in docs/how-to/starters.md: `make docs-starters`.
 
 A code block starts with the command; the rest of it is replaced.
 """
@@ -18,7 +18,7 @@ from leaven.views.terminal.console import next_lines
 from leaven.views.terminal.files import derived
 
 SMALL = 20_000_000
-PAGE = Path(__file__).parents[1] / "docs" / "starters.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "starters.md"
 _FENCE = re.compile(
     r"```\n\$ leaven new (\S+)\.toml --params (\S+) --tokens (\S+)(?: --from (\S+))?\n.*?```", re.DOTALL
 )

@@ -1,4 +1,4 @@
-"""Write docs/planner-accuracy.md: the output of the benchmark and a chart of predicted against measured values."""
+"""Write docs/evidence/planner-accuracy.md: the benchmark's output and a chart of predictions against measurements."""
 
 import math
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.planner.verdict import BARS, BUBBLE_BAR, Comparison, TableVerdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "planner-accuracy.md"
+PAGE = Path(__file__).parents[2] / "docs" / "evidence" / "planner-accuracy.md"
 PICTURE = PAGE.with_suffix(".svg")
 _FENCE = re.compile(r"```\n\$ python benchmarks/planner_accuracy\.py\n.*?```", re.DOTALL)
 _BARS = re.compile(r"\| what \| bar \| result \|\n(?:\|.*\n)+")

@@ -1,4 +1,4 @@
-"""The directions of docs/spaces.md along which a model does not change."""
+"""The directions of docs/concepts/spaces.md along which a model does not change."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Define documents: the typed and versioned results of leaven's commands, which ``--json`` prints and views draw.
 
 Keys are never renamed or removed; new keys may be added. The number in ``schema`` changes when the meaning of a key
-changes. docs/documents.md is generated from these files: the comment of a field becomes its description.
+changes. docs/reference/documents.md is generated from these files: the comment of a field becomes its description.
 """
 
 from typing import Any, ClassVar

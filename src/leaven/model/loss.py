@@ -35,10 +35,10 @@ def cross_entropy(
     weight)[target].
 
     Products are computed in the dtype ``compute`` (default: the dtype of ``hidden_ND``), so the logits are rounded to
-    this dtype once (docs/choices.md measures the effect). Everything else is computed in fp32 or wider. ``factor`` is
-    applied before gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable``, the backward
-    pass may run twice, for example to compute the gradients of inputs and weights separately. This needs memory for a
-    second gradient of the weight.
+    this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.
+    ``factor`` is applied before gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable``,
+    the backward pass may run twice, for example to compute the gradients of inputs and weights separately. This needs
+    memory for a second gradient of the weight.
     """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.

@@ -23,7 +23,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 
 # Share of an accelerator's memory that a layout may need. The count is up to 16% low on published rows, and a layout
-# that ran out of memory must not be called fitting (docs/planner-accuracy.md).
+# that ran out of memory must not be called fitting (docs/evidence/planner-accuracy.md).
 USABLE = 0.85
 # Tokens of one forward above which a larger micro-batch gains nothing; below, it saves launch latency.
 _ENOUGH_TOKENS = 8192

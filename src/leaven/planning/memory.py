@@ -2,8 +2,8 @@
 
 The memory is computed from first principles: what the optimizer stores for every parameter, what the backward pass
 needs from every operator, the logits, the buffers, and a fixed amount that no formula gives. The source for optimizer
-states is the ZeRO paper, arXiv 1910.02054. docs/planner-accuracy.md lists the errors on published measurements;
-benchmarks/memory.py measures the errors on leaven's own steps.
+states is the ZeRO paper, arXiv 1910.02054. docs/evidence/planner-accuracy.md lists the errors on published
+measurements; benchmarks/memory.py measures the errors on leaven's own steps.
 """
 
 from collections import defaultdict

@@ -3,7 +3,7 @@
 A matrix product runs whole waves of tiles at the best measured matmul rate; widths that do not suit the tensor cores
 reduce the rate. All other operators read and write memory at the memory bandwidth. No kernel is shorter than a
 launch. The shares below are relative to a device's published numbers and are the same for every device; their sources
-are in docs/planner-accuracy.md.
+are in docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass

@@ -51,7 +51,7 @@ ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
     "(worst -26%), 9% over 13 rows of nanotron (worst +32%), 8% over 18 rows of torchtitan (worst -21%); "
     "memory 3% over 33 rows of BLOOM (worst -13%), 4% over 13 rows of nanotron (worst -11%), 5% over 18 "
-    "rows of torchtitan (worst -16%); see docs/planner-accuracy.md"
+    "rows of torchtitan (worst -16%); see docs/evidence/planner-accuracy.md"
 )
 
 

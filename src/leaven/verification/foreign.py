@@ -6,8 +6,8 @@
         return model, groups                          # groups for torch.optim.AdamW, or an optimiser
 
 ``seed``, ``ratios`` and a third returned value, ``batch(seed, step) -> (inputs, targets)``, are optional.
-docs/checks.md describes them, and how a model is trained. The result of a training run is the mean loss on held-out
-text. A run has diverged if this loss is worse than the loss of a uniform guess.
+docs/concepts/checks.md describes them, and how a model is trained. The result of a training run is the mean loss on
+held-out text. A run has diverged if this loss is worse than the loss of a uniform guess.
 """
 
 import importlib

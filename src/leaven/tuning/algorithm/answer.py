@@ -48,7 +48,7 @@ def answer(
     The importance of a value is the standard deviation of the predicted loss along the slice through the best point,
     over the settings that the trials tried, as a share of the sum over all values. This is first-order fANOVA with
     the surrogate in place of a random forest. Optuna's importance (PED-ANOVA) is also reported; if the number of
-    values is close to the number of trials, it hardly correlates with the true importance (docs/search.md).
+    values is close to the number of trials, it hardly correlates with the true importance (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.

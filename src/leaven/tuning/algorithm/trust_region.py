@@ -31,8 +31,8 @@ it is extended while the best point lies at its edge, up to the bounds of the sp
 All trials of a search share a seed, and with it the init and the data order, so they differ by less than the noise
 between seeds (``noise``). But an improvement that holds for one seed only is useless. So the surrogate assumes at
 least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
-is small (docs/search.md). During the search this noise is pooled over all repeated points; the answer leaves out the
-runs that made a point a finalist (``noise_estimate.noise_between_seeds``).
+is small (docs/concepts/search.md). During the search this noise is pooled over all repeated points; the answer leaves
+out the runs that made a point a finalist (``noise_estimate.noise_between_seeds``).
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,0 +1,70 @@
+"""The commands of the tutorial work, the generated pages are complete, and pages that code and prose name exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.site_pages import commands_page, recipe_page
+
+from leaven.cli import VERBS
+from leaven.recipe.recipe import Recipe
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial" / "first-model.md"
+
+
+def commands(page: str) -> list[str]:
+    """Return the leaven commands in the code blocks of a page, without those of its variant for a GPU."""
+    blocks = re.findall(r"```\n(leaven .*?)```", page.partition("## The same with 50 million")[0], re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
+    verbs = []
+    for command in commands(TUTORIAL.read_text(encoding="utf-8")):
+        subprocess.run(
+            command.replace("leaven", f"{sys.executable} -m leaven", 1),
+            shell=True,
+            check=True,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "LEAVEN_CACHE": str(tmp_path / "cache")},
+        )
+        verbs.append(command.split()[1])
+    assert verbs == ["new", "recipes", "check", "tune", "transfer", "train", "report", "sample", "export"]
+    assert (tmp_path / "crumb-hf" / "model.safetensors").exists()
+    assert (tmp_path / "crumb.html").stat().st_size > 10_000
+
+
+def test_every_verb_is_in_the_page_of_commands() -> None:
+    page = commands_page()
+    for verb in VERBS:
+        assert f"## leaven {verb}\n" in page
+    assert "### leaven export weights\n" in page
+    assert "| `--trials` |" in page
+
+
+def test_every_key_is_in_the_page_of_recipes_with_its_default_and_description() -> None:
+    page = recipe_page()
+    for part in Recipe.model_fields:
+        assert f"## {part}\n" in page or f"`{part}`" in page
+    assert "| `batch.ramp.over_tokens` | integer, above 0 | required | length of the ramp |" in page
+    assert "| `stability.max_rollbacks` | integer, above 0 | `3` | rollbacks for one anomaly" in page
+
+
+def test_the_pages_that_files_name_exist() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    named = {
+        (name, page)
+        for name in tracked
+        if "catalogue/runs/" not in name  # they name pages of other projects
+        and name.endswith((".py", ".md", ".toml", ".sh"))
+        and (ROOT / name).exists()
+        for page in re.findall(r"\bdocs/[\w/-]+\.(?:md|svg|png)", (ROOT / name).read_text(encoding="utf-8"))
+    }
+    assert len(named) > 40
+    assert not sorted((name, page) for name, page in named if not (ROOT / page).exists())
