@@ -21,11 +21,14 @@ package:
 
 # The processor time of verbs that need no torch, as a ratio to the packages that all of them import.
 start-up: .venv/installed
-	$(BIN)/python benchmarks/start_up.py --check
+	$(BIN)/python benchmarks/start_up.py
 
 kills: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m kills
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m benchmarks.kills 5 --layout 2,2,2
+
+notebooks: .venv/installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.notebooks
 
 test-slow: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
