@@ -3,6 +3,7 @@
 import errno
 import json
 import random
+import shutil
 import threading
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -225,3 +226,11 @@ def test_a_handwritten_checkpoint_is_read(tmp_path: Path) -> None:
     assert torch.equal(found.model["w"], tensors["model"]["w"])
     assert torch.equal(found.model.piece("w", (1, 1), (1, 2)), torch.tensor([[4.0, 5.0]]))
     assert float(found.optimizer["step.w"]) == 2
+
+
+def test_tensors_stay_readable_when_the_checkpoint_is_removed(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(1))
+    found, _ = read_checkpoint(tmp_path)
+    assert found is not None
+    shutil.rmtree(path)
+    assert torch.equal(found.model["w"], checkpoint(1).model["w"])

@@ -14,16 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.training.conftest import losses
 
-from leaven.data.stream import validation_windows
+from leaven.data.stream import Stream, validation_windows
 from leaven.data.tokens import TokenSet
 from leaven.distributed.stage import Stage
+from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
 from leaven.training import precision
 from leaven.training.checkpoint import read_checkpoint
+from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -285,3 +289,17 @@ def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path
         assert len(losses(disk / "run")) == 40
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_accumulation_gives_the_gradient_of_the_whole_batch(tiny: Recipe, tokens: TokenSet) -> None:
+    """Against one plain forward over the batch, float64; 3 does not divide 8, so the last micro-batch is smaller."""
+    training = Training(tiny.replace({"batch.micro_batch": 3, "hyperparameters.grad_clip": 0.0}), tokens)
+    training.model.double()
+    model = build_model(tiny.model, resolve(tiny), tiny.data.seed).double()
+    windows = torch.from_numpy(Stream(tokens.train, 32, 0).batch(0, 8))
+    loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+    loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()  # type: ignore[union-attr]
+    step = training.step()
+    assert step.loss == pytest.approx(loss.item(), rel=1e-6)  # the running sum is kept in fp32
+    assert step.grad_norm == pytest.approx(norm.item(), rel=1e-10)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -233,3 +233,15 @@ def test_durations_without_a_common_trunk_are_refused(
     with pytest.raises(InputError, match=says) as error:
         train_trial(tiny.replace(changes), durations=durations)
     assert "\n" not in str(error.value)
+
+
+def test_a_branch_that_diverges_leaves_the_trunk_alone(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny.replace(WSD)
+    whole = train_trial(recipe, durations=DURATIONS)
+    evaluate: Callable[[Training], float] = Training.evaluate
+    monkeypatch.setattr(
+        Training, "evaluate", lambda self: math.nan if self.recipe.data.tokens == DURATIONS[0] else evaluate(self)
+    )
+    hurt = train_trial(recipe, durations=DURATIONS)
+    assert hurt.branches == whole.branches[1:]
+    assert (hurt.loss, hurt.tokens) == (whole.loss, whole.tokens)

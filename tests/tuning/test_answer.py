@@ -323,3 +323,9 @@ def test_answers_on_landscapes_are_mostly_true() -> None:
     assert share["small true"] > 0.7
     assert share["ours"] > 0.4
     assert share["interval"] == 1
+
+
+def test_an_outlier_is_the_last_finalist() -> None:
+    near = [trial(k, OPTIMUM + 0.02 * np.eye(4)[k % 4] * k, 3.0 + 1e-4 * k) for k in range(20)]
+    far = trial(20, [-2.9, 2.9, -2.9, 2.9], 3.9)
+    assert finalists([*near, far], Axes.of(DIMENSIONS), 0.01)[-1] == far.octaves

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -144,3 +146,13 @@ def test_a_run_is_pruned_against_runs_with_the_same_choices(tiny: Recipe) -> Non
     search(loss, around.limits, trials=40)
     assert len({level for level, _ in seen}) > 1
     assert all(level == of for level, of in seen)
+
+
+def test_two_commands_agree_on_the_answer(tiny: Recipe, tmp_path: Path) -> None:
+    start = tiny.replace({"hyperparameters.beta1": 0.27})
+    around, loss = space(start, "hyperparameters.beta1,schedule.decay"), planted(start, beta1=0.98)
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(found_in, around, loss, trials=24, storage=tmp_path / "both.log") for _ in range(2)]
+        first, second = (each.result() for each in both)
+    assert first == second
+    assert len(first.trials) == 24

@@ -588,3 +588,8 @@ def test_a_died_run_does_not_change_later_proposals() -> None:
         return list({x.origin: dict(x) for x in runs.asked}.values())
 
     assert proposals(dies=True) == proposals(dies=False)
+
+
+def test_a_point_that_diverges_with_other_seeds_is_not_the_answer() -> None:
+    found = search(Runs(lambda x: math.inf if x.seed and any(x.values()) else bowl(x)), SPACE, trials=24)
+    assert (found.params, found.fresh) == ({"a": 0.0, "b": 0.0}, 3)

@@ -346,3 +346,10 @@ def test_the_tuning_table_does_not_change_a_run_or_an_export(deep: Recipe, tmp_p
     assert RecipeTrial(recipe).key == RecipeTrial(deep).key
     assert export("megatron", recipe) == export("megatron", deep)
     assert transfer(recipe, width=32).tuning == recipe.tuning
+
+
+def test_clipping_keeps_its_form(tiny: Recipe) -> None:
+    running = tiny.replace({"hyperparameters.grad_clip": {"mode": "running", "limit": 2.0}})
+    clip = moved(running, {"hyperparameters.grad_clip": -1.0}).hyperparameters.grad_clip
+    assert (clip.mode, clip.limit) == ("running", 1.0)
+    assert ends(tiny, "hyperparameters.grad_clip") == pytest.approx([0.01, 100])

@@ -287,3 +287,11 @@ def test_the_interval_is_students() -> None:
     assert t95(4) == 2.776
     assert [t95(degrees) for degrees in (9, 20, 1000)] == pytest.approx([2.2622, 2.0860, 1.9623], abs=5e-4)
     assert interval([1.0, 3.0], 0.5, 4) == pytest.approx((2 - 2.776 * 0.5 / 2**0.5, 2 + 2.776 * 0.5 / 2**0.5))
+
+
+def test_one_lucky_trial_does_not_become_the_incumbent() -> None:
+    points = np.random.default_rng(5).normal(0, 0.5, (60, 4))
+    losses = valley(points) + np.random.default_rng(6).normal(0, 0.02, 60)
+    worst = int(np.argmax(losses))
+    losses[worst] = losses.min() - 0.05
+    assert not np.array_equal(look(points, losses, 0.02).incumbent, points[worst])
