@@ -4,7 +4,7 @@ Records whole loss curves of trials at random points around a recipe; run the co
 them in many orders, each trial against the best of those before it, as in a search: how much training is saved, how
 many of the best trials are pruned, and the error of the losses predicted for pruned trials. The constants of
 leaven.training.early_stopping were chosen on the set ``choose`` alone (`--set choose --scan`); the table in
-docs/evidence/log.md is for ``report``, with other points and other seeds.
+docs/log.md is for ``report``, with other points and other seeds.
 """
 
 import argparse

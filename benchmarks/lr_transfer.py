@@ -1,7 +1,7 @@
 """Measure how the best lr moves with width and depth, complete-d-p and standard: `python benchmarks/lr_transfer.py`.
 
 Prints for both rules the shift of the optimum in octaves with its interval, and the regret in nats
-(docs/evidence/log.md).
+(docs/log.md).
 Runs are saved as they end: run the command again to resume; the tables are printed when all have ended. Takes half an
 hour on two cores, a few minutes on sixteen. `--large` is an octave or two larger, width only, for an accelerator that
 several processes share; `--tiny` tests in seconds that the benchmark works.

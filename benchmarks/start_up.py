@@ -18,7 +18,7 @@ LOADING = (
     "import time; from leaven.catalogue.runs import load_runs; began = time.process_time(); load_runs();"
     "print(time.process_time() - began)"
 )
-LIMITS = {  # of the ratio, 1.3 to 1.4 times what was measured (docs/evidence/log.md)
+LIMITS = {  # of the ratio, 1.3 to 1.4 times what was measured (docs/log.md)
     "--help": 2.2,
     "recipes list": 5.7,
     "laws --params 1B --tokens 20B": 4.2,

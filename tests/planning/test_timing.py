@@ -243,7 +243,7 @@ def test_a_higher_zero_stage_exchanges_no_less(gpus: str, seq_len: int, m: int, 
 
 def test_leaven_gathers_16_bits_of_blocks_and_fp32_of_the_ends_once_a_step_below_zero_3() -> None:
     # wires so slow that compute hides nothing that matters; as "What layouts put on the wires" in
-    # docs/evidence/log.md counts
+    # docs/log.md counts
     slow = Cluster(16, replace(ROUND, network_gb_s=1e-3))
     ends = (2 * LLAMA_8B.vocab_size + 1) * LLAMA_8B.d_model
     blocks, m = LLAMA_8B.params - ends, 3

@@ -243,7 +243,7 @@ def _files(source: str) -> list[tuple[str, Path]]:
 
 BYTES_PER_TOKEN = 3.75
 """Typical number of bytes of a token. With a BPE of a few thousand tokens, 10.7 MB of python-stdlib became 2.86 M
-tokens (docs/evidence/log.md)."""
+tokens (docs/log.md)."""
 _UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
 
 

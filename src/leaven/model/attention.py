@@ -1,6 +1,6 @@
 """Compute causal attention on a CPU. Each block of queries is multiplied only with the keys that it attends to.
 
-torch's CPU kernel takes more than twice as long (measured: docs/evidence/log.md). Shapes: B sequences, H query heads,
+torch's CPU kernel takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H query heads,
 K key/value heads, G = H / K, N = B x K, T positions, E entries of a head, t queries of a block, s keys that the block
 attends to.
 """

@@ -202,7 +202,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     micro-batch on the slowest rank. The gradient exchange and the optimizer are added. A zero-bubble schedule fills
     the bubble with the gradients of weights: each forward and backward pass in the bubble gets shorter by twice their
     time (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is only the other half of the backward
-    pass). torch's schedule gives the same time (planning/schedule.py; measured in docs/evidence/log.md).
+    pass). torch's schedule gives the same time (planning/schedule.py; measured in docs/log.md).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from leaven.recipe.base import Part
 
 STDLIB_TOKENS = 3_000_000
-"""Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/evidence/log.md)."""
+"""Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
 """The order of the sources repeats after at most this many samples, the common denominator of their shares."""
 

@@ -292,7 +292,7 @@ def keep_freed_memory() -> None:
     """Let the C library keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
 
     By default the C library returns large blocks to the system at once, and the system has to clear their pages again
-    in every step. On a CPU that takes 5 to 37% of a step (measured: docs/evidence/log.md). Keeping larger blocks
+    in every step. On a CPU that takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks
     would fragment memory. Without glibc this function does nothing.
     """
     if platform.libc_ver()[0] == "glibc":

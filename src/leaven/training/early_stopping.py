@@ -5,7 +5,7 @@ Trials are compared at equal token counts, and only if they have the same schedu
 starts behind and may still win. So a trial may be behind the baseline by a margin: the amount by which the baseline's
 own loss still falls after this point. The margin is wide while the learning rate is high, and narrows as the learning
 rate decays. The constants were chosen on the curves of one set of trials and tested on another set
-(benchmarks/early_stopping.py, docs/evidence/log.md).
+(benchmarks/early_stopping.py, docs/log.md).
 """
 
 import math

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
 """Tokens of a forward by rule of thumb: few enough for activations of small models to stay in a CPU's cache
-(measured: docs/evidence/log.md), enough to keep an accelerator busy."""
+(measured: docs/log.md), enough to keep an accelerator busy."""
 
 TIMED_STEPS = 1_000
 """Runs of fewer steps use the rule of thumb: timing costs about eight steps, and without it such a run has the same
@@ -48,7 +48,7 @@ WORTH = 0.02
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
 """Bytes that the uncompiled forward pass keeps for each value that the closed form counts: copies, and with autocast
-a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/evidence/log.md), rounded up."""
+a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
 """Share of the free memory that the closed form may fill. On a CPU the system would kill a process that takes too

@@ -12,7 +12,7 @@ The logarithms of both norms are compared, and the update norm is divided by the
 update norm doubled before loss and gradient changed (marin-community/marin#1368).
 
 A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected only after the first
-2 x :data:`LEVEL` steps, which establish the usual level. docs/evidence/log.md has the rate of false alarms.
+2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
 """
 
 import math

@@ -67,7 +67,7 @@ class Reach(NamedTuple):
     natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
 
 
-# "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/evidence/log.md).
+# "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/log.md).
 REACH = {
     "lr": Reach(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
     "init_std": Reach(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),

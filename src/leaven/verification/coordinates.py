@@ -56,7 +56,7 @@ LIMITS = {
 }
 """Limits on |slope| of log2 over log2: of the initial output (start), and of the change after up to ``STEPS`` steps
 (early) or more (late). A wrong power of width or depth is 0.5 or 1; planted faults show as 0.33 or more. Right rules
-measured (docs/evidence/log.md: a dozen
+measured (docs/log.md: a dozen
 recipes on text, widths 64 to 512, depths 2 to 16, three seeds) at most 0.09 in width and 0.08 (start) and 0.19
 (early) in depth; growing heads 0.12 in width at the start, for falling logits attend more evenly. Neither more
 seeds nor larger sizes reduce the rest: a part of what a block adds is independent of the other blocks, and falls as

@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 POINTS = 3
 """Points near the lowest that the parabola is fitted to. Loss curves are steeper on one side than on the other: with
 five points of a grid of octaves the vertex drifted by half an octave although the lowest point stayed
-(docs/evidence/log.md)."""
+(docs/log.md)."""
 
 
 @dataclass(frozen=True)

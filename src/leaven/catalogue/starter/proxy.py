@@ -23,7 +23,7 @@ SAFE = 136_000_000
 """Parameters from which a tuned lr was also the best at 483 M (same source)."""
 SMALL_FACTOR = 32
 """Largest ratio of target to proxy where no published values exist: leaven's own searches went from 0.2 M to 6.4 M,
-where a quarter of the gain was left (docs/evidence/log.md)."""
+where a quarter of the gain was left (docs/log.md)."""
 FARTHEST_PROXY = 100
 """Largest ratio of target to proxy, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
@@ -39,7 +39,7 @@ SHARE = 0.10
 """A search should cost at most this share of the run."""
 WORTH = 0.24
 """Largest gain from tuning, as a share of the run: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09
-times in leaven's own measurement (docs/evidence/log.md)."""
+times in leaven's own measurement (docs/log.md)."""
 GPU_FLOPS = 4e14
 """FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
