@@ -47,6 +47,21 @@ def test_losses_are_listed_and_need_lossy(leaven: Verb, plain: Path, tmp_path: P
     assert all(each["why"] in out.read_text() for each in found)
 
 
+def test_an_import_is_proposed_only_of_what_leaven_reads(leaven: Verb, plain: Path, tmp_path: Path) -> None:
+    wider = ["--set", "model.d_model=128", "--set", "model.n_heads=16", "--set", "model.n_kv_heads=16"]
+    base = ["--set", "scaling.base={width=16, depth=2, batch_tokens=1024, tokens=10240}"]
+    for number, changes in enumerate(([], [*wider, *base, "--set", "scaling.rule=mup"])):
+        out = tmp_path / f"{number}.sh"
+        code, said, err = leaven(
+            "export", "config", plain, *changes, "--to", "megatron", "-o", out, "--lossy", "--json"
+        )
+        assert code == 0, err
+        following = json.loads(said)["next"]
+        assert bool(following) == (number == 0)
+        for command in following:
+            assert leaven(*command.split()[1:])[0] == 0
+
+
 def test_an_exported_config_is_imported_again(leaven: Verb, plain: Path, tmp_path: Path) -> None:
     script, recipe = tmp_path / "args.sh", tmp_path / "again one.toml"
     assert leaven("export", "config", plain, "--to", "megatron", "-o", script, "--lossy")[0] == 0

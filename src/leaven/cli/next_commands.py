@@ -15,7 +15,7 @@ from leaven.documents.planning import BudgetDocument
 from leaven.planning.hardware import Cluster
 from leaven.planning.plan import ClusterPlan
 from leaven.planning.this_machine import cluster_for, gpus_here, trainable_here
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
@@ -124,8 +124,11 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path) -> list[str]:
-    """Return the command after ``export config``: import the configuration again, if leaven can read its format."""
+    """Return the command after ``export config``: import the configuration again, if leaven can read it. The muP of
+    Megatron-LM is a rule that no recipe has."""
     if to not in IMPORTED:
+        return []
+    if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
         return []
     return [_line("import", "config", path, "--from", to, "-o", _free(Path(f"{path.stem}-imported.toml")))]
 
