@@ -39,7 +39,7 @@ def llama(width: int, depth: int) -> LlamaForCausalLM:
 def factory(
     width: int, depth: int, rule: str, seed: int = 0, ratios: leaven.Ratios = BASE
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """The model of a width and depth, and its AdamW groups under the rule, told how much larger the batch is."""
+    """Return the model of a size, and its AdamW groups under the rule; `ratios` say how much larger its batch is."""
     model = llama(width, depth)
     std = BASE_WIDTH**-0.5
     groups = leaven.parametrize(

@@ -38,17 +38,17 @@ def judge(table: Table) -> TableVerdict:
 
 def _compare(row: PublishedRow, verdict: TableVerdict) -> None:
     """Compare all measurements of a row; those that cannot be compared are counted with the reason."""
-    told = False
+    judged = False
     for unclear in row.unclear if not row.ran_out else ():
         verdict.unused[f"not compared: {unclear}"] += 1
-        told = True
+        judged = True
     for kind, compare in _COMPARISONS.items():
         try:
-            told |= compare(row, verdict)
+            judged |= compare(row, verdict)
         except Unused as why:
             verdict.unused[f"{kind} not compared: {why}"] += 1
-            told = True
-    if not told:
+            judged = True
+    if not judged:
         verdict.unused["row not used: nothing measured that the planner says"] += 1
 
 
@@ -105,7 +105,7 @@ def _room(row: PublishedRow, verdict: TableVerdict) -> bool:
     if ran and not any(row.number(name) for name in ("total_ms", *_BY_RECOMPUTE)):
         try:
             case = _as_it_ran(row)
-        except Unused:  # told of its memory or its time
+        except Unused:  # judged by its memory or its time
             return False
         verdict.ran += 1
         if not fits(worst_stage(case.shape, case.how, case.stack.code).total, case.cluster):

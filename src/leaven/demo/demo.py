@@ -48,21 +48,23 @@ class Size:
     seeds: int
 
     @property
-    def grid(self) -> list["Point"]:
+    def grid(self) -> list["DemoPoint"]:
         """Return the points of the grid; at the base with all seeds, because its best lr is chosen by them."""
         base, *wider = self.widths
         return [
-            *(Point(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
-            *(Point(rule, width, lr, 0) for width in wider for rule in (COPIED, MOVED) for lr in self.lrs),
+            *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
+            *(DemoPoint(rule, width, lr, 0) for width in wider for rule in (COPIED, MOVED) for lr in self.lrs),
         ]
 
-    def again(self, lr: float) -> list["Point"]:
+    def again(self, lr: float) -> list["DemoPoint"]:
         """Return the points at the widest width with further seeds."""
-        return [Point(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)]
+        return [
+            DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
+        ]
 
 
 @dataclass(frozen=True)
-class Point:
+class DemoPoint:
     """One training run."""
 
     rule: str
@@ -214,10 +216,10 @@ def base_recipe() -> Recipe:
 
 def recipe_at(base: Recipe, width: int) -> Recipe:
     """Return the recipe at a width, by its own rule."""
-    return trial_of(base, Point(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
+    return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
 
-def trial_of(base: Recipe, point: Point) -> RecipeTrial:
+def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
     """Return the training run of a point."""
     family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
     return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
@@ -249,7 +251,7 @@ def on_the_cpu() -> Iterator[None]:
             del os.environ["LEAVEN_DEVICE"]
 
 
-def _train(store: RunStore, base: Recipe, points: list[Point]) -> list[DemoRun]:
+def _train(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRun]:
     trials = {point: trial_of(base, point) for point in points}
     outcome = store.run(trials.values())
     ended = {point: outcome(trial) for point, trial in trials.items()}

@@ -49,7 +49,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the application that shows the folders below ``roots`` to whoever has the token."""
+    """Return the application that shows the folders below ``roots``, for requests with the token."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root:int}/{name:path}": lambda request: _folder(request, roots),
