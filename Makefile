@@ -1,12 +1,16 @@
-# `make demo`: the loss over the learning rate at four widths, about five minutes on two slow cores. `make test`: the tests. CI runs them and
-# `make kills`. None takes input.
-.PHONY: demo test package start-up kills test-slow test-torch test-targets docs docs-starters docs-plan docs-accuracy clean
+# `make demo`: the loss over the learning rate at four widths, in five minutes on two slow cores. `make test`: the tests.
+# CI runs them, `make kills` and what else .ci/run names. None takes input.
+.PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets docs docs-starters docs-plan docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
 
 demo: .venv/installed
 	@$(BIN)/leaven demo
+
+# The same with fewer widths, in a minute, into a folder that is removed.
+demo-quick: .venv/installed
+	@folder=$$(mktemp -d) && $(BIN)/leaven demo --quick --run $$folder/demo; status=$$?; rm -rf $$folder; exit $$status
 
 test: .venv/installed
 	$(BIN)/ruff check .

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+import torch
+
 from leaven.data.tokens import TokenSet, prepare
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
 from leaven.recipe.errors import InputError
@@ -226,9 +228,15 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the duration of a run on one thread: the median of three steps, and validation as a third of that."""
-    training = Training(recipe, tokens)
-    speeds = sorted(training.step().tokens_per_second for _ in range(4))
+    """Estimate the duration of a run in a worker, which has one thread, from the median speed of three steps. A token
+    of the validation takes a third of the time of a token of the training."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        training = Training(recipe, tokens)
+        speeds = sorted(training.step().tokens_per_second for _ in range(4))
+    finally:
+        torch.set_num_threads(threads)
     return (recipe.data.tokens + recipe.evaluation.tokens / 3) / speeds[2]
 
 
