@@ -47,7 +47,10 @@ def test_losses_are_listed_and_need_lossy(leaven: Verb, plain: Path, tmp_path: P
     assert all(each["why"] in out.read_text() for each in found)
 
 
-def test_an_import_is_proposed_only_of_what_leaven_reads(leaven: Verb, plain: Path, tmp_path: Path) -> None:
+def test_an_import_is_proposed_only_of_what_leaven_reads(
+    leaven: Verb, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the proposed command writes here
     wider = ["--set", "model.d_model=128", "--set", "model.n_heads=16", "--set", "model.n_kv_heads=16"]
     base = ["--set", "scaling.base={width=16, depth=2, batch_tokens=1024, tokens=10240}"]
     for number, changes in enumerate(([], [*wider, *base, "--set", "scaling.rule=mup"])):
