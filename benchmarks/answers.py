@@ -23,10 +23,10 @@ from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.confirmation import to_confirm
 from leaven.tuning.algorithm.noise_estimate import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.document import Dimension, StudyTrial
 from leaven.tuning.service.results import ped_anova
 from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.trial_log import runs
+from leaven.tuning.study_document import Dimension, StudyTrial
 
 SEEDS = 16  # more than one search runs a point with
 IDLE = 6  # values that do nothing

@@ -113,13 +113,13 @@ def predicted(recipe: Recipe, rank: int) -> Memory:
 
 
 def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:
-    """Bytes of parameters and optimiser states, and bytes beside them at the peak of a step, gradients included."""
+    """Bytes of parameters and optimizer states, and bytes beside them at the peak of a step, gradients included."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         training.step()
         training.sharded.drop_gradients()
         leaves = training.sharded.leaves
-        states = sum(leaf.nbytes for leaf in (*leaves, *training.optimiser.state_dict().values()))
+        states = sum(leaf.nbytes for leaf in (*leaves, *training.optimizer.state_dict().values()))
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
             training.step()
         level = highest = 0

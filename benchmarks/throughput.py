@@ -1,6 +1,6 @@
 """Compare leaven's training speed with other trainers on this machine: `python benchmarks/throughput.py`.
 
-The same shape, dtype, batch and optimiser (fused AdamW, clipping by the global norm, fp32 master weights), trained by
+The same shape, dtype, batch and optimizer (fused AdamW, clipping by the global norm, fp32 master weights), trained by
 leaven's engine, by a Llama of `transformers` in a plain loop under autocast, and by litgpt's GPT with its own loss in
 the same loop, eager and compiled. Packages that are not installed are reported as missing. Each arm is a process, so
 that its peak memory is its own. Arms take turns in short rounds, so that other load on the machine affects all
@@ -272,7 +272,7 @@ def arm(task: Task) -> None:
     import_modules(task)
     imported = _peak_bytes("cpu")
     steps, params = build(task)
-    timed(task, steps, 3)  # compiles, makes the optimiser's state
+    timed(task, steps, 3)  # compiles, makes the optimizer's state
     count = max(1, round(task.seconds / max(timed(task, steps, 1), 1e-9)))
     answer(params=params)
     for _ in sys.stdin:

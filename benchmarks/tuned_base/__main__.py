@@ -21,8 +21,8 @@ from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.device import machine
 from leaven.tuning.algorithm.answer import answer
-from leaven.tuning.document import UNDER_WAY, Answer, StudyTrial
 from leaven.tuning.space import space
+from leaven.tuning.study_document import UNDER_WAY, Answer, StudyTrial
 
 HERE = Path(__file__).parent
 RECIPE, LOG = HERE / "recipe.toml", HERE / "log.jsonl"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from benchmarks._landscapes import EXCESS, FLOOR, JITTER, NOISE, landscape
 
-from benchmarks import search
+from benchmarks import search, small_budgets
 
 
 @pytest.mark.parametrize("dimensions", [6, 30, 90])
@@ -39,3 +39,31 @@ def test_the_table_goes_on_where_it_was(
     monkeypatch.setattr(search, "run", None)  # nothing is left to run
     search.main()
     assert capsys.readouterr().out == table
+
+
+def test_the_trust_region_is_the_best_of_few_trials(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two surfaces with two seeds only, so only against random search; docs/concepts/search.md has the table."""
+    monkeypatch.setattr("sys.argv", ["small_budgets", "--quick", "--results", str(tmp_path / "runs.jsonl")])
+    small_budgets.main()
+    rows = [line.replace("*", "").split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [(row[0].strip("| "), row[2]) for row in rows] == [
+        (surface, noise) for noise in ("0%", "10%") for surface in ("bowl", "valley")
+    ]
+    ours, random = (sum(float(row[column].split()[0]) for row in rows) for column in (5, 7))
+    assert ours < random
+
+
+def test_surfaces_of_a_sweep_have_their_start_at_1_and_their_minimum_at_0(tmp_path: Path) -> None:
+    lines = ["N,D,lr,bs,smooth loss"]
+    for i in range(-4, 5):
+        for j in range(-4, 5):
+            lines.append(f"1000,20000,{0.001 * 2.0**i},{64 * 2.0**j},{2 + 0.01 * (i - 1) ** 2 + 0.01 * (i + j) ** 2}")
+    (tmp_path / "sweep.csv").write_text("\n".join(lines))
+    surfaces = small_budgets.published(tmp_path / "sweep.csv")
+    assert len(surfaces) == 1
+    truth = small_budgets.of_a_sweep(surfaces, 3)
+    assert truth(np.zeros(2)) == pytest.approx(1)
+    grid = np.linspace(-5, 5, 41)
+    assert min(truth(np.array([x, y])) for x in grid for y in grid) == pytest.approx(0, abs=0.02)

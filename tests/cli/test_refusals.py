@@ -144,6 +144,8 @@ REFUSED = {
     "tune tiny.toml --study tiny.toml": "a file",
     "tune tiny.toml --study OUT --set data.source=short.txt": "tokens",
     "tune tiny.toml --study OUT --space speed": "not a value to search",
+    "tune tiny.toml --study OUT --noise -0.1": "--noise: input should be greater than or equal to 0",
+    "tune tiny.toml --study OUT --noise inf": "--noise: input should be less than or equal to 100",
     "tune tiny.toml --study OUT --method best": "trust-region, random, grid, tpe",
     "train absent.toml": "no such file",
     "train tiny.toml --run tiny.toml": "a file",

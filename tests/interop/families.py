@@ -102,11 +102,11 @@ def values(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def stepped(model: nn.Module, groups: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Return the parameters after two steps."""
-    optimiser = torch.optim.AdamW(groups)
+    optimizer = torch.optim.AdamW(groups)
     for seed in range(2):
         loss_of(model, tokens(seed)).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
 
 

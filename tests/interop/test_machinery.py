@@ -153,12 +153,12 @@ def change_of_logits(rule: str, width: int, seed: int) -> float:
     model = llama(width, 2)
     tuned = {"lr": 0.01, "init_std": 0.1, "weight_decay": 0.0, "modules": {"unembedding": {"init_std": 0.0}}}
     found = leaven.parametrize(model, base=llama(64, 2), hyperparameters=tuned, rule=rule, initialise=True, seed=seed)
-    optimiser = torch.optim.AdamW(found)
+    optimizer = torch.optim.AdamW(found)
     batch = tokens(seed, batch=8)
     for _ in range(5):
         loss_of(model, batch).backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return logits(model, batch).square().mean().sqrt().item()
 
 

@@ -17,20 +17,20 @@ def test_a_gated_adam_step_changes_nothing() -> None:
         parameter = torch.nn.Parameter(torch.ones(5))
         return parameter, torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1, fused=True)
 
-    gated, optimiser = adam()
+    gated, optimizer = adam()
     gated.grad = torch.full((5,), torch.nan)
-    gate(optimiser, torch.tensor(True))
-    optimiser.step()
+    gate(optimizer, torch.tensor(True))
+    optimizer.step()
     assert torch.equal(gated, torch.ones(5))
     gated.grad = torch.arange(5.0)
-    gate(optimiser, torch.tensor(False))
-    optimiser.step()
+    gate(optimizer, torch.tensor(False))
+    optimizer.step()
 
     plain, reference = adam()
     plain.grad = torch.arange(5.0)
     reference.step()
     assert torch.equal(gated, plain)
-    assert float(optimiser.state[gated]["step"]) == 1
+    assert float(optimizer.state[gated]["step"]) == 1
 
 
 def test_softmax_backward() -> None:

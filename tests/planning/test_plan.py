@@ -200,7 +200,7 @@ def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) 
 
 
 @pytest.mark.parametrize(("moments", "matrix", "rest"), [("adam", 8, 8), ("adam-8bit", 2, 2), ("muon", 4, 8)])
-def test_a_plan_for_another_optimiser_keeps_its_moments(moments: Moments, matrix: int, rest: int) -> None:
+def test_a_plan_for_another_optimizer_keeps_its_moments(moments: Moments, matrix: int, rest: int) -> None:
     recipe = read_recipe(Path("examples/350m.toml"))
     found = plan_recipe(recipe, "1xH100", "mbs=1", moments).document().memory
     matrices = sum(p.size for p in recipe.model.parameters() if p.role is Role.HIDDEN_WEIGHT)

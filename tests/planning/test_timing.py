@@ -100,7 +100,7 @@ def test_the_bubble_has_the_form_measured_at_bloom() -> None:
     assert seconds[32].step == pytest.approx(slope * (32 + 11) + rest)
     assert seconds[32].bubble / (seconds[32].step - rest) == pytest.approx(bubble(32, 12))
     assert slope == pytest.approx(0.7422, rel=0.08)
-    assert rest == pytest.approx(3.87, rel=0.6)  # the optimiser of 2022 took longer than its memory traffic
+    assert rest == pytest.approx(3.87, rel=0.6)  # the optimizer of 2022 took longer than its memory traffic
 
 
 def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_with_the_gradients_of_weights() -> None:

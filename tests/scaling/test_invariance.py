@@ -1,4 +1,4 @@
-"""The rules on the real model and optimiser: neutral at the base, and unchanged by the symmetry of AdamW."""
+"""The rules on the real model and optimizer: neutral at the base, and unchanged by the symmetry of AdamW."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +16,7 @@ from leaven.scaling.cells import Cell
 from leaven.scaling.rules import COMPLETE_D_P, RULES, Rule
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
-from leaven.training.optimiser import Optimiser
+from leaven.training.optimizer import Optimizer
 
 
 def batches(recipe: Recipe, steps: int) -> Iterator[torch.Tensor]:
@@ -32,12 +32,12 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 def trained(recipe: Recipe, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Transformer, list[float]]:
     table = resolve(recipe)
     model = build_model(recipe.model, table, 0).to(dtype)
-    optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, "adamw")
+    optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, "adamw")
     losses = []
     for windows in batches(recipe, steps):
         loss = loss_of(model, windows)
         loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step(1.0)
+        optimizer.step(1.0)
         losses.append(loss.item())
     return model, losses
 

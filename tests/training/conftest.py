@@ -11,7 +11,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.stage import Stage
 from leaven.recipe.files import parse_recipe
 from leaven.training.run_folder import RunFolder
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from leaven.training.checkpoint import read_checkpoint
 from leaven.training.checkpoint_manager import CheckpointManager
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 from leaven.training.trainer import train
 
 KILLS = 20

@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, by_rule_of_thumb, even, needed_memory, settle
+from leaven.training.micro_batch import GIB, by_rule_of_thumb, choose_micro_batch, even, needed_memory
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -75,7 +75,8 @@ def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: Toke
     before = training.checkpoint()
     state = {name: value.clone() for name, value in before.model.items()}
     rng = torch.random.get_rng_state()
-    choice = settle(training)
+    choice = choose_micro_batch(training)
+    training.set_micro_batch(choice.micro_batch, choice.why)
     assert torch.equal(torch.random.get_rng_state(), rng)
     assert training.checkpoint().progress == before.progress
     assert training.checkpoint().optimizer.keys() == before.optimizer.keys()
@@ -109,7 +110,7 @@ def test_the_fastest_micro_batch_is_chosen(
     tiny: Recipe, tokens: TokenSet, at_speed: dict[int, float], seconds: dict[int, float], chosen: int
 ) -> None:
     at_speed.update(seconds)
-    choice = settle(Training(tiny.replace(LONG), tokens))
+    choice = choose_micro_batch(Training(tiny.replace(LONG), tokens))
     assert choice.micro_batch == chosen
     assert {t.micro_batch: t.tokens_per_second for t in choice.timings} == {
         size: pytest.approx(256 / (8 / size * second)) for size, second in seconds.items()
@@ -130,7 +131,7 @@ def test_timing_takes_at_most_a_minute(
 
     monkeypatch.setattr(micro_batch, "trial_step", trial)
     monkeypatch.setattr(micro_batch.time, "perf_counter", lambda: clock[0])
-    assert settle(Training(tiny.replace(LONG), tokens)).micro_batch == 1
+    assert choose_micro_batch(Training(tiny.replace(LONG), tokens)).micro_batch == 1
     assert clock[0] == 40.0
 
 
@@ -174,7 +175,7 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
 ) -> None:
     """The system would end the process, so a closed form decides: only what fills 80% of the free memory is tried."""
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 2, "cpu") / 0.79))
-    choice = settle(Training(tiny.replace(LONG), tokens))
+    choice = choose_micro_batch(Training(tiny.replace(LONG), tokens))
     assert [timing.micro_batch for timing in choice.timings] == [1, 2]
     assert choice.too_large == (4, 8)
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))

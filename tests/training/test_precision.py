@@ -38,7 +38,7 @@ def test_half_precision_follows_fp32(dtype: str, tiny: Recipe, tokens: TokenSet)
         training = Training(compute(tiny, name), tokens)
         runs[name] = [training.step().loss for _ in range(15)]
         assert all(parameter.dtype == torch.float32 for parameter in training.model.parameters())
-        assert all(state["exp_avg"].dtype == torch.float32 for state in training.optimiser.adam.state.values())
+        assert all(state["exp_avg"].dtype == torch.float32 for state in training.optimizer.adam.state.values())
     assert runs[dtype] != runs["fp32"]
     assert max(abs(a - b) for a, b in zip(runs[dtype], runs["fp32"], strict=True)) < 0.03
 

@@ -3,6 +3,7 @@ ramps."""
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from leaven.recipe.recipe import BATCH_RULES, Recipe
 from leaven.scaling.rules import RULES
 from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.engine import StopRequested, Training
-from leaven.training.optimiser import Optimiser, parameter_groups
+from leaven.training.optimizer import Optimizer, parameter_groups
 from leaven.training.precision import DTYPES
 
 RAMP = {"start_tokens": 32, "increment_tokens": 32, "over_tokens": 1_000}
@@ -41,16 +42,16 @@ Gradients = list[dict[str, Tensor]]
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Gradients:
-    """The gradients that the optimiser takes, a step a dictionary."""
+    """The gradients that the optimizer takes, a step a dictionary."""
     gradients: Gradients = []
-    plain: Callable[..., None] = Optimiser.step
+    plain: Callable[..., None] = Optimizer.step
 
-    def watched(optimiser: Optimiser, *arguments: object) -> None:
-        named = optimiser._named()
+    def watched(optimizer: Optimizer, *arguments: Any, **options: Any) -> None:
+        named = optimizer._named()
         gradients.append({name: leaf.grad.clone() for name, leaf in named if leaf.grad is not None})
-        plain(optimiser, *arguments)
+        plain(optimizer, *arguments, **options)
 
-    monkeypatch.setattr(Optimiser, "step", watched)
+    monkeypatch.setattr(Optimizer, "step", watched)
     return gradients
 
 

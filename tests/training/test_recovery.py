@@ -23,7 +23,7 @@ from leaven.training.checkpoint import checkpoints, tokens_of
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
 from leaven.training.run_folder import RunFolder
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 from leaven.training.trainer import train
 
 NOISE = 0.01  # nats
@@ -134,14 +134,14 @@ def with_lr(monkeypatch: pytest.MonkeyPatch, factor: Callable[[Training], float]
     issue = Training.issue
 
     def jumping(self: Training) -> Callable[[], Step]:
-        by, step = factor(self), self.optimiser.step
+        by, step = factor(self), self.optimizer.step
         monkeypatch.setattr(
-            self.optimiser, "step", lambda multiplier, *rest, **more: step(multiplier * by, *rest, **more)
+            self.optimizer, "step", lambda multiplier, *rest, **more: step(multiplier * by, *rest, **more)
         )
         try:
             return issue(self)
         finally:
-            monkeypatch.setattr(self.optimiser, "step", step)
+            monkeypatch.setattr(self.optimizer, "step", step)
 
     monkeypatch.setattr(Training, "issue", jumping)
 

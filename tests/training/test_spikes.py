@@ -10,7 +10,7 @@ import pytest
 from tests.training.conftest import made_up
 
 from leaven.training.spikes import ALLOWANCE, LEVEL, LIMIT, PATIENCE, Anomaly, Limits, QuantityMonitor, SpikeDetector
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 
 CALM = 2 * LEVEL
 

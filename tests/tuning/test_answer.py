@@ -14,8 +14,8 @@ from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, 
 from leaven.tuning.algorithm.confirmation import Confirmation, confirm, to_confirm
 from leaven.tuning.algorithm.noise_estimate import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
-from leaven.tuning.document import Answer, Dimension, StudyDocument, StudyTrial
 from leaven.tuning.service.results import ped_anova, reason
+from leaven.tuning.study_document import Answer, Dimension, StudyDocument, StudyTrial
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)
@@ -75,9 +75,9 @@ def test_flat_regions_gains_and_slices_of_a_parabola_are_its_closed_forms() -> N
     for i, path in enumerate(PATHS):
         each = by_path[path]
         half = math.sqrt(2 * 0.02 / CURVATURE[i])
-        # The assumed noise makes the region narrower, never wider.
-        assert OPTIMUM[i] - half <= each.flat[0] == pytest.approx(OPTIMUM[i] - half, abs=0.07)
-        assert OPTIMUM[i] + half >= each.flat[1] == pytest.approx(OPTIMUM[i] + half, abs=0.07)
+        # Noise and the error of the model make the region narrower, never wider.
+        assert OPTIMUM[i] - half <= each.flat[0] == pytest.approx(OPTIMUM[i] - half, abs=0.12)
+        assert OPTIMUM[i] + half >= each.flat[1] == pytest.approx(OPTIMUM[i] + half, abs=0.12)
         assert each.gain == pytest.approx(CURVATURE[i] * OPTIMUM[i] ** 2 / 2, abs=0.01)
         assert each.worth == (i != 3)
         assert len(each.slice) == 21
@@ -223,7 +223,7 @@ def test_the_fewest_changes_are_measured() -> None:
     assert found.fewer == found.fewest_octaves == dict(zip(PATHS, near, strict=True))
     assert found.fewest.loss - found.best.loss == pytest.approx(0.0675)
     assert found.fewest_cost == pytest.approx(0.0675, abs=0.01)
-    assert found.idle == (PATHS[1], PATHS[3])  # the second costs 0.0625, and the two together less than the noise
+    assert found.idle == (PATHS[3],)  # with the second, which costs 0.0625, the loss may be above the noise
     # If its runs say otherwise, they count.
     worse = [dataclasses.replace(run, loss=(run.loss or 0) + 0.1) if run.number >= 65 else run for run in trials]
     assert answer(worse, DIMENSIONS, 0.1).fewest_octaves == found.octaves

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from leaven.recipe.files import parse_recipe, render
 from leaven.scaling.table import ParameterTable, resolve
-from leaven.tuning.point import moved, values
+from leaven.tuning.point import recipe_at, values
 from leaven.tuning.space import space
 
 RECIPE = parse_recipe(
@@ -60,9 +60,9 @@ def column(table: ParameterTable, quantity: str) -> dict[str, float]:
 
 def test_distance_0_is_exactly_the_recipe() -> None:
     nowhere = dict.fromkeys(AROUND.paths, 0.0)
-    assert moved(RECIPE, nowhere) == moved(RECIPE, {}) == RECIPE
+    assert recipe_at(RECIPE, nowhere) == recipe_at(RECIPE, {}) == RECIPE
     assert values(RECIPE, nowhere) == AROUND.centre == AROUND.values(nowhere)
-    other = moved(RECIPE, {}, seed=7)
+    other = recipe_at(RECIPE, {}, seed=7)
     assert other.data.seed == 7
     assert other.replace({"data.seed": RECIPE.data.seed}) == RECIPE
 
@@ -74,9 +74,9 @@ def test_a_point_in_the_space_is_a_valid_recipe_unless_the_decay_is_too_large(oc
     decoupled = stated.get("hyperparameters.optimizer", "adamw") == "adamw"
     if decoupled and stated.get("hyperparameters.lr", 0.1) * stated.get("hyperparameters.weight_decay", 0.1) >= 1:
         with pytest.raises(ValueError, match="lr x weight_decay"):
-            moved(RECIPE, octaves)
+            recipe_at(RECIPE, octaves)
         return
-    there = moved(RECIPE, octaves)
+    there = recipe_at(RECIPE, octaves)
     assert parse_recipe(render(there, render(RECIPE)), "x") == there
     assert values(there, dict.fromkeys(octaves, 0.0)) == stated
     for row in resolve(there).rows:
@@ -100,13 +100,15 @@ def test_a_value_moves_by_its_distance_and_nothing_else_moves(dimension, data: s
     else:
         assert now / dimension.centre == pytest.approx(2**octaves)
     others = {path: 0.0 for path in AROUND.paths if path != dimension.path}
-    assert values(moved(RECIPE, {dimension.path: octaves}), others) == {path: AROUND.centre[path] for path in others}
+    assert values(recipe_at(RECIPE, {dimension.path: octaves}), others) == {
+        path: AROUND.centre[path] for path in others
+    }
 
 
 @pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "eps", "residual"])
 def test_a_multiplier_moves_the_rows_of_its_module(quantity: str) -> None:
     module, of = "mlp.out", {"residual": "multiplier"}.get(quantity, quantity)
-    there = moved(RECIPE, {f"hyperparameters.modules.{module}.{quantity}": 1.5})
+    there = recipe_at(RECIPE, {f"hyperparameters.modules.{module}.{quantity}": 1.5})
     before, after = resolve(RECIPE), resolve(there)
     for row in after.rows:
         factor = 2**1.5 if row.module == module else 1.0
@@ -117,7 +119,7 @@ def test_a_multiplier_moves_the_rows_of_its_module(quantity: str) -> None:
 
 @pytest.mark.parametrize("beta", ["beta1", "beta2"])
 def test_a_multiplier_of_beta_moves_one_module(beta: str) -> None:
-    there = moved(RECIPE, {f"hyperparameters.modules.embedding.{beta}": 1.0})
+    there = recipe_at(RECIPE, {f"hyperparameters.modules.embedding.{beta}": 1.0})
     before, after = column(resolve(RECIPE), beta), column(resolve(there), beta)
     for name, was in before.items():
         expected = was**2 if name == "embedding.weight" else was
@@ -130,7 +132,7 @@ def test_a_multiplier_of_beta_moves_one_module(beta: str) -> None:
     [(0, (1, 0.5, 0, 0, 0)), (1, (0, 0.5, 1, 0.5, 0)), (2, (0, 0, 0, 0.5, 1))],
 )
 def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares: tuple[float, ...]) -> None:
-    there = moved(RECIPE, {f"hyperparameters.depth.lr[{point}]": 1.0})
+    there = recipe_at(RECIPE, {f"hyperparameters.depth.lr[{point}]": 1.0})
     before, after = resolve(RECIPE), resolve(there)
     for row in after.rows:
         factor = 1.0 if row.layer is None else 2 ** shares[row.layer]  # twice the lr at the point itself
@@ -141,7 +143,7 @@ def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares:
 
 @given(st.floats(-2, 2))
 def test_a_batch_is_whole_sequences_and_its_ramp_moves_with_it(octaves: float) -> None:
-    there = moved(RECIPE, {"batch.tokens": octaves})
+    there = recipe_at(RECIPE, {"batch.tokens": octaves})
     batch, ramp = there.batch, there.batch.ramp
     assert batch.tokens == round(16 * 2**octaves) * 32
     assert there.data == RECIPE.data
@@ -155,13 +157,13 @@ def test_a_batch_is_whole_sequences_and_its_ramp_moves_with_it(octaves: float) -
 
 def test_stages_move_with_the_batch() -> None:
     stages = [{"from_tokens": 0, "tokens": 128}, {"from_tokens": 1_000, "tokens": 512}]
-    there = moved(RECIPE.replace({"batch": {"tokens": 512, "stages": stages}}), {"batch.tokens": -1.0})
+    there = recipe_at(RECIPE.replace({"batch": {"tokens": 512, "stages": stages}}), {"batch.tokens": -1.0})
     assert there.batch.sizes == ((0, 64), (1_000, 256))
 
 
 def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
     plain = RECIPE.replace({"scaling.base": None, "scaling.rule": "complete-d-p"})
-    there = moved(plain, {"batch.tokens": 2.0})
+    there = recipe_at(plain, {"batch.tokens": 2.0})
     before, after = resolve(plain), resolve(there)
     assert there.batch.tokens == 4 * plain.batch.tokens
     assert there.base == plain.base
@@ -170,4 +172,4 @@ def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
         assert row.lr == pytest.approx(2 * before[row.name].lr), row.name
         assert math.log(row.beta2) == pytest.approx(4 * math.log(before[row.name].beta2))
     common = plain.replace({"scaling.rule": "standard"})
-    assert column(resolve(moved(common, {"batch.tokens": 2.0})), "lr") == column(resolve(common), "lr")
+    assert column(resolve(recipe_at(common, {"batch.tokens": 2.0})), "lr") == column(resolve(common), "lr")

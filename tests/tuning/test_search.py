@@ -23,6 +23,7 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
+from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
@@ -61,7 +62,7 @@ def test_every_method_gets_below_the_start(method: str) -> None:
     # Among several it was chosen by reruns, and measured by two more; alone, the reruns measure it.
     reruns = [trial for trial in found.trials if trial.purpose == "rerun" and trial.params == found.params]
     measured = [trial.loss for trial in reruns if trial.finalist is None] or [trial.loss for trial in reruns]
-    assert len(measured) == found.fresh == 2
+    assert len(measured) == found.fresh == (1 if method == "gp" else 2)  # a small budget runs its finalist once
     assert found.loss == pytest.approx(np.mean(measured))
 
 
@@ -82,7 +83,7 @@ def test_without_noise_it_stops_at_the_optimum_and_says_so() -> None:
     found = search(bowl, SPACE, trials=200)
     assert found.stalled
     assert len(found.trials) < 100
-    assert found.params == pytest.approx({"a": 1.0, "b": -0.5}, abs=1e-3)
+    assert found.params == pytest.approx({"a": 1.0, "b": -0.5}, abs=2e-3)
     assert found.noise == 0
     assert not search(bowl, SPACE, trials=30, stop_at_noise=False).stalled
 
@@ -97,9 +98,11 @@ def test_pure_noise_stops_the_search_and_the_interval_holds_the_true_loss() -> N
 
 @pytest.mark.parametrize("method", ["trust-region", "random"])
 def test_the_start_is_the_first_trial(method: str) -> None:
-    found = search(bowl, SPACE, {"b": 1.0}, trials=8, method=method)
-    assert [trial.params for trial in found.trials[:3]] == [{"a": 0.0, "b": 1.0}] * 3  # to measure the noise
-    given = search(bowl, SPACE, {"b": 1.0}, trials=8, method=method, noise=0.1)
+    for trials, repeats in ((8, 1), (12, 2), (24, 3)):  # to measure the noise
+        found = search(bowl, SPACE, {"b": 1.0}, trials=trials, method=method)
+        at_start = [trial.params == {"a": 0.0, "b": 1.0} for trial in found.trials]
+        assert at_start[: repeats + 1] == [True] * repeats + [False]
+    given = search(bowl, SPACE, {"b": 1.0}, trials=24, method=method, noise=0.1)
     assert given.trials[1].params != given.trials[0].params
     low, high = given.interval
     assert high - low == pytest.approx(2 * 1.96 * 0.1 / math.sqrt(2), rel=1e-3)
@@ -220,9 +223,9 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
         ({"trials": 10**400}, "trials = 1000"),
         ({"trials": None}, "the search has no budget; give trials, flops or hours"),
         ({"hours": math.inf}, "hours = inf: input should be a finite number"),
-        ({"noise": 1e-170}, "noise = 1e-170: give 0, or from 1e-50 to 1e+50"),
+        ({"noise": 1e-170}, "noise = 1e-170: give 0, or a number from 1e-50 to 1e+50"),
         ({"name": ""}, "the study's name is ''; give it a text of 1 to 512 characters"),
-        ({"storage": 5}, "storage = 5: give the file of a journal, or sqlite:///FILE"),
+        ({"storage": 5}, "storage = 5: give the path of an Optuna journal file, or sqlite:///FILE"),
     ],
 )
 def test_invalid_arguments_are_refused_before_anything_runs(change: dict[str, object], message: str) -> None:
@@ -293,10 +296,10 @@ class Runs:
 
 
 def test_the_order_of_runs_is_noise_search_reruns_confirmation() -> None:
-    runs = Runs()
-    found = search(runs, SPACE, trials=32)
+    runs = Runs(Noisy(0.01))
+    found = search(runs, SPACE, trials=64)
     assert [x.seed for x in runs.asked[:3]] == [0, 1, 2]
-    assert {x.seed for x in runs.asked[3:24]} == {0}
+    assert {x.seed for x in runs.asked[3:-8]} == {0}
     reruns = [t for t in found.trials if t.purpose == "rerun"]
     assert Counter(t.finalist for t in reruns) == {0: 2, 1: 2, None: 4}
     # The chosen point twice more, in turn with the start.
@@ -305,6 +308,29 @@ def test_the_order_of_runs_is_noise_search_reruns_confirmation() -> None:
     assert last == [(chosen, 3), ((0.0, 0.0), 3), (chosen, 4), ((0.0, 0.0), 4)]
     assert set(Counter((tuple(x.values()), x.seed) for x in runs.asked).values()) == {1}
     assert not any(t.seed == 0 for t in reruns)
+
+
+def test_without_noise_no_run_is_spent_on_confirmation() -> None:
+    found = search(bowl, SPACE, trials=12)
+    assert [trial.purpose for trial in found.trials] == ["search", "noise"] + ["search"] * 10
+    assert (found.noise, found.interval) == (0.0, (found.loss, found.loss))
+    assert found.loss == min(trial.loss for trial in found.trials) < 2.01
+
+
+def test_a_small_budget_confirms_only_a_gain_that_would_not_be_accepted_otherwise() -> None:
+    clear = search(Noisy(0.01), SPACE, trials=12, noise=0.01)
+    assert Counter(trial.purpose for trial in clear.trials) == {"search": 12}
+    assert (clear.fresh, clear.interval) == (0, (-math.inf, math.inf))
+    doubtful = search(Noisy(0.01), SPACE, {"a": 0.9, "b": -0.35}, trials=12, noise=0.01)
+    assert Counter(trial.purpose for trial in doubtful.trials) == {"search": 11, "rerun": 1}
+
+
+def test_the_last_proposal_is_the_predicted_minimum() -> None:
+    found = search(Noisy(0.02), SPACE, trials=12, noise=0.02)
+    axes = Axes(SPACE)
+    points = np.array([list(trial.params.values()) for trial in found.trials[:-1]])
+    now = region(axes, points, np.array([trial.loss for trial in found.trials[:-1]]), 0.02)
+    np.testing.assert_allclose(list(found.trials[-1].params.values()), now.predicted)
 
 
 def test_a_run_whose_process_died_is_retried_once_and_counts_once() -> None:
@@ -362,9 +388,9 @@ def test_a_trial_of_a_silent_process_on_another_machine_is_retried(monkeypatch: 
 
 
 def test_a_budget_of_flops_reserves_the_reruns() -> None:
-    runs = Runs(lambda x: Outcome(bowl(x), flops=2.0))
-    found = search(runs, SPACE, trials=None, flops=64.0, method="random")
-    assert len(found.trials) == 32
+    noisy = Noisy(0.01)
+    found = search(lambda x: Outcome(noisy(x), flops=2.0), SPACE, trials=None, flops=128.0, method="random")
+    assert len(found.trials) == 64
     assert Counter(t.purpose for t in found.trials)["rerun"] == 8
     with pytest.raises(InputError, match="the budget is in FLOPs, but the objective returns no FLOPs"):
         search(bowl, SPACE, trials=None, flops=60.0)
@@ -384,9 +410,9 @@ def test_hours_count_while_something_runs() -> None:
     after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]
     assert busy([*at_once, *after_a_night], 52_000) == 5400 + 2000
     budget = Budget(hours=2.0)
-    assert budget.finalists(at_once, 6000) == 0  # at three quarters of an hour a run, half an hour pays none
-    assert not budget.room(at_once, 6000)
-    assert Budget(hours=4.0).room(at_once, 6000)
+    assert budget.finals(at_once, 6000) == (0, 0)  # at three quarters of an hour a run, half an hour pays none
+    assert budget.left(at_once, 6000) == pytest.approx(2 / 3)
+    assert Budget(hours=8.0).finals(at_once, 6000) == (1, 1)
 
 
 def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
@@ -403,7 +429,7 @@ def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
     assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in stopped)
     assert found.params not in [t.params for t in stopped]
     assert len(found.trials) == 32
-    assert all(x.baseline is None for x in runs.asked[-8:])
+    assert all(x.baseline is None for x in runs.asked[-2:])
     baselines = [x.baseline for x in runs.asked if x.baseline is not None]
     assert [baseline.loss for baseline in baselines] == sorted(
         (baseline.loss for baseline in baselines), reverse=True
@@ -561,7 +587,8 @@ def test_a_budget_of_flops_holds_for_any_number_of_workers() -> None:
 
 
 def test_the_start_is_the_answer_if_it_diverges_with_one_seed_and_nothing_else_ran() -> None:
-    found = search(lambda x: math.nan if x.seed == 1 else 3.0, SPACE, trials=3)  # type: ignore[attr-defined]
+    runs = Runs(lambda x: math.nan if x.seed == 1 else 3.0)
+    found = search(runs, SPACE, trials=12, stop=lambda: len(runs.asked) == 2)
     assert (found.params, found.loss) == ({"a": 0.0, "b": 0.0}, 3.0)
 
 
@@ -569,9 +596,9 @@ def test_a_larger_budget_confirms_again() -> None:
     """The lower of two points that two budgets have chosen is lucky, too."""
     rng, store = np.random.default_rng(0), InMemoryStorage()
     runs = Runs(lambda x: bowl(x) + rng.normal(0, 0.02))
-    small = search(runs, SPACE, trials=8, storage=store)
-    large = search(runs, SPACE, trials=32, storage=store)
-    assert (small.fresh, large.fresh) == (2, 2)
+    small = search(runs, SPACE, trials=16, storage=store)
+    large = search(runs, SPACE, trials=64, storage=store)
+    assert (small.fresh, large.fresh) == (1, 2)
     confirming = [t for t in large.trials if t.purpose == "rerun" and t.params == large.params and t.seed > 2]
     assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
 
@@ -591,5 +618,16 @@ def test_a_died_run_does_not_change_later_proposals() -> None:
 
 
 def test_a_point_that_diverges_with_other_seeds_is_not_the_answer() -> None:
-    found = search(Runs(lambda x: math.inf if x.seed and any(x.values()) else bowl(x)), SPACE, trials=24)
+    noisy = Noisy(0.01)
+    found = search(Runs(lambda x: math.inf if x.seed and any(x.values()) else noisy(x)), SPACE, trials=24)
     assert (found.params, found.fresh) == ({"a": 0.0, "b": 0.0}, 3)
+
+
+def test_the_next_best_point_takes_the_place_of_a_finalist_that_diverges() -> None:
+    noisy = Noisy(0.01)
+    found = search(Runs(lambda x: math.inf if x.seed and x["a"] > 0.9 else noisy(x)), SPACE, trials=96)
+    reruns = [trial for trial in found.trials if trial.finalist is not None]
+    diverged = {trial.finalist for trial in reruns if math.isinf(trial.loss)}
+    assert diverged
+    assert all(sum(trial.finalist == which for trial in reruns) == 1 for which in diverged)
+    assert 0.3 < found.params["a"] <= 0.9

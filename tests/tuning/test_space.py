@@ -12,9 +12,9 @@ from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
-from leaven.tuning.document import Dimension
-from leaven.tuning.point import moved
+from leaven.tuning.point import recipe_at
 from leaven.tuning.space import REACH, SETS, space
+from leaven.tuning.study_document import Dimension
 from leaven.verification.recipe_family import RecipeTrial
 
 LLAMA = (
@@ -204,7 +204,7 @@ def test_a_range_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantit
 
 def resolved(recipe: Recipe, path: str, quantity: str, x: float) -> float:
     """A value, times what a module multiplies it with."""
-    hyper = moved(recipe, {path: x}).hyperparameters
+    hyper = recipe_at(recipe, {path: x}).hyperparameters
     of_all, multiplier = getattr(hyper, quantity), getattr(hyper.modules.get("mlp.out", Multipliers()), quantity)
     return float(of_all**multiplier if quantity.startswith("beta") else of_all * multiplier)
 
@@ -220,10 +220,10 @@ def test_a_value_beyond_its_bounds_is_searched_towards_them(tiny: Recipe) -> Non
 def test_values_that_may_be_0_move_in_tenths(tiny: Recipe) -> None:
     found = dimension(tiny, "model.dropout")
     assert (found.low, found.high, found.unit, found.ends[0]) == (0, 5, "tenth", "")
-    assert moved(tiny, {"model.dropout": 1.5}).model.dropout == pytest.approx(0.15)
+    assert recipe_at(tiny, {"model.dropout": 1.5}).model.dropout == pytest.approx(0.15)
     some = tiny.replace({"model.dropout": 0.3})
     assert ends(some, "model.dropout") == pytest.approx([0, 0.5])
-    assert moved(some, {"model.dropout": dimension(some, "model.dropout").low}) == tiny
+    assert recipe_at(some, {"model.dropout": dimension(some, "model.dropout").low}) == tiny
     assert ends(tiny, "schedule.min_lr_ratio") == [0, 1]
     limited = with_table(tiny, octaves={"model.dropout": [-1, 2.5]})
     assert ends(limited, "model.dropout") == [0, 0.25]
@@ -250,8 +250,8 @@ def test_a_choice_is_between_levels(tiny: Recipe) -> None:
     found = dimension(tiny, "schedule.decay")
     assert found.levels == ("cosine", "linear", "wsd")
     assert space(tiny, "schedule.decay").limits == {"schedule.decay": range(3)}
-    assert moved(tiny, {"schedule.decay": 2.0}).schedule.decay == "wsd"
-    assert moved(tiny, {"hyperparameters.optimizer": 1.0}).hyperparameters.optimizer == "adam"
+    assert recipe_at(tiny, {"schedule.decay": 2.0}).schedule.decay == "wsd"
+    assert recipe_at(tiny, {"hyperparameters.optimizer": 1.0}).hyperparameters.optimizer == "adam"
     linear = tiny.replace({"schedule.decay": "linear"})
     assert dimension(linear, "schedule.decay").levels == ("linear", "cosine", "wsd")
     assert dimension(tiny.replace({"schedule.decay": "inverse_sqrt"}), "schedule.decay").levels[0] == "inverse_sqrt"
@@ -260,7 +260,7 @@ def test_a_choice_is_between_levels(tiny: Recipe) -> None:
 def test_a_shorter_run_has_the_values_that_the_rule_gives_it(tiny: Recipe) -> None:
     long = tiny.replace({"data.tokens": 409_600})
     assert ends(long, "data.tokens") == [51_200, 409_600]
-    there = moved(long, {"data.tokens": -1.0})
+    there = recipe_at(long, {"data.tokens": -1.0})
     assert (there.data.tokens, there.base.tokens) == (204_800, 409_600)
 
 
@@ -350,6 +350,6 @@ def test_the_tuning_table_does_not_change_a_run_or_an_export(deep: Recipe, tmp_p
 
 def test_clipping_keeps_its_form(tiny: Recipe) -> None:
     running = tiny.replace({"hyperparameters.grad_clip": {"mode": "running", "limit": 2.0}})
-    clip = moved(running, {"hyperparameters.grad_clip": -1.0}).hyperparameters.grad_clip
+    clip = recipe_at(running, {"hyperparameters.grad_clip": -1.0}).hyperparameters.grad_clip
     assert (clip.mode, clip.limit) == ("running", 1.0)
     assert ends(tiny, "hyperparameters.grad_clip") == pytest.approx([0.01, 100])

@@ -12,11 +12,8 @@ from optuna.trial import TrialState
 from leaven.tuning.algorithm import divergence, surrogate
 from leaven.tuning.algorithm.noise_estimate import interval, pooled, t95
 from leaven.tuning.algorithm.trust_region import (
-    NARROWEST,
     RISK,
-    START,
     TRUST,
-    WIDEST,
     Axes,
     Region,
     learning_rates,
@@ -43,58 +40,104 @@ def look(points: np.ndarray, losses: np.ndarray, noise: float | None = None) -> 
     return region(axes_of(*(str(i) for i in range(points.shape[1]))), points, losses, noise)
 
 
-def test_the_posterior_is_that_of_the_normal_equations() -> None:
-    """The kernel's answer for slopes and curvatures against the ridge regression that it stands for."""
-    points = np.random.default_rng(1).normal(size=(30, 4))
-    losses = valley(points) + np.random.default_rng(2).normal(0, 0.1, 30)
+def terms(x: np.ndarray) -> np.ndarray:
+    """The terms of a quadratic: slopes, squares, products."""
+    i, j = np.triu_indices(x.shape[1], 1)
+    return np.hstack([x, x**2 / 2, x[:, i] * x[:, j]])
+
+
+def normal_equations(points: np.ndarray, losses: np.ndarray, noise: float, h: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and covariance of the coefficients of ``terms`` and a constant, by weighted ridge regression."""
+    d = points.shape[1]
+    features = np.hstack([terms(points), np.ones((len(points), 1))])
+    errors = np.sqrt(noise**2 + (0.1 * (losses - losses.min())) ** 2)
+    ratio = min(0.5, 8 / d**2)
+    widths = np.r_[np.full(2 * d, h), np.full(d * (d - 1) // 2, ratio * h)]
+    prior = np.r_[np.zeros(d), np.full(d, h), np.zeros(d * (d - 1) // 2 + 1)]
+    left = (features / errors[:, None] ** 2).T @ features + np.diag(np.r_[1 / widths**2, 0.0])
+    covariance = np.linalg.inv(left)
+    mean = prior + covariance @ ((features / errors[:, None] ** 2).T @ (losses - features @ prior))
+    return mean[:-1], covariance[:-1, :-1]
+
+
+def noisy_trials(d: int) -> tuple[np.ndarray, np.ndarray]:
+    points = np.random.default_rng(1).normal(size=(30, d))
+    losses = ((points - 0.4) ** 2).sum(1) / 2 + 0.3 * points[:, 0] * points[:, 1]
+    return points, losses + np.random.default_rng(2).normal(0, 0.1, 30)
+
+
+@pytest.mark.parametrize("d", [2, 4, 9])
+def test_the_posterior_is_that_of_the_normal_equations(d: int) -> None:
+    points, losses = noisy_trials(d)
     found = surrogate.fit(points, losses, 0.1)
-    features = np.hstack([points, points**2 / 2])
-    features -= features.mean(0)  # this integrates the constant out
-    prior = np.repeat([0.0, found.curvature], 4)
-    residual = losses - losses.mean() - features @ prior
-    left = features.T @ features / found.noise**2 + np.eye(8) / found.curvature**2
-    weights = prior + np.linalg.solve(left, features.T @ residual / found.noise**2)
-    there = np.random.default_rng(3).normal(size=(5, 4))
-    np.testing.assert_allclose(found.value(there), np.hstack([there, there**2 / 2]) @ weights, rtol=1e-9)
-    np.testing.assert_allclose(found.mean.minimum, -weights[:4] / weights[4:], rtol=1e-9)
-
-
-def test_the_deviation_is_that_of_the_normal_equations() -> None:
-    """The standard deviation of a difference against the posterior covariance of the 8 weights, by its inverse."""
-    points = np.random.default_rng(1).normal(size=(30, 4))
-    found = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.1, 30), 0.1)
-    features = np.hstack([points, points**2 / 2])
-    features -= features.mean(0)
-    covariance = np.linalg.inv(features.T @ features / found.noise**2 + np.eye(8) / found.curvature**2)
-    there, base = np.random.default_rng(3).normal(size=(5, 4)), np.random.default_rng(4).normal(size=4)
-    apart = np.hstack([there - base, (there**2 - base**2) / 2])
+    mean, covariance = normal_equations(points, losses, 0.1, found.curvature)
+    there, base = np.random.default_rng(3).normal(size=(5, d)), np.random.default_rng(4).normal(size=d)
+    np.testing.assert_allclose(found.value(there), terms(there) @ mean, rtol=1e-7)
+    np.testing.assert_allclose(found.mean(there), terms(there) @ mean, rtol=1e-7)
+    apart = terms(there) - terms(base[None])
     expected = np.sqrt(np.einsum("ij,jk,ik->i", apart, covariance, apart))
-    np.testing.assert_allclose(found.deviation(there, base), expected, rtol=1e-9)
-    mean, deviation = found.along(base, there.T)
-    for i in range(4):
-        moved = np.where(np.arange(4) == i, there, base)
-        np.testing.assert_allclose(mean[i], found.value(moved) - found.value(base[None]), rtol=1e-9)
-        np.testing.assert_allclose(deviation[i], found.deviation(moved, base), rtol=1e-7)
+    np.testing.assert_allclose(found.deviation(there, base), expected, rtol=1e-7)
     assert found.deviation(base[None], base) == 0
+    draws = np.array([found.draw(np.random.default_rng(seed))(there) for seed in range(4000)])
+    np.testing.assert_allclose(draws.mean(0), found.value(there), atol=5 * draws.std(0).max() / 4000**0.5)
+    np.testing.assert_allclose(draws.std(0), found.deviation(there, np.zeros(d)), rtol=0.1)
 
 
-def test_drawn_minima_have_the_mean_of_the_posterior() -> None:
-    points = np.random.default_rng(1).normal(size=(40, 4))
-    found = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
-    draws = np.array([found.draw(np.random.default_rng(seed)).minimum for seed in range(500)])
-    np.testing.assert_allclose(draws.mean(0), found.mean.minimum, atol=0.02)
-    assert np.abs(found.mean.minimum - OPTIMUM).max() < 0.05
+def test_the_curvature_has_the_highest_evidence() -> None:
+    """The likelihood of the losses with all coefficients integrated out, by the covariance of the losses."""
+    points, losses = noisy_trials(3)
+    found = surrogate.fit(points, losses, 0.1)
+    errors = np.sqrt(0.1**2 + (0.1 * (losses - losses.min())) ** 2)
+
+    def evidence(h: float) -> float:
+        widths = np.r_[np.full(6, h), np.full(3, 0.5 * h)]
+        covariance = (terms(points) * widths**2) @ terms(points).T + np.diag(errors**2)
+        inverse = np.linalg.inv(covariance)
+        ones, rest = np.ones(30), losses - h * (points**2).sum(1) / 2
+        flat = ones @ inverse @ ones  # of the constant, whose prior is flat
+        fit = rest @ inverse @ rest - (ones @ inverse @ rest) ** 2 / flat
+        return float(-0.5 * (np.linalg.slogdet(covariance)[1] + np.log(flat) + fit))
+
+    grid = found.curvature * 2.0 ** np.arange(-3, 3.1, 0.5)
+    assert grid[np.argmax([evidence(h) for h in grid])] == found.curvature
+
+
+def test_many_values_have_no_interactions() -> None:
+    d = surrogate.MOST_WITH_INTERACTIONS + 1
+    points = np.random.default_rng(1).normal(size=(60, d))
+    found = surrogate.fit(points, (points**2).sum(1) + points[:, 0] * points[:, 1], 0.1)
+    np.testing.assert_array_equal(found.mean.hessian, np.diag(np.diag(found.mean.hessian)))
+    few = surrogate.fit(points[:, :2], (points[:, :2] ** 2).sum(1) + points[:, 0] * points[:, 1], 0.1)
+    np.testing.assert_allclose(few.mean.hessian, [[2.0, 1.0], [1.0, 2.0]], atol=0.1)
+
+
+def test_the_minimum_in_a_box_is_that_of_a_fine_grid() -> None:
+    quadratic = surrogate.Quadratic(np.array([-1.0, 0.5]), np.array([[2.0, 1.2], [1.2, 1.0]]), 0.1)
+    low, high = np.array([-1.0, -0.4]), np.array([0.7, 1.0])
+    grid = np.stack(np.meshgrid(*(np.linspace(a, b, 401) for a, b in zip(low, high, strict=True))), -1).reshape(-1, 2)
+    np.testing.assert_allclose(quadratic.minimum(np.zeros(2), low, high), grid[np.argmin(quadratic(grid))], atol=0.01)
+    far = np.full(2, 50.0)
+    np.testing.assert_allclose(
+        quadratic.minimum(np.zeros(2), -far, far), -np.linalg.solve(quadratic.hessian, quadratic.slope), atol=1e-4
+    )
+    # A direction that bends down or hardly at all ends at the box.
+    bent = surrogate.Quadratic(np.array([-1.0, 0.5]), np.diag([-1.0, 0.01]), 0.1)
+    np.testing.assert_array_equal(bent.minimum(np.zeros(2), low, high), [0.7, -0.4])
+
+
+def test_without_trials_the_minimum_is_the_start_and_draws_vary_widely() -> None:
     nothing = surrogate.fit(np.zeros((3, 4)), np.array([1.0, 1.1, 0.9]))
-    np.testing.assert_array_equal(nothing.mean.minimum, 0.0)
-    apart = np.array([nothing.draw(np.random.default_rng(seed)).minimum for seed in range(500)])
-    assert np.abs(apart).mean() > 10 * draws.std(0).max()  # without trials, draws vary widely
+    points = np.random.default_rng(1).normal(size=(40, 4))
+    something = surrogate.fit(points, valley(points) + np.random.default_rng(2).normal(0, 0.02, 40), 0.02)
+    far = np.full(4, 3.0)
 
+    def minima(found: surrogate.Surrogate) -> np.ndarray:
+        drawn = [found.draw(np.random.default_rng(seed)).minimum(np.zeros(4), -far, far) for seed in range(300)]
+        return np.array(drawn)
 
-def test_the_noise_is_estimated_if_not_given() -> None:
-    points = np.random.default_rng(1).normal(size=(200, 4))
-    losses = valley(points) + np.random.default_rng(2).normal(0, 0.05, 200)
-    assert surrogate.fit(points, losses).noise == pytest.approx(0.05, rel=0.5)
-    assert surrogate.fit(points, losses, 0.05).noise == pytest.approx(0.05, rel=0.5)
+    np.testing.assert_array_equal(nothing.mean.minimum(np.zeros(4), -far, far), 0.0)
+    np.testing.assert_allclose(something.mean.minimum(np.zeros(4), -far, far), OPTIMUM, atol=0.05)
+    assert np.abs(minima(nothing)).mean() > 10 * minima(something).std(0).max()
 
 
 def test_divergence_is_attributed_to_what_only_diverged_trials_have() -> None:
@@ -132,14 +175,22 @@ def test_a_very_high_loss_counts_as_divergence_and_not_in_the_surrogate() -> Non
     blown = points[:, 3] > 0.8
     clean, blew = (look(points, np.where(blown, high, losses), 0.01) for high in (np.inf, 90.0))
     assert blown.any()
-    np.testing.assert_array_equal(blew.surrogate.mean.minimum, clean.surrogate.mean.minimum)
+    np.testing.assert_array_equal(blew.predicted, clean.predicted)
     assert np.argmax(blew.divergence.slopes) == 3
 
 
-def test_the_radius_grows_with_success_and_shrinks_with_failure() -> None:
-    line = np.linspace(0, 1, 12)[:, None] * OPTIMUM
-    down, up = look(line, valley(line), 0.01), look(line[::-1], valley(line[::-1]), 0.01)
-    assert NARROWEST <= up.radius < START < down.radius <= WIDEST
+def test_few_values_are_first_moved_one_by_one() -> None:
+    points, losses = np.zeros((1, 3)), np.array([3.0])
+    axes = Axes({"a": (-3.0, 3.0), "b": (-3.0, 3.0), "c": (-6.0, 6.0)}, {"c": 2.0})
+    for k in range(3):
+        proposal = region(axes, points, losses, 0.01).proposal(np.random.default_rng(k))
+        changes = proposal - points[int(np.argmin(losses))]
+        assert np.count_nonzero(changes) == 1
+        assert 0.8 <= np.abs(changes / [1, 1, 2]).max() <= 1.2
+        points, losses = np.vstack([points, proposal]), np.append(losses, 3.0 + k)
+    assert points.any(0).all()
+    after = region(axes, points, losses, 0.01).proposal(np.random.default_rng(3))
+    assert np.count_nonzero(after - points[0]) == 3
 
 
 def test_divergence_lowers_the_lr_before_there_is_any_result() -> None:
@@ -295,3 +346,14 @@ def test_one_lucky_trial_does_not_become_the_incumbent() -> None:
     worst = int(np.argmax(losses))
     losses[worst] = losses.min() - 0.05
     assert not np.array_equal(look(points, losses, 0.02).incumbent, points[worst])
+
+
+def test_fitted_noise_tells_noise_from_a_basin() -> None:
+    chance, points = np.random.default_rng(0), np.random.default_rng(1).normal(0, 0.7, (16, 2))
+    only_noise = [surrogate.fitted_noise(points, chance.normal(0, 0.1, 16)) for _ in range(20)]
+    assert 0.06 < np.median(only_noise) < 0.12
+    basin = ((points - 0.5) ** 2).sum(1)
+    noisy = [surrogate.fitted_noise(points, basin + chance.normal(0, 0.05, 16)) for _ in range(20)]
+    assert 0.02 < np.median(noisy) < 0.1
+    assert surrogate.fitted_noise(points, basin) < 0.02
+    assert surrogate.fitted_noise(points, np.ones(16)) == 0

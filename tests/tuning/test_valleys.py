@@ -5,7 +5,7 @@ import pytest
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.tuning.point import moved
+from leaven.tuning.point import recipe_at
 
 # Without what breaks the symmetries a little: decay goes with the lr, clipping and eps with the gradients.
 EXACT = {"weight_decay": 0.0, "grad_clip": 0.0, "eps": 1e-20}
@@ -43,18 +43,18 @@ VALLEYS = {
 def test_along_a_valley_training_is_the_same(exact: Recipe, valley: str) -> None:
     way = VALLEYS[valley]
     start = losses(exact)
-    assert losses(moved(exact, way)) == pytest.approx(start, abs=1e-5)
+    assert losses(recipe_at(exact, way)) == pytest.approx(start, abs=1e-5)
     # Without the last change, training differs.
-    assert losses(moved(exact, dict([*way.items()][:-1])))[-1] != pytest.approx(start[-1], abs=1e-4)
+    assert losses(recipe_at(exact, dict([*way.items()][:-1])))[-1] != pytest.approx(start[-1], abs=1e-4)
 
 
 @pytest.mark.parametrize("activation", ["relu", "squared_relu"])
 def test_relus_are_homogeneous(exact: Recipe, activation: str) -> None:
     relu, power = exact.replace({"model.activation": activation}), 2 if "squared" in activation else 1
     way = along(("mlp.out.residual", power), ("mlp.in.init_std", -1), ("mlp.in.lr", -1))
-    assert losses(moved(relu, way)) == pytest.approx(losses(relu), abs=1e-5)
+    assert losses(recipe_at(relu, way)) == pytest.approx(losses(relu), abs=1e-5)
 
 
 def test_a_global_value_and_all_its_multipliers_form_a_valley(exact: Recipe) -> None:
     every = along(*((f"{module}.lr", -1.0) for module in exact.model.modules))
-    assert losses(moved(exact, {"hyperparameters.lr": 1.0} | every)) == losses(exact)
+    assert losses(recipe_at(exact, {"hyperparameters.lr": 1.0} | every)) == losses(exact)

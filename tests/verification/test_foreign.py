@@ -128,9 +128,9 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
     assert run(monkeypatch, "their_model:factory", "--widths", "32,x") == 2
     with pytest.raises(InputError, match="has no factori"):
         foreign("their_model:factori", RunScale(32, 2))
-    with pytest.raises(InputError, match=r"return \(model, groups or optimiser\)"):
+    with pytest.raises(InputError, match=r"return \(model, groups or optimizer\)"):
         foreign("their_model:nothing", RunScale(32, 2))
-    with pytest.raises(InputError, match="0.weight is not in any group of its optimiser"):
+    with pytest.raises(InputError, match="0.weight is not in any group of its optimizer"):
         foreign("their_model:missing_group", RunScale(32, 2))
     with pytest.raises(InputError, match="no torch.nn.Embedding"):
         foreign("their_model:no_embedding", RunScale(32, 2))
@@ -169,7 +169,7 @@ def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
     text = synthetic(64, 64, 2)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
-    optimiser = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def loss(inputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(inputs).transpose(1, 2), targets)
@@ -177,12 +177,12 @@ def expected_loss(seed: int, lr: float, batch: int, tokens: int) -> float:
     warm = tokens // 8
     for step in range(tokens // (64 * batch)):
         parts = [text(seed, batch // 2 * step + i) for i in range(batch // 2)]
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss(*map(torch.cat, zip(*parts, strict=True))).backward()  # type: ignore[arg-type, no-untyped-call]
         done = (step + 1) * 64 * batch
         cosine = 0.1 + 0.9 * (1 + math.cos(math.pi * (done - warm) / (tokens - warm))) / 2
-        optimiser.param_groups[0]["lr"] = lr * (done / warm if done < warm else cosine)
-        optimiser.step()
+        optimizer.param_groups[0]["lr"] = lr * (done / warm if done < warm else cosine)
+        optimizer.step()
     with torch.no_grad():
         held_out = [loss(*text(HELD_OUT, step)).item() for step in range(1024 // 128)]
     return sum(held_out) / len(held_out)
@@ -220,7 +220,7 @@ def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
     half, double = (trained(family, RunSetting(replace(SCALE, batch=batch), 1.0, 0)) for batch in (0.5, 2.0))
     assert half.loss != double.loss
     assert (half.tokens, double.tokens) == (512, 512)
-    with pytest.raises(InputError, match=r"batch x 0.1 of 4 sequences is not a whole number"):
+    with pytest.raises(InputError, match=r"0.1 times the batch of 4 sequences is not a whole number"):
         family.trial(RunSetting(replace(SCALE, batch=0.1), 1.0, 0))
 
 

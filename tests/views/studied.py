@@ -11,7 +11,7 @@ from written import proxy
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS
-from leaven.tuning.document import Best, Coordinate, Dimension, Front, SlicePoint, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Best, Coordinate, Dimension, Front, SlicePoint, StudyDocument, StudyTrial
 
 NOISE = 0.0031
 TOKENS = 1_000_000

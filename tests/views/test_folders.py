@@ -9,7 +9,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
-from leaven.tuning.document import StudyDocument
+from leaven.tuning.study_document import StudyDocument
 from leaven.views.folders import RunView, StudyView, read_folder, read_run
 from leaven.views.page import folder_page
 

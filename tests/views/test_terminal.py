@@ -19,7 +19,7 @@ from leaven.documents.runs import ShowDocument
 from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import resolve
-from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
 from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.recipe import recipe_screen
@@ -228,7 +228,7 @@ def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
     assert all(len(line) <= 80 for line in lines)
     # Two trials are left, of a minute each, on two workers.
     for part in ("w1 trial 6 0.0 s of 60 s", "other:99 trial 7", "best 2.4139 (2)", "start 2.4241", "6 of 8",
-                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 stopped", "radius 0.42 octave",
+                 "noise 0.0031 nats (2 repeats)", "1 diverged", "1 stopped",
                  "2 workers", "60 s left", "Ctrl-C is safe"):  # fmt: skip
         assert part in " ".join(lines)
 

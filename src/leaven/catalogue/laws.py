@@ -274,12 +274,14 @@ def critical_batch(laws: Iterable[LawRow]) -> float:
 
 
 def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
-    """Return a law's lr converted to another batch by several rules that disagree, or None if the law predicts no lr.
+    """Return a law's lr at another batch, by each of four rules that disagree. None if the law predicts no lr.
 
-    ``square_root`` is for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287).
-    ``linear`` is for SGD below the critical batch (McCandlish et al. 2018), and for AdamW at a fixed decay if its
-    timescale is to stay the same. ``surge`` is for Adam: the lr falls above the noise scale, ``noise`` tokens (arXiv
-    2405.14578). ``own`` uses the exponent that was fitted to the law's own data.
+    - ``square_root``: for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
+    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018), and for AdamW if weight decay stays the
+      same and its timescale in tokens shall stay the same, too
+    - ``surge``: for Adam; the lr rises with the batch up to the gradient noise scale (``noise``, in tokens) and falls
+      above it (arXiv 2405.14578)
+    - ``own``: the exponent that was fitted to the law's own data; None if there is none
     """
     if law.lr is None or law.lr_batch_tokens is None:
         return None

@@ -1,13 +1,19 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
-A template is one part or a list of parts. A part has fields as in ``str.format``; it is left out if one of its fields
-is None or unknown. Besides Python's formats a field may have one of these:
+A template is one part or a list of parts. A part has fields as in ``str.format``. If a field is None or unknown, the
+whole part is left out. Besides Python's formats, a field may have one of these (a vote is the value that one group of
+published runs, or one law, suggests):
 
-- ``q``: a quantity such as ``1.5 B``; ``n DIGITS``: a number in that many significant digits;
-- ``names``, ``listed``: all values, separated by commas or by bars; ``size``: the number of values;
-- ``each FORMAT``: every vote as a name and a value; ``range FORMAT``: the middle, lowest and highest vote; ``count
-  FORMAT``: how many votes agree, and the others;
-- ``if``, ``unless``: print nothing, and leave the part out if the field is false (``if``) or true (``unless``).
+- ``q``: a quantity, such as ``1.5 B``
+- ``n DIGITS``: a number with this many significant digits
+- ``names``: all values, separated by commas
+- ``listed``: all values, separated by bars
+- ``size``: the number of values
+- ``each FORMAT``: the name and value of every vote
+- ``range FORMAT``: the median, lowest and highest vote
+- ``count FORMAT``: how many votes equal the chosen value, and the other votes
+- ``if``: nothing is printed for the field; the part is left out if the field is false
+- ``unless``: nothing is printed for the field; the part is left out if the field is true
 """
 
 import string

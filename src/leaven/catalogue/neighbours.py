@@ -66,7 +66,8 @@ def nearest(
     Only runs within ``factor`` of the size are returned; if there are none, all runs are. The nearest run of each
     lineage comes first, then the other runs. In both parts, runs with the same stack precede others, and nearer runs
     (in size and in duration) precede runs farther away. Runs whose learning rate cannot be compared are left out
-    (:attr:`PublishedRun.lr_comparable`). If ``stack`` names another optimizer than Adam, only its runs are compared.
+    (:attr:`PublishedRun.lr_comparable`). If ``stack`` names an optimizer other than Adam, only runs with that
+    optimizer are compared.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -173,7 +174,10 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, the nearest in size first: those within `FACTOR`, but at least `NEAREST`."""
+        """Return the runs that vote, the nearest in size first.
+
+        These are all runs within a factor of `FACTOR` of the size, or the nearest `NEAREST` runs if there are fewer.
+        """
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 

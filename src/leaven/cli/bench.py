@@ -6,7 +6,16 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import DeviceOption, JsonOption, RecipeArgument, SetOption, hand_over, load, prepared, stopping
+from leaven.cli.common import (
+    DeviceOption,
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    hand_over,
+    load,
+    prepare_tokens,
+    stopping,
+)
 from leaven.documents.planning import RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
@@ -74,7 +83,7 @@ def bench_(
     from leaven.training.bench import batches_of, bench, micro_batches_of
     from leaven.training.engine import check_trainable
 
-    tokens = prepared(loaded)
+    tokens = prepare_tokens(loaded)
     check_trainable(loaded, tokens)
     with stopping() as stop, LiveScreen() as screen:
         document = bench(

@@ -71,7 +71,7 @@ TokensOption = Annotated[
 
 
 def require_alone(what: str, others: Mapping[str, object]) -> None:
-    """Raise InputError if another option was given. ``others`` maps the names of options to their values."""
+    """Raise InputError if the option ``what`` was given together with one of ``others``, which are values by name."""
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise InputError(f"{what} cannot be combined with {given[0]}; leave {given[0]} out")
@@ -138,7 +138,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def prepared(recipe: Recipe) -> Any:
+def prepare_tokens(recipe: Recipe) -> Any:
     """Tokenise a recipe's text with a progress bar, or read its tokens from the cache."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen

@@ -91,7 +91,7 @@ def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command after ``plan --budget``: write a recipe of the middle size in the list."""
+    """Return the command to type after ``plan --budget``. It writes a recipe for the middle size in the list."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
@@ -124,8 +124,8 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path) -> list[str]:
-    """Return the command after ``export config``: import the configuration again, if leaven can read it. The muP of
-    Megatron-LM is a rule that no recipe has."""
+    """Return the command after ``export config``: import the configuration again, if leaven can read it. It cannot
+    read a configuration with the muP of Megatron-LM, because no recipe has that rule."""
     if to not in IMPORTED:
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
@@ -206,7 +206,7 @@ def _run(stem: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return the path, or if it exists, the first path that does not exist when a number is appended."""
+    """Return the path if it is unused. Otherwise append -2, -3, ... to it and return the first unused one."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

@@ -15,7 +15,7 @@ from leaven.cli.common import (
     count_option,
     hand_over,
     load,
-    prepared,
+    prepare_tokens,
     stopping,
 )
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
@@ -82,10 +82,10 @@ def train_(
     from leaven.distributed.exchange import rank_zero_first
     from leaven.distributed.process_group import join_process_group, rank, world_size
     from leaven.interop.weights import require_start
+    from leaven.training.curves import writers
     from leaven.training.device import default_device
     from leaven.training.loop import Diverged
     from leaven.training.manual_rewind import ManualRewind
-    from leaven.training.metrics import writers
     from leaven.training.run_folder import RunFolder
     from leaven.training.trainer import check, train
 
@@ -102,7 +102,7 @@ def train_(
     check(loaded, folder, back)
     warn(each.message for each in [*warnings(loaded), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
-        tokens = rank_zero_first(group, lambda: prepared(loaded))
+        tokens = rank_zero_first(group, lambda: prepare_tokens(loaded))
         with stopping() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = train(

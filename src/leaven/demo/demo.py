@@ -43,7 +43,7 @@ MOST_SECONDS = 600.0  # above this estimate the size is quick, unless one is giv
 
 @dataclass(frozen=True)
 class Size:
-    """What a demo trains."""
+    """A size of the demo: the widths, learning rates and seeds that it trains."""
 
     widths: tuple[int, ...]  # the base first
     lrs: tuple[float, ...]
@@ -51,7 +51,7 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """Return the points of the grid; at the base with all seeds, because its best lr is chosen by them."""
+        """Return the points of the grid: one seed each, but at the base all seeds, whose mean chooses the best lr."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -59,7 +59,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the points at the widest width with further seeds."""
+        """Return the runs with the other seeds at the widest width, both copied and moved."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -67,7 +67,7 @@ class Size:
 
 @dataclass(frozen=True)
 class DemoPoint:
-    """One training run."""
+    """One training run of a demo."""
 
     rule: str
     width: int
@@ -82,7 +82,7 @@ SIZES = {
 
 
 class DemoStopped(Exception):
-    """The demo was asked to stop. Finished runs are on disk, and the same call resumes."""
+    """The error raised if the demo was stopped. Finished runs are saved, and the same call resumes."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Demo:
         write_text(self.folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
 
     def _train(self, document: DemoDocument, base: Recipe, size: Size, screen: DemoScreen) -> DemoDocument:
-        """Train what is missing, and return the document with the runs and the result."""
+        """Train the runs that are missing. Return the document with all runs and the result."""
         done, total = 0, _count(size)
 
         def progress(now: int, _: int) -> None:
@@ -241,7 +241,7 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean of the differences by seed, and half of its 95% interval by Student's t."""
+    """Return the mean over seeds of ``first`` - ``second``, and half the width of its 95% interval (Student's t)."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread
@@ -249,7 +249,7 @@ def paired(first: list[float], second: list[float]) -> tuple[float, float]:
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Train on the CPU unless the user chose a device: the losses shall be the same on every machine."""
+    """Train on the CPU unless the user chose a device: the losses must be the same on every machine."""
     chosen = "LEAVEN_DEVICE" in os.environ
     os.environ.setdefault("LEAVEN_DEVICE", "cpu")  # for the processes of the runs, too
     try:
@@ -270,7 +270,7 @@ def _train(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoR
 
 
 def _losses(runs: list[DemoRun], width: int, rule: str = MOVED) -> dict[float, list[float]]:
-    """Return the losses at a width by lr, in the order of the seeds."""
+    """Return the losses of a width by lr; the losses of one lr are in the order of their seeds."""
     found: dict[float, list[float]] = {}
     for run in sorted(runs, key=lambda run: run.seed):
         if (run.width, run.rule) == (width, rule):

@@ -30,9 +30,11 @@ def sharded_cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` times the loss in nats, (): the sum over the tokens of all ranks of -log softmax(multiplier x
-    hidden . weight)[target]. The result is the same on every rank. ``hidden_BtD`` contains the positions of this
-    rank, and ``targets_BT`` contains all positions."""
+    """Return ``factor`` times the loss in nats, a scalar that is the same on every rank.
+
+    The loss is the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target].
+    ``hidden_BtD`` contains the positions of this rank, and ``targets_BT`` contains all positions.
+    """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()

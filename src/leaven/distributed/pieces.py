@@ -62,7 +62,7 @@ def whole(model: nn.Module) -> list[Piece]:
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:
-    """Return a view of the block of a tensor that has ``shape`` and begins at ``offset``."""
+    """Return a view of a part of the tensor: the block of size ``shape`` that begins at ``offset``."""
     for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
         tensor = tensor.narrow(dim, start, length) if length else tensor.narrow(dim, 0, 0)
     return tensor

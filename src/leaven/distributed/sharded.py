@@ -113,7 +113,7 @@ class ShardedModel:
         after_first: Callable[[], None] | None = None,
     ) -> Tensor:
         """Run all micro-batches forward and backward, and accumulate their gradients. Return ``factor`` times the sum
-        of this process's losses, (). :meth:`total` sums the result over all processes.
+        of this process's losses, a scalar. :meth:`total` sums the result over all processes.
 
         ``after_first`` is called after the first micro-batch, when gradients contain only the contribution of this
         micro-batch. With pipeline parallelism, it is never called.
@@ -137,7 +137,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def forward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Return the sum of this process's losses in nats, (), without computing gradients."""
+        """Return the sum of this process's losses in nats, a scalar, without computing gradients."""
         self.train(False)
         for stage in self.stages:
             stage.factor = 1.0
@@ -150,7 +150,7 @@ class ShardedModel:
         return loss
 
     def total(self, loss: Tensor) -> Tensor:
-        """Return the sum of the losses of all processes, (). Each process passes the loss of its own samples."""
+        """Return the sum of all processes' losses, a scalar. Each process passes the loss of its own samples."""
         return (
             loss
             if self.group is SINGLE_PROCESS

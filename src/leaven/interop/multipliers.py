@@ -167,8 +167,8 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and remove them.
 
-    The outputs stay the same up to rounding. The lr, eps and decay of the rule are wrong for the folded weights, so
-    the parameter groups are discarded: fold a copy, or fold after training.
+    The outputs stay the same up to rounding. The lr, eps and weight decay of the parameter groups are wrong for the
+    folded weights, so the groups are discarded: fold a copy, or fold after training.
 
     Returns:
         The model.

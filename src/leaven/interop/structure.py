@@ -134,7 +134,7 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
     for site in base.sites:
         if site.label not in known:
             raise InputError(
-                f"{site.name} exists only in the base; give a base of the same family with the same tied weights"
+                f"{site.name} exists only in the base; give a base of your model's family that ties the same weights"
             )
     counterpart_of = {}
     for site in model.sites:

@@ -30,7 +30,7 @@ from leaven.recipe.shape import Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
 from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterRow, exponents, optimiser_groups, resolve_row
+from leaven.scaling.table import ParameterRow, exponents, optimizer_groups, resolve_row
 
 _SAME = Ratios()
 _UNUSED_STD = 1.0  # placeholder for a missing init_std if no initial values are drawn
@@ -227,7 +227,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
         raise InputError(
             f"{odd[0]} was added or removed after leaven.parametrize; call it when the model is complete"
         )
-    found = optimiser_groups(rows)
+    found = optimizer_groups(rows)
     for group in found:
         group["params"] = [parameters[name] for name in group["param_names"]]
     return found

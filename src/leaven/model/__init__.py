@@ -1,1 +1,1 @@
-"""Define the decoder-only transformer. It does not depend on parallelism, optimisers or recipe files."""
+"""Define the decoder-only transformer. It does not depend on parallelism, optimizers or recipe files."""

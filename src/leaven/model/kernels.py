@@ -15,7 +15,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place: all by one factor, (), or each by a separate factor, (number of tensors,)."""
+    """Multiply tensors in place: all by one factor, a scalar, or each by a separate factor, (number of tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:

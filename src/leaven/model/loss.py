@@ -31,7 +31,7 @@ def cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` times the loss in nats, (): the sum over tokens of -log softmax(multiplier x hidden .
+    """Return ``factor`` times the loss in nats, a scalar: the sum over tokens of -log softmax(multiplier x hidden .
     weight)[target].
 
     Products are computed in the dtype ``compute`` (default: the dtype of ``hidden_ND``), so the logits are rounded to

@@ -249,7 +249,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(
-            f"{path}: not TOML: {error}; write an accelerator for example as Z1-64GB = {EXAMPLE}"
+            f"{path}: not TOML: {error}; write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
         ) from None
 
 

@@ -71,8 +71,8 @@ def parse_budget(text: str) -> tuple[Cluster, float]:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is one size for each compute-optimal law and for each of several ratios of tokens to parameters. ``mfu``
-    sets the speed as a share of the dense peak; no layout is planned then.
+    There is one size for each compute-optimal law and for each of several ratios of tokens to parameters. If
+    ``mfu`` is given, the speed is this share of the dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.

@@ -26,7 +26,7 @@ def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
 
 
 def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
-    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, sent in ``messages`` messages.
+    """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
 
     Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps; a step between nodes has the latency of the network.
     """

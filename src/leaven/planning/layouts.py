@@ -323,8 +323,8 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether a sequence can be cut so that ``cp`` ranks each get one piece of either half.
+    """Return whether each of ``cp`` ranks can get a piece of the first half of a sequence and a piece of the second.
 
-    Such pieces make causal attention equal work for all ranks.
+    With such pieces, causal attention is the same amount of work for all ranks.
     """
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)

@@ -21,7 +21,7 @@ _MOST_INCREMENTS = 64
 
 
 class RampThroughput:
-    """The step times of one layout at any batch; each batch is computed once."""
+    """The step times of one layout, by batch size. The time of a batch size is computed only once."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full

@@ -98,8 +98,8 @@ def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    The measurement needs the gradient of a part of the batch, over all processes, before the gradient of the whole
-    batch.
+    The measurement needs the gradient of a part of the batch, summed over all processes, before the gradient of the
+    whole batch is complete.
     """
     layout = recipe.layout
     off = "remove this setting to train without measuring it"

@@ -36,7 +36,7 @@ class MatrixPlace:
 
 @dataclass(frozen=True)
 class Formula:
-    """A standard deviation: as text, in the letters of :class:`MatrixPlace`, and as a function."""
+    """A formula of a standard deviation, as text (with the letters of :class:`MatrixPlace`) and as a function."""
 
     text: str
     std: Callable[[MatrixPlace], float]

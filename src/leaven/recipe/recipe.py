@@ -251,7 +251,7 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """Return the shape of the model at the base, with the proportions that the base states."""
+        """Return the model's shape at the base scale. Ratios that ``[scaling].base`` sets replace the model's own."""
         base = self.scaling.base
         if base is None:
             return self.model

@@ -24,7 +24,7 @@ _LAYER = re.compile(r"layers\.\d+\.")
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """The values of one parameter: initial distribution, optimiser settings, forward multiplier."""
+    """The values of one parameter: initial distribution, optimizer settings, forward multiplier."""
 
     name: str
     shape: tuple[int, ...]
@@ -171,8 +171,8 @@ def resolve_row(
     )
 
 
-def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return optimiser groups without tensors, one for each module and set of values.
+def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
+    """Return optimizer groups without tensors, one for each module and set of values.
 
     Each row is in exactly one group. The keys of a group are module, param_names, peak_lr, lr, betas, eps,
     weight_decay.
@@ -194,7 +194,7 @@ def optimiser_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return the factors on weights with which a plain model without multipliers computes the same function.
+    """Return the factors by which to multiply the weights, so that a model without multipliers computes the same.
 
     The factor of a branch goes into the matrix that ends the branch. The factor of the attention logits goes into the
     queries, or into the gain of their norm if there is one, since a norm would undo a change of the matrix. The

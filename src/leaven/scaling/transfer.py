@@ -193,8 +193,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which a study began.
 
-    This is the batch of the base. If a proxy has another scale than its base, it is the batch with which the proxy
-    has as many steps as the target; ``leaven new`` writes this batch.
+    Usually this is the batch of the proxy's base. A proxy that trains on other tokens than its base began with the
+    batch that gives it as many steps as the target; ``leaven new`` writes this batch.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens

@@ -67,8 +67,8 @@ def application(roots: list[Path], token: str) -> Starlette:
 class TokenRequired:
     """Refuses requests without the token, or for another host than this one.
 
-    The token is in the address that ``leaven serve`` prints; from there it moves into a cookie. The host is checked,
-    so that no page of another site can reach the server through a name that resolves to this machine.
+    ``leaven serve`` prints an address with the token; the browser then keeps the token in a cookie. The name of the
+    host is checked, because a page of another site could use a name of its own that resolves to this machine.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -96,7 +96,7 @@ class TokenRequired:
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return a page. With ``found``, the page asks again, and gets nothing until one of these folders has changed."""
+    """Return a page. If ``found`` is given, the browser asks for it repeatedly and gets it after each change."""
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})
@@ -186,7 +186,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return what to type for the same plan."""
+    """Return the command that prints the same plan."""
     options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
     if given["size"] and not given["size"][0].isdigit():
         return f"leaven plan {given['size']} {' '.join(options)}"

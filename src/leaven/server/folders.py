@@ -1,4 +1,4 @@
-"""Finds the runs, studies, checks and demos below some folders, and says how far each of them is."""
+"""Find the runs, studies, checks and demos below some folders, and describe the progress of each."""
 
 import hashlib
 import os
@@ -26,9 +26,9 @@ SILENT = 120.0  # seconds without a change after which a run is not called runni
 
 @dataclass(frozen=True)
 class Found:
-    """A folder with something to show, below the given folder with the index ``root``."""
+    """The folder of a run, study, check or demo, below one of the folders that ``leaven serve`` was given."""
 
-    root: int
+    root: int  # index of the given folder
     folder: Path
     name: str  # the path below the given folder; "" if it is that folder
     kind: str  # run | study | check | demo
@@ -74,7 +74,7 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders below ``roots`` that a page can be made of, in the order of their names."""
+    """Yield the folders of runs, studies, checks and demos below ``roots``, in the order of their names."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)
@@ -87,7 +87,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return a text that changes when one of the pages may have changed: an ETag."""
+    """Return an ETag: a text that changes whenever one of the pages may have changed."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())

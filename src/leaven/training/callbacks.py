@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.planning.memory import GIB
 from leaven.training.checkpoint_manager import CheckpointManager
+from leaven.training.curves import Curves
 from leaven.training.device import peak_memory, time_fixed_work
 from leaven.training.loop import Callback
-from leaven.training.metrics import Curves
 from leaven.training.rewind import oldest_checkpoint, rollback
 from leaven.training.spikes import Anomaly, Limits, SpikeDetector, was_skipped
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 
 if TYPE_CHECKING:
     from leaven.training.trainer import RunTrainer
@@ -76,8 +76,8 @@ class StepLog(RunCallback):
 
 
 class Validation(RunCallback):
-    """Computes the validation loss at a fixed interval in tokens, and then compares the speed and memory of the
-    processes."""
+    """Computes the validation loss at an interval in tokens. It then compares the speed and memory of processes, to
+    find a slow one."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         super().__init__(trainer)

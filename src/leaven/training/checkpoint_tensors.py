@@ -168,7 +168,7 @@ class Tensors(Mapping[str, Tensor]):
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
     """Return the block of a tensor at the position of ``piece``, the part of a parameter that a process has. A
-    scalar, (), is returned unchanged."""
+    scalar is returned unchanged."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

@@ -12,7 +12,7 @@ from leaven.recipe.hyperparameters import Clip
 from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterTable
 
-_STATE = "clip.running"  # among the optimiser's tensors in a checkpoint
+_STATE = "clip.running"  # among the optimizer's tensors in a checkpoint
 
 
 @dataclass
@@ -20,15 +20,17 @@ class RunningNorm:
     """The running root mean square of the gradient norms: an exponential average, corrected for its start at 0.
 
     When the batch size changes, the step count is converted as for Adam
-    (:class:`leaven.training.optimiser.Optimiser`).
+    (:class:`leaven.training.optimizer.Optimizer`).
     """
 
     beta: float  # of the full batch
     state: Tensor  # mean square and steps, (2,) in float64 on the gradients' device
 
     def value(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm, (). It is infinite until the first nonzero gradient, so that nothing is clipped
-        before."""
+        """Return the running norm, a scalar.
+
+        It is infinite until the first nonzero gradient, so that nothing is clipped before.
+        """
         mean_square, steps = self.state.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
@@ -59,7 +61,7 @@ class Clipper:
         return cls(clip.limit or torch.inf, model, parts, running)
 
     def __call__(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
-        """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, ().
+        """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, a scalar.
 
         ``ramp`` converts the beta of the running norm from the full batch to the current batch of a ramp. As in
         torch, gradients above the limit are multiplied by limit / (norm + 1e-6).

@@ -35,11 +35,11 @@ from leaven.training.device import Peak, default_device, keep_freed_memory, know
 from leaven.training.loop import Diverged
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.noise import NoiseMeasurement, NoiseScale
-from leaven.training.optimiser import MOMENTS, Optimiser
+from leaven.training.optimizer import MOMENTS, Optimizer
 from leaven.training.precision import DTYPES, LossScale
 from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
-from leaven.training.step import Step, Telemetry
+from leaven.training.step_metrics import Step, Telemetry
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -85,7 +85,7 @@ class Training:
         if recipe.start.folder is not None:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
         leaves = {held.row.name: held.leaf for held in self.sharded.held}
-        self.optimiser = Optimiser.build(leaves, self.sharded.rows, recipe.hyperparameters.optimizer)
+        self.optimizer = Optimizer.build(leaves, self.sharded.rows, recipe.hyperparameters.optimizer)
         self.text = tokens.fingerprint
         self.epochs = tokens.epochs(recipe.data.tokens)
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
@@ -122,6 +122,12 @@ class Training:
     def finished(self) -> bool:
         """Whether all steps are done."""
         return self.progress.step >= self.recipe.steps
+
+    def set_micro_batch(self, micro_batch: int, why: str) -> None:
+        """Use a micro-batch, in sequences, and write it and its reason into the recipe."""
+        reasons = self.recipe.why | {"batch.micro_batch": why}
+        self.recipe = self.recipe.replace({"batch.micro_batch": micro_batch, "why": reasons})
+        self.micro_batch = micro_batch
 
     def check_stop(self) -> None:
         """Raise StopRequested if ``stop()`` is true, in a run with a single process. Several processes have to stop
@@ -170,7 +176,7 @@ class Training:
 
         self.telemetry.before_update()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
-        self.optimiser.step(multiplier, ~applied, ramp)
+        self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
         shown_scale = torch.ones_like(loss) if self._scale is None else self._scale
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
@@ -182,11 +188,11 @@ class Training:
 
     @property
     def _scale(self) -> Tensor | None:
-        """The loss scale, (), in fp16; None in other dtypes."""
+        """The loss scale, a scalar, in fp16; None in other dtypes."""
         return None if self.loss_scale is None else self.loss_scale.value
 
     def _forward_backward(self, batch: TrainingBatch, noise: NoiseMeasurement | None) -> Tensor:
-        """Compute the gradients of a batch, multiplied by the loss scale. Return the mean loss of the batch, ()."""
+        """Compute the gradients of a batch, multiplied by the loss scale. Return the mean loss of the batch."""
         share = (1 if self._scale is None else self._scale) / batch.targets
         after_first = noise.after_first if noise else None
         loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
@@ -203,7 +209,7 @@ class Training:
         gradients are computed: a step that is abandoned earlier then leaves the state unchanged."""
         if longer != 1:
             self.clipper.recount(longer)
-            self.optimiser.recount(longer)
+            self.optimizer.recount(longer)
 
     def _noise_measurement(self, batch: TrainingBatch, before: int) -> NoiseMeasurement | None:
         """Return an object that measures the noise scale in this step, or None if no measurement is due."""
@@ -309,7 +315,7 @@ class Training:
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
-        moments = self.optimiser.state_dict()
+        moments = self.optimizer.state_dict()
         for piece in self.sharded.pieces:
             here = {kind: moments[kind, piece.name] for kind in MOMENTS if (kind, piece.name) in moments}
             if piece.owned:
@@ -334,7 +340,7 @@ class Training:
             for kind in MOMENTS:
                 if f"{kind}.{name}" in checkpoint.optimizer:
                     moments[kind, name] = part(checkpoint.optimizer, f"{kind}.{name}", piece)
-        self.optimiser.load_state_dict(moments)
+        self.optimizer.load_state_dict(moments)
         for stateful in self._stateful:
             stateful.load_state_dict(checkpoint.optimizer)
         self.progress = checkpoint.progress

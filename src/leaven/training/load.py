@@ -86,7 +86,7 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(f"{run}: {_missing(folder.checkpoints, tokens, [path.name for path in damaged])}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
-            f"{run}: holds no tokenizer.json (older versions did not save it); copy the run's tokenizer.json there"
+            f"{run}: no tokenizer.json (older versions saved none); copy the file that the run trained with here"
         )
     from tokenizers import Tokenizer
 

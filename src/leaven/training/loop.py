@@ -145,7 +145,7 @@ class PlainTraining:
     """Trains any model with a given loss and optimizer, without clipping. Gradients are kept until the next step."""
 
     optimizer: "Optimizer"
-    loss: Callable[[int], "Tensor"]  # mean loss of the batch after so many tokens, ()
+    loss: Callable[[int], "Tensor"]  # mean loss of the batch after so many tokens, a scalar
     batch_tokens: int
     end: int  # tokens of the whole run
     lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # on every group's lr, by tokens trained

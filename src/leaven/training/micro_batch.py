@@ -193,9 +193,8 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list
     return [size for size in candidates if needed[size] <= room] or candidates[:1]
 
 
-def settle(training: "Training") -> Choice:
-    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short. Set the micro-batch
-    and the reason for it in the recipe of the training.
+def choose_micro_batch(training: "Training") -> Choice:
+    """Choose the micro-batch of a new run by timing, or by a rule of thumb if the run is short.
 
     Model, optimizer, random state and position do not change: the losses are the same as if the recipe had contained
     this micro-batch from the start.
@@ -214,13 +213,10 @@ def settle(training: "Training") -> Choice:
             "free; use a smaller model or a shorter [model] seq_len"
         )
     tried = f"; out of memory with {', '.join(map(str, choice.too_large))}" if choice.too_large else ""
-    why = recipe.why | {"batch.micro_batch": f"auto: {choice.why}{tried}"}
-    training.recipe = recipe.replace({"batch.micro_batch": choice.micro_batch, "why": why})
-    training.micro_batch = choice.micro_batch
     ruled_out = tuple(size for size in everything if size > candidates[-1])
     return replace(
         choice,
-        why=why["batch.micro_batch"],
+        why=f"auto: {choice.why}{tried}",
         too_large=choice.too_large + ruled_out,
         seconds=time.perf_counter() - began,
     )
@@ -300,7 +296,7 @@ def trial_step(training: "Training", size: int) -> float | None:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):
-            moments = None if training.optimiser.adam.state else _reserve(training, 2)
+            moments = None if training.optimizer.adam.state else _reserve(training, 2)
             training.sharded.forward_backward([training.micro_batch_of(numbers, size)], scale / (size * seq_len))
             wait(device)
             _reserve(training, 1)  # a step keeps a copy of the weights, to measure the update

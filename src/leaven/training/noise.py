@@ -19,7 +19,7 @@ KEEP = 0.95
 """The weight of the previous average at each measurement: about the last twenty count. A single estimate is as large
 as its own noise."""
 
-_STATE = "noise_scale.averages"  # among the optimiser's tensors in a checkpoint
+_STATE = "noise_scale.averages"  # among the optimizer's tensors in a checkpoint
 
 
 @dataclass
@@ -39,10 +39,10 @@ class NoiseScale:
         return after // self.every > before // self.every
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add the norms, (), of the mean gradients over ``small`` and ``big`` tokens. Ignore both if one of them is
+        """Add the norms of the mean gradients over ``small`` and ``big`` tokens. Ignore both if one of them is
         not finite.
 
-        Return the noise scale in tokens, (). It is nan as long as the estimate of |G|^2 is not positive.
+        Return the noise scale in tokens, a scalar. It is nan as long as the estimate of |G|^2 is not positive.
         """
         small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
         noise = gradient_noise(widened(small), small_squared, big, big_squared)
@@ -66,17 +66,17 @@ class NoiseMeasurement:
 
     scale: NoiseScale
     model: ShardedModel
-    first_targets: Tensor  # targets that count in the first micro-batch, ()
+    first_targets: Tensor  # targets that count in the first micro-batch, a scalar
     targets: int  # targets that count in the batch
-    loss_scale: Tensor | None  # (); None except in fp16
-    first_norm: Tensor | None = None  # of the gradient after the first micro-batch, ()
+    loss_scale: Tensor | None  # a scalar; None except in fp16
+    first_norm: Tensor | None = None  # of the gradient after the first micro-batch, a scalar
 
     def after_first(self) -> None:
         """Measure the gradient after the first micro-batch."""
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def result(self, grad_norm: Tensor) -> Tensor:
-        """Return the noise scale in tokens, (); ``grad_norm`` is the norm of the mean gradient of the batch."""
+        """Return the noise scale in tokens, a scalar; ``grad_norm`` is the norm of the mean gradient of the batch."""
         assert self.first_norm is not None
         share = (1 if self.loss_scale is None else self.loss_scale) / self.targets
         mean_norm = self.first_norm / (share * self.first_targets)

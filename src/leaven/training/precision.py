@@ -16,7 +16,7 @@ FIRST_SCALE = 2.0**16
 GROW_AFTER = 2_000
 """Consecutive steps without overflow after which the scale doubles, as in torch."""
 
-_STATE = "loss_scale"  # among the optimiser's tensors in a checkpoint
+_STATE = "loss_scale"  # among the optimizer's tensors in a checkpoint
 
 
 @dataclass
@@ -27,15 +27,15 @@ class LossScale:
     without overflow the scale is doubled. The scale is a power of two, so it changes only the exponents of gradients.
     """
 
-    value: Tensor  # (), on the device
-    good_steps: Tensor  # consecutive steps without overflow, (), on the device
+    value: Tensor  # a scalar on the device
+    good_steps: Tensor  # consecutive steps without overflow, a scalar on the device
 
     @classmethod
     def build(cls, device: torch.device) -> "LossScale":
         return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
 
     def update(self, finite: Tensor) -> None:
-        """Adjust the scale after a step. ``finite``, (), is whether the loss and the gradient were finite."""
+        """Adjust the scale after a step. ``finite``, a scalar, is whether the loss and the gradient were finite."""
         # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER

@@ -22,7 +22,7 @@ from leaven.training.device import accelerator_of, device_name
 from leaven.training.engine import Training
 from leaven.training.loop import Callback
 from leaven.training.run_folder import RunFolder
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 
 WARM_UP = 3
 """First steps of each batch size in a start that are not measured: they compile, fill caches and allocate."""

@@ -22,7 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from leaven.training.step import Step
+    from leaven.training.step_metrics import Step
 
 LEVEL = 32
 WINDOW = 128

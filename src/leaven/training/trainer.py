@@ -31,11 +31,11 @@ from leaven.training.device import (
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
-from leaven.training.micro_batch import as_started, by_rule_of_thumb, require_memory, settle
+from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_profile import RunProfile
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -65,7 +65,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and the result is not
             ``finished``.
-        log_to: writers of curves (:data:`leaven.training.metrics.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.curves.WRITERS`).
         back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -88,7 +88,9 @@ def train(
     training = Training(recipe, tokens, group=group)
     training.stop = stop
     try:
-        choice = settle(training) if timed else None
+        choice = choose_micro_batch(training) if timed else None
+        if choice is not None:
+            training.set_micro_batch(choice.micro_batch, choice.why)
     except StopRequested:
         return _summary(run, training.progress, None, "before its first step")
     training.peak = device_peak(training.device, recipe.precision.compute)

@@ -31,7 +31,7 @@ from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, c
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
-from leaven.training.step import Step
+from leaven.training.step_metrics import Step
 
 
 def train_trial(

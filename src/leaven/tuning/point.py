@@ -140,7 +140,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
     return found
 
 
-def moved(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
+def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
     """Return the recipe at a point (distances by path), with ``seed`` as its seed unless that is None.
 
     Raises:

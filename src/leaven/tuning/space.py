@@ -31,7 +31,6 @@ from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.tuning import point
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.document import Dimension
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
@@ -45,9 +44,10 @@ from leaven.tuning.point import (
     WARM_UP,
     WHOLE_RECIPE,
     Value,
-    moved,
+    recipe_at,
     unit_of,
 )
+from leaven.tuning.study_document import Dimension
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
 LEAST_STEPS = 100  # the fewest steps of a run with a larger batch or fewer tokens
@@ -376,7 +376,7 @@ def _reached(recipe: Recipe, path: str, end: float) -> float:
 
 def _why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
     try:
-        moved(recipe, {path: octaves})
+        recipe_at(recipe, {path: octaves})
     except ValidationError as error:
         return explain(error)
     except ValueError as error:

@@ -1,6 +1,6 @@
 """Run two training steps of one rank of any layout on a single processor, with tensors that have no data.
 
-The model, its layout, the optimiser and the step are those of real training. Tensors have shapes but
+The model, its layout, the optimizer and the step are those of real training. Tensors have shapes but
 no values (torch's fake tensors), and collectives return without other ranks (torch's fake process group).
 """
 
@@ -41,7 +41,7 @@ class StepMemory:
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
-    """Return the memory of one rank of a recipe's layout in the second step, when the optimiser state exists.
+    """Return the memory of one rank of a recipe's layout in the second step, when the optimizer state exists.
 
     The model is not compiled. ``device`` selects the kernels: on a CPU, attention is computed block by block and the
     loss over fewer tokens at a time. Call it only once in a process, and only if the
@@ -84,9 +84,9 @@ def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[],
     def gradients(*_: Any) -> None:
         tracker.mark((leaf.grad for leaf in training.sharded.leaves if leaf.grad is not None), "grads")
 
-    training.optimiser.adam.register_step_pre_hook(gradients)
+    training.optimizer.adam.register_step_pre_hook(gradients)
     step()
-    tracker.mark(training.optimiser.state_dict().values(), "optimizer")
+    tracker.mark(training.optimizer.state_dict().values(), "optimizer")
     tracker.begin()
     step()
     return StepMemory(tracker.now(), tracker.peak(), time.perf_counter() - began)

@@ -3,7 +3,7 @@
     def factory(width: int, depth: int, seed: int = 0, ratios: leaven.Ratios = leaven.Ratios()):
         model = MyModel(width, depth)                 # nn.Module: token ids (sequences, positions) -> logits
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
-        return model, groups                          # groups for torch.optim.AdamW, or an optimiser
+        return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
 ``seed``, ``ratios`` and a third returned value, ``batch(seed, step) -> (inputs, targets)``, are optional.
 docs/concepts/checks.md describes them, and how a model is trained. The result of a training run is the mean loss on
@@ -107,8 +107,8 @@ class ForeignFamily:
         scale = setting.scale
         if scale.batch * self.sequences % 1:
             raise InputError(
-                f"{self.name}: a batch x {scale.batch:g} of {self.sequences} sequences is not a whole number; "
-                "choose other batch ratios or a larger batch"
+                f"{self.name}: {scale.batch:g} times the batch of {self.sequences} sequences is not a whole number "
+                "of sequences; choose other batch ratios or a larger batch"
             )
         at = setting.ruled_scale
         if at not in self._states:
@@ -143,7 +143,7 @@ class ForeignFamily:
         return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
-        """Return a hash of an instance's optimiser, initial values, first loss and first gradient."""
+        """Return a hash of an instance's optimizer, initial values, first loss and first gradient."""
         instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -169,7 +169,7 @@ class ForeignTrial:
 
     @property
     def cost(self) -> float:
-        # Smaller batches take more steps, and an optimiser step costs about as much as a batch.
+        # Smaller batches take more steps, and an optimizer step costs about as much as a batch.
         scale = self.setting.scale
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
@@ -261,14 +261,14 @@ def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.opti
     torch.manual_seed(seed)
     made = factory(scale.width, scale.depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
     if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
-        raise InputError(f"{entry}: return (model, groups or optimiser), or (model, groups or optimiser, batch)")
+        raise InputError(f"{entry}: return (model, groups or optimizer), or (model, groups or optimizer, batch)")
     model, optimizer, batches = (*made, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = torch.optim.AdamW(optimizer)
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
-            raise InputError(f"{entry}: {name} is not in any group of its optimiser; add it, or freeze it")
+            raise InputError(f"{entry}: {name} is not in any group of its optimizer; add it, or freeze it")
     return model, optimizer, batches
 
 

@@ -2,12 +2,12 @@
 
 AdamW divides by ``sqrt(v) + eps``, so the effect of eps is the same at every scale if eps scales like the gradient.
 For each group of parameters, the measured exponent of the gradient's RMS has to equal the exponent of eps in the
-optimiser. The coordinate check cannot see this while eps is small. In large models the gradients are smaller, and
+optimizer. The coordinate check cannot see this while eps is small. In large models the gradients are smaller, and
 eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
 
 PyTorch's AdamW shrinks a weight by lr x weight_decay in each step. If a rule lowers the lr with width and leaves the
 weight decay alone, the decay vanishes, and no check of activations sees that within a few steps. So the exponent of
-the product has to be 0. :mod:`leaven.verification.invariants` checks what follows from the optimiser's settings
+the product has to be 0. :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings
 alone, also over batch and duration.
 
 Every parameter has to change. Gains and biases have to change by the same amount at every scale, because Adam changes

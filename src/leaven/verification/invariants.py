@@ -1,4 +1,4 @@
-"""Invariants of a rule: combinations of optimiser settings that must not change with the model, batch or run length.
+"""Invariants of a rule: combinations of optimizer settings that must not change with the model, batch or run length.
 
 They are computed exactly, without a training step, from a module's lr, eps, betas and decay at two scales: the
 exponent of a combination over the ratio of the scales. The combinations have the same value for all parametrizations
@@ -47,7 +47,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The optimiser settings of one parameter."""
+    """The optimizer settings of one parameter."""
 
     lr: float
     eps: float
@@ -83,7 +83,7 @@ class ScaleChange:
 
 
 def settings_of(instance: ModelInstance) -> SettingsByLabel:
-    """Return the settings of each parameter by label, leaving out parameters whose optimiser has no eps."""
+    """Return the settings of each parameter by label, leaving out parameters whose optimizer has no eps."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():

@@ -45,7 +45,7 @@ class RunSetting:
 
 @dataclass(frozen=True)
 class ModelInstance:
-    """A model with its optimiser and batches."""
+    """A model with its optimizer and batches."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

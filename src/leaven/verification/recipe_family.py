@@ -18,7 +18,7 @@ from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, exponents, resolve
 from leaven.scaling.transfer import transfer
 from leaven.training.early_stopping import divergence_limit
-from leaven.training.optimiser import Optimiser
+from leaven.training.optimizer import Optimizer
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
 from leaven.verification.batches import Batches
@@ -105,7 +105,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model of a scale, with optimiser and batches. Batch and tokens only affect the optimiser.
+        """Return a new model of a scale, with optimizer and batches. Batch and tokens only affect the optimizer.
 
         Raises:
             InputError: if the recipe cannot have this width and depth.
@@ -113,8 +113,8 @@ class RecipeFamily:
         recipe = self._at(scale)
         table = self.table(recipe)
         model = build_model(recipe.model, table, seed)
-        optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
-        return ModelInstance(model, optimiser.adam, partial(self.batches, seed), own_label)
+        optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
+        return ModelInstance(model, optimizer.adam, partial(self.batches, seed), own_label)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
         """Return a training run that can be executed in any process.

@@ -21,7 +21,7 @@ from leaven.verification.small_models import (
 )
 
 ModelFamily = RecipeFamily | ForeignFamily
-"""A model at any width and depth, with its optimiser and data."""
+"""A model at any width and depth, with its optimizer and data."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a demo found, in words and tables, which the terminal and the page both draw."""
+"""Describe the result of a demo in sentences and tables, for the terminal and the page."""
 
 import statistics
 from collections.abc import Iterator
@@ -10,9 +10,11 @@ RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}  #
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the mean loss by lr for each rule and width. The base width has the same curve under every rule.
+    """Return the loss by lr for each rule and width.
 
-    At the lr of the result the grid has further seeds; the curve has the first seed there too, as everywhere."""
+    The base width has the same curve under every rule: the mean over all seeds. A wider width has the loss of the
+    first seed, also at the one lr that was trained with more seeds.
+    """
     by_lr: dict[tuple[str, int], dict[float, list[DemoRun]]] = {}
     base = demo.models[0].width
     for run in demo.runs:
@@ -55,13 +57,13 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _path(first: float, last: float, lrs: list[float]) -> str:
-    """Return where the best lr goes. At an end of the grid the best may lie beyond it."""
+    """Return text such as ``goes from 0.016 to 0.002 or less``: at an end of the grid, the best may be beyond it."""
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return the loss over the lr: a line for each width and rule, the lowest loss of a line marked."""
+    """Return a table with the loss at each lr: a row for each width and rule, with its lowest loss marked."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -76,7 +78,7 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return the losses at the best lr of the base: a line for each model, a column for each seed."""
+    """Return a table with the losses at the best lr of the base: a row for each model, a column for each seed."""
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
     lines = [

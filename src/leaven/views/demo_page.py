@@ -1,4 +1,4 @@
-"""The page of a demo: the loss over the learning rate, copied and moved; the result by seed; what to do next."""
+"""Render the page of a demo: the loss over the learning rate, the result for each seed, and the next commands."""
 
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
@@ -39,7 +39,7 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr by one rule: a line for each width, a diamond at its lowest point."""
+    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -16,7 +16,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
-from leaven.tuning.document import UNDER_WAY, StudyDocument, StudyTrial
+from leaven.tuning.study_document import UNDER_WAY, StudyDocument, StudyTrial
 
 Kind = TypeVar("Kind", bound=BaseModel)
 

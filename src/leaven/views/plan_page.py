@@ -33,7 +33,7 @@ def plan_page(
     """Return the page as HTML. Numbers and tables come from the document; charts show all layouts and passes of the
     plan.
 
-    With ``form``, the page is an answer of the planner in ``leaven serve``.
+    If ``form`` is given, the page also shows the planner's input form, as in ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

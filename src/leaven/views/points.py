@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from leaven.recipe.recipe import short_path
-from leaven.tuning.document import Dimension, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views import numbers
 from leaven.views.tables import cut
 

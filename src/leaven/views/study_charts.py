@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from leaven.tuning.document import Coordinate, StudyTrial
+from leaven.tuning.study_document import Coordinate, StudyTrial
 from leaven.views import charts, numbers, points
 from leaven.views.charts import ACCENT, BAD, MUTED, PAPER, Figure, smooth, thin
 from leaven.views.folders import StudyView
@@ -154,8 +154,8 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """Draw the loss that the surrogate predicts along each of the most important values. All charts have the same y
-    axis, in nats above the best."""
+    """Draw the predicted loss as each of the most important values changes. All charts have the same y axis, in nats
+    above the best."""
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][:PANELS]
     frame = slice_frame(study)
     return [(coordinate, slice_chart(study, coordinate, frame)) for coordinate in shown]

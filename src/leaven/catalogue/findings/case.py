@@ -1,7 +1,7 @@
-"""Prepare a recipe and the published runs for the checks, and write the changes that a check suggests.
+"""Prepare a recipe and the published runs for the checks, and compose the changes that a check suggests.
 
 Values of the recipe are compared after the scaling rule has been applied to them, because a published run states the
-values that its matrices got.
+values that were applied to its matrices.
 """
 
 import math

@@ -38,7 +38,7 @@ class CheckLimits(NamedTuple):
 
 
 def upward(usual: float, outside: float, far: float) -> CheckLimits:
-    """Return limits without a lower end, for a quantity that cannot be too small."""
+    """Return limits that have an upper end only, for a quantity that cannot be too small."""
     return CheckLimits((-math.inf, usual), (-math.inf, outside), (-math.inf, far))
 
 

@@ -55,7 +55,7 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return the values of all laws at this scale, one form of each law."""
+        """Return the values of all laws at this scale. If a law has several forms, only its main form is included."""
         model = self.model
         found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
         return [law for law in found if law.form_of is None]

@@ -11,7 +11,7 @@ from typing import Any
 from leaven.interop.architectures import Architecture
 from leaven.interop.configs.compare import ParameterSettings, ResolvedRecipe
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape, Role
-from leaven.scaling.table import ParameterRow, optimiser_groups
+from leaven.scaling.table import ParameterRow, optimizer_groups
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield a candidate for DeepSpeed without settings: the user's program defines the model, its initial values and
     its groups."""
-    yield Candidate({}, None, {"client_groups": len(optimiser_groups(run.table.rows))})
+    yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 
 # torchtitan: a start for each module, and groups by regular expressions ------------------------------------------

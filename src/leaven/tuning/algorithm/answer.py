@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +21,25 @@ from numpy.typing import NDArray
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
-from leaven.tuning.algorithm.confirmation import RERUNS, Losses, Point, changes, confirm, gain
+from leaven.tuning.algorithm.confirmation import ALONE, RERUNS, Confirmation, Losses, Point, changes, confirm, gain
 from leaven.tuning.algorithm.noise_estimate import interval, noise_between_seeds
-from leaven.tuning.algorithm.trust_region import DOWN, RISK, Axes, Region, learning_rates, region, without_outliers
-from leaven.tuning.document import Answer, Best, Coordinate, Dimension, Front, SlicePoint, StudyTrial
+from leaven.tuning.algorithm.surrogate import fitted_noise
+from leaven.tuning.algorithm.trust_region import (
+    DOWN,
+    RISK,
+    Axes,
+    Features,
+    Region,
+    learning_rates,
+    region,
+    without_outliers,
+)
+from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Front, SlicePoint, StudyTrial
 
 Array = NDArray[np.float64]
 
+MEASURED = 2  # degrees of freedom of a noise that is known well enough to judge a gain
+FITTED = 64  # the most trials to which a noise is fitted, because the time grows with their cube
 SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
 TOGETHER = 2.0  # the same if many multipliers move, because the errors of the surrogate add up
 SLICE = 21  # number of points of a slice
@@ -41,6 +54,7 @@ def answer(
     noise: float | None = None,
     *,
     over: bool = False,
+    by_surrogate: bool = True,
     optunas: Callable[[Array, Array], Array] = lambda points, losses: np.zeros(points.shape[1]),
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
@@ -53,6 +67,7 @@ def answer(
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
         over: whether the search has ended. Until then there is no best point unless finalists have fresh runs.
+        by_surrogate: whether points without fresh runs are compared by the surrogate, not by their losses.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
     """
     seen = _look(trials, Axes.of(dimensions), noise)
@@ -61,7 +76,7 @@ def answer(
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
-    confirmed = confirm(seen.trials, paths, seen.noise or 0.0) if over else None
+    confirmed = _confirmed(seen, paths, by_surrogate=by_surrogate) if over else None
     point = seen.region.predicted if confirmed is None else np.array(confirmed.point)
     fewer = _fewest(seen, point)
     best, fewest, near = None, None, fewer
@@ -83,6 +98,27 @@ def answer(
     )
 
 
+def best_point(
+    trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool
+) -> Confirmation | None:
+    """Return the best point of a search that has ended, or None if no trial finished. The arguments are those of
+    :func:`answer`."""
+    return _confirmed(_look(trials, axes, noise), list(axes.limits), by_surrogate=by_surrogate)
+
+
+def in_doubt(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> bool:
+    """Return whether the predicted gain over the start is too small to be accepted without confirmation."""
+    seen = _look(trials, axes, noise)
+    start = seen.predicted.get((0.0,) * len(axes.limits), math.inf)
+    return start - min(seen.predicted.values(), default=math.inf) <= ALONE * seen.floor
+
+
+def _confirmed(seen: "_Seen", paths: Sequence[str], *, by_surrogate: bool) -> Confirmation | None:
+    if not by_surrogate or not np.isfinite(seen.losses).any():
+        return confirm(seen.trials, paths, seen.noise)
+    return confirm(seen.trials, paths, None if seen.noise is None else seen.floor, seen.predicted)
+
+
 @dataclass(frozen=True)
 class _Seen:
     """The trials with a result, in the order of their results, and their trust region."""
@@ -93,11 +129,24 @@ class _Seen:
     region: Region
     noise: float | None  # nats, between runs of one point; None if unknown
     degrees: int  # degrees of freedom of the noise
+    floor: float  # the noise above which a difference of losses counts
 
-    @property
-    def floor(self) -> float:
-        """The noise between runs of one point, or the surrogate's residual if no point was repeated."""
-        return self.region.surrogate.noise if self.noise is None else self.noise
+    @cached_property
+    def predicted(self) -> dict[Point, float]:
+        """The predicted losses of the points that were run, up to a constant. Outliers and diverged points are left
+        out.
+
+        A prediction is that of the surrogate plus the part of the mean residual that is not noise between seeds.
+        """
+        ended = np.isfinite(without_outliers(self.losses))
+        points = self.points[ended]
+        fitted = self.region.belief(points)
+        rest = self.losses[ended] - fitted
+        own = 1.0 if self.noise is None else 1 - min(self.floor / self.region.surrogate.noise, 1.0) ** 2
+        by_point: dict[Point, list[float]] = {}
+        for x, loss in zip(points, fitted + own * (rest - rest.mean()), strict=True):
+            by_point.setdefault(tuple(x.tolist()), []).append(float(loss))
+        return {x: statistics.fmean(found) for x, found in by_point.items()}
 
 
 def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _Seen:
@@ -108,8 +157,23 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
     measured, degrees = noise_between_seeds(ended, paths, noise)
     points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
     points, results = points.reshape(-1, len(paths)), np.array(losses)
-    now = region(axes, points, results, measured or 0.0)
-    return _Seen(tuple(ended), points, results, now, measured, degrees)
+    columns = Features(np.zeros(len(paths)), axes.scale, axes.levels).of(points)
+    floor = _floor(measured, degrees, columns, results)
+    return _Seen(tuple(ended), points, results, region(axes, points, results, floor), measured, degrees, floor)
+
+
+def _floor(noise: float | None, degrees: int, columns: Array, losses: Array) -> float:
+    """Return the noise above which a difference of losses counts.
+
+    It is the measured noise, if it was measured with at least ``MEASURED`` degrees of freedom. Fewer may measure far
+    too little: the result is then the geometric mean of the measured noise and of the noise that the losses suggest,
+    if that is larger. Without a measurement, it is what the losses suggest.
+    """
+    ended = np.isfinite(without_outliers(losses))
+    if noise == 0 or degrees >= MEASURED or not 0 < ended.sum() <= FITTED:
+        return noise or 0.0
+    fitted = fitted_noise(columns[ended], losses[ended])
+    return fitted if noise is None else max(noise, math.sqrt(noise * fitted))
 
 
 def _rerun(seen: _Seen) -> dict[Point, Losses]:
@@ -213,7 +277,7 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 def finalists(
     trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
-    """Return the points to run again with fresh seeds, in octaves by path, the most promising first.
+    """Return the points to run again with fresh seeds, the most promising first. A point has octaves by path.
 
     For a trust-region search the order is: the best trial; the predicted best point, reduced to its necessary
     changes; the predicted best point with all its changes; then the other trials. The two predicted points may never
@@ -227,16 +291,21 @@ def finalists(
         return []
     points = seen.points[ended]
     if by_surrogate:
-        ended = np.isfinite(without_outliers(seen.losses))
-        points, far = seen.points[ended], seen.points[np.isfinite(seen.losses) & ~ended]
-        predicted = seen.region.predicted
-        held = seen.region.belief(points)
-        rest = seen.losses[ended] - held
-        own = 1 - min((seen.noise or 0.0) / seen.region.surrogate.noise, 1.0) ** 2
-        ranked = points[np.argsort(held + own * (rest - rest.mean()), kind="stable")]
-        ranked = ranked[ranked.any(1)]  # the start has its runs already
+        predicted, outliers = seen.predicted, ~np.isfinite(without_outliers(seen.losses))
+        ranked = [
+            x for x in sorted(predicted, key=lambda x: predicted[x]) if any(x)
+        ]  # the start has its runs already
+        lowest = seen.region.predicted
         # Last the outliers, which the surrogate was not fitted to.
-        points = np.vstack([ranked[:1], _fewest(seen, predicted), predicted, ranked[1:], far])
+        points = np.vstack(
+            [
+                *ranked[:1],
+                _fewest(seen, lowest),
+                lowest,
+                *ranked[1:],
+                seen.points[np.isfinite(seen.losses) & outliers],
+            ]
+        )
     else:
         points = points[np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)
@@ -270,8 +339,8 @@ def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    Each branch of a run is a point of its own. Its cost is the run's FLOPs times the branch's share of the tokens, as
-    if the branch had been trained alone. Runs of one point with several seeds count as their mean. Runs without
+    Each branch of a run is a separate point of the front. Its cost is the run's FLOPs times the branch's share of the
+    tokens, as if the branch had been trained alone. Runs that differ only in their seed are averaged. Runs without
     FLOPs, diverged runs and pruned runs are left out.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}

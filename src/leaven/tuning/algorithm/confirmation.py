@@ -5,6 +5,7 @@
 2. The chosen point must be better than the start by more than the noise, over the seeds that both were run with.
    Otherwise the start is the answer: the search found nothing better. Without confirmation runs (3.) the point must
    be better by 2.5 times the noise, because the noise is only about one standard deviation of the difference then.
+   Without any runs with fresh seeds, the point with the lowest predicted loss is chosen in the same way.
 3. The lowest of several means is partly luck, too: for three equal points with two runs each, it is too low by 0.6
    standard deviations of a run. So a point chosen among several is run again with new seeds, and so is the start.
    These confirmation runs decide: in them, too, the point must be better than the start by more than the noise. The
@@ -15,10 +16,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
-from leaven.tuning.document import StudyTrial
+from leaven.tuning.study_document import StudyTrial
 
 RERUNS = 2  # runs with fresh seeds of each of the best few points
 CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
@@ -42,10 +44,20 @@ class Confirmation:
         return statistics.fmean(self.losses)
 
 
-def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Confirmation | None:
-    """Return the answer of a search from its ``trials``, or None if no trial finished. ``noise`` is in nats per
-    token."""
-    runs = _Runs.of(trials, paths)
+def confirm(
+    trials: Sequence[StudyTrial],
+    paths: Sequence[str],
+    noise: float | None,
+    predicted: Mapping[Point, float] = MappingProxyType({}),
+) -> Confirmation | None:
+    """Return the answer of a search from its ``trials``, or None if no trial finished.
+
+    ``predicted`` has the predicted losses of points; by default the measured losses are used. ``noise`` is the
+    standard deviation of the loss between seeds. 0 means that seeds have no effect, so that every run measures the
+    loss of its point exactly. None means that it is unknown; otherwise it counts as 0.
+    """
+    exact, noise = noise == 0, noise or 0.0
+    runs = _Runs.of(trials, paths, predicted)
     chosen = runs.chosen(noise)
     if chosen is None:
         return None
@@ -60,16 +72,16 @@ def confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) ->
         losses = runs.start_again
         return Confirmation(chosen, tuple(losses.values()), len(losses), 0.0)
     losses = runs.candidates[chosen]
-    if not runs.alone(chosen):
+    if not (exact or runs.alone(chosen)):
         return Confirmation(chosen, tuple(losses.values()), 0, None)
     better = gain(runs.at_start, losses) if runs.at_start else None
     return Confirmation(chosen, tuple(losses.values()), len(losses), better)
 
 
-def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float) -> Point | None:
+def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
     """Return the chosen point if it needs confirmation runs, or None."""
     runs = _Runs.of(trials, paths)
-    chosen = runs.chosen(noise)
+    chosen = runs.chosen(noise or 0.0)
     return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
 
 
@@ -83,9 +95,15 @@ class _Runs:
     choosing: Mapping[Point, Losses]  # runs of the best few points with fresh seeds
     confirming: Mapping[Point, Losses]  # confirmation runs
     candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
+    predicted: Mapping[Point, float]  # losses of points, used if no point has usable runs with fresh seeds
 
     @classmethod
-    def of(cls, trials: Sequence[StudyTrial], paths: Sequence[str]) -> "_Runs":
+    def of(
+        cls,
+        trials: Sequence[StudyTrial],
+        paths: Sequence[str],
+        predicted: Mapping[Point, float] = MappingProxyType({}),
+    ) -> "_Runs":
         searched: dict[Point, dict[int, float]] = {}
         choosing: dict[Point, dict[int, float]] = {}
         confirming: dict[Point, dict[int, float]] = {}
@@ -105,13 +123,14 @@ class _Runs:
         whole = min(RERUNS, max(map(len, choosing.values()), default=0))
         found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
         sound = bool(again) and math.isfinite(sum(again.values()))
-        if not choosing or not (found or sound):  # without usable reruns the points of the search are compared
+        rerun = bool(choosing) and bool(found or sound)
+        if not rerun:  # the points of the search are compared
             found = {
                 point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
             }
         if not sound:  # a start that diverged with some seed counts only if no other point does
             at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
-        return cls(start, at_start, again, choosing, confirming, found)
+        return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
 
     def alone(self, chosen: Point) -> bool:
         """Return whether this is the only point that was run with fresh seeds."""
@@ -129,7 +148,11 @@ class _Runs:
     def chosen(self, noise: float) -> Point | None:
         """Return the point with the lowest mean that is not refuted, or the start if no such point is better."""
         refuted = self.refuted(noise)
-        means = {x: statistics.fmean(losses.values()) for x, losses in self.candidates.items() if x not in refuted}
+        means = {
+            x: self.predicted.get(x, statistics.fmean(losses.values()))
+            for x, losses in self.candidates.items()
+            if x not in refuted
+        }
         if not means:
             return self.start if self.at_start else None
         lowest = min(means, key=lambda point: (means[point], changes(point)))
@@ -138,7 +161,11 @@ class _Runs:
     def ahead(self, chosen: Point, least: float) -> bool:
         """Return whether a point is better than the start by more than ``least``, or the start has no runs to compare
         with."""
-        return chosen != self.start and (not self.at_start or gain(self.at_start, self.candidates[chosen]) > least)
+        if chosen == self.start or not self.at_start:
+            return chosen != self.start
+        if chosen in self.predicted and self.start in self.predicted:
+            return self.predicted[self.start] - self.predicted[chosen] > least
+        return gain(self.at_start, self.candidates[chosen]) > least
 
 
 def gain(start: Losses, there: Losses) -> float:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Hashable, Iterable, Sequence
 
-from leaven.tuning.document import StudyTrial
+from leaven.tuning.study_document import StudyTrial
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)

@@ -3,140 +3,192 @@
 A search that only asks whether a trial beat the best learns one bit from each trial. A regression learns as much from
 a bad trial as from a good one. With x in steps from the start (octaves divided by the scale of each value),
 
-    y = a + sum_i b_i x_i + sum_i h_i x_i^2 / 2 + noise,      b_i ~ N(0, (h t)^2),   h_i ~ N(h, h^2),
+    y = a + sum_i b_i x_i + sum_i h_ii x_i^2 / 2 + sum_{i<j} h_ij x_i x_j + error,
 
-where h is the typical curvature. t is the typical distance of an optimum from the start: 1 step. The minimum stays at
-the start along directions in which no trial has moved. h and the noise maximise the evidence (the likelihood with a,
-b and h_i integrated out). This is a Gaussian process with a quadratic kernel and a mean function; Rasmussen and
-Williams 2006, sections 2.7 and 5.4.1.
+    b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
+
+where h is the typical curvature: the optimum is about one step from the start along each value. The minimum stays at
+the start along directions in which no trial has moved. The interactions h_ij are fitted if there are few values
+(``MOST_WITH_INTERACTIONS`` columns); more values have too many pairs for the trials of a search. r = 8 / D^2, but at
+most 1/2: interactions are common, but with more values each of them has fewer trials.
+
+A loss far above the lowest one says little about the bottom of the basin, because a basin is quadratic only there:
+the error grows with the excess over the lowest loss. h maximises the evidence (the likelihood with a, b and h_ij
+integrated out). The noise does not: fitted to few trials, it is often too large, and hides the basin. This is a
+Gaussian process with a quadratic kernel and a mean function; Rasmussen and Williams 2006, sections 2.1, 2.7 and
+5.4.1. docs/log.md compares the constants with others.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-_FAR = 1.0  # t, steps
-_FLATTEST = 0.5  # share of h: the least curvature that a minimum is computed with
+FLATTEST = 0.5  # share of h: the least curvature along a value that a minimum is computed with
+MODEL_ERROR = 0.1  # k
+MOST_WITH_INTERACTIONS = 12
+LOWER_HALF = 1.7  # standard deviation of normal losses over that of their lower half
+LEAST_NOISE = 1e-3  # of the standard deviation of the losses: the least noise that is assumed
+SWEEPS = 100  # of the coordinate descent at most
 
 
 @dataclass(frozen=True)
 class Quadratic:
-    """The function sum_i b_i x_i + sum_i h_i x_i^2 / 2."""
+    """The function sum_i slope_i x_i + sum_ij hessian_ij x_i x_j / 2."""
 
-    slope: Array  # b, (D,)
-    bend: Array  # h, (D,)
-    least: float  # the least curvature that a minimum is computed with
+    slope: Array  # (D,)
+    hessian: Array  # (D, D)
+    least: float  # the least curvature along a column that a minimum is computed with
 
-    @property
-    def minimum(self) -> Array:
-        """The point (D,) where the function is lowest."""
-        return np.asarray(-self.slope / np.maximum(self.bend, self.least))
+    def __call__(self, x: Array) -> Array:
+        """Return the function (m,) at points (m, D)."""
+        return np.asarray(x @ self.slope + np.sum(x @ self.hessian * x, 1) / 2)
 
-    @property
-    def at_one(self) -> Array:
-        """The function (D,) at each unit vector, where a single x_i is 1: the effect of a level of a choice."""
-        return self.slope + self.bend / 2
+    def minimum(self, start: Array, low: Array, high: Array) -> Array:
+        """Return the point (D,) between ``low`` and ``high`` to which coordinate descent from ``start`` leads."""
+        x = np.clip(start, low, high)
+        gradient = self.slope + self.hessian @ x
+        bend = np.maximum(np.diag(self.hessian), self.least)
+        for _ in range(SWEEPS):
+            before = x.copy()
+            for i in range(len(x)):
+                moved = min(max(x[i] - gradient[i] / bend[i], low[i]), high[i])
+                gradient += self.hessian[:, i] * (moved - x[i])
+                x[i] = moved
+            if np.abs(x - before).max(initial=0.0) < 1e-6:
+                break
+        return x
+
+    def effects(self, x: Array) -> Array:
+        """Return by how much the function changes (D,) when a single column of ``x`` (D,), now 0, becomes 1."""
+        bend = np.diag(self.hessian)
+        return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior distribution of the quadratic given the finished trials, made by ``fit``."""
+    """The posterior distribution of the quadratic given the finished trials, made by ``fit``.
 
-    points: Array  # (n, D), octaves
-    curvature: float  # h, loss per octave squared
-    noise: float  # of the loss: between seeds, and deviations from a quadratic
-    _weights: Array  # (n,), the inverse covariance times the residuals, with the constant projected out
-    _inverse: Array  # (n, n), the inverse covariance, with the constant projected out
+    The coefficients of :func:`_features`, (P,), have the mean ``_mean`` and the covariance
+    h^2 (1 - V diag(1 - _left^2) V^T).
+    """
+
+    curvature: float  # h, loss per step squared
+    noise: float  # standard deviation of the loss between seeds, as it was assumed
+    _mean: Array  # (P,)
+    _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
+    _left: Array  # (at most n,): the share of the prior standard deviation that is left along each direction
+    _interactions: bool
 
     def value(self, x: Array) -> Array:
         """Return the posterior mean of the loss at points (m, D), up to the constant ``a``, (m,)."""
-        slope, bend = self.mean.slope, self.mean.bend
-        return np.asarray(x @ slope + x**2 @ bend / 2)
+        return np.asarray(self._features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
         """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to points (m, D)."""
-        apart = np.hstack([x - base, (x**2 - base**2) / 2])
-        prior = np.repeat([(self.curvature * _FAR) ** 2, self.curvature**2], len(base))
-        shared = (apart * prior) @ np.hstack([self.points, self.points**2 / 2]).T  # (m, n)
-        variance = apart**2 @ prior - np.sum(shared @ self._inverse * shared, 1)
-        return np.asarray(np.sqrt(np.maximum(variance, 0.0)))
+        apart = self._features(x) - self._features(base[None])
+        known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
+        return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
 
-    def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the mean and standard deviation of the change in loss when one column of ``base`` is replaced.
-
-        Element (i, j) of both results (D, m) is for ``base`` (D,) with its column i set to ``x[i, j]``.
-        """
-        mean, (slopes, both, bends) = self.mean, self._covariance
-        u, w = x - base[:, None], (x**2 - base[:, None] ** 2) / 2
-        change = mean.slope[:, None] * u + mean.bend[:, None] * w
-        variance = slopes[:, None] * u**2 + 2 * both[:, None] * u * w + bends[:, None] * w**2
-        return change, np.sqrt(np.maximum(variance, 0.0))
-
-    @cached_property
+    @property
     def mean(self) -> Quadratic:
         """The posterior mean of the quadratic."""
-        slope, bend = self._update(self._weights)
-        return self._quadratic(slope, self.curvature + bend)
+        return self._quadratic(self._mean)
 
     def draw(self, rng: np.random.Generator) -> Quadratic:
-        """Return a quadratic drawn from the posterior by Matheron's rule, for Thompson sampling."""
-        n, d = self.points.shape
-        slope = rng.normal(0.0, self.curvature * _FAR, d)
-        bend = rng.normal(0.0, self.curvature, d)
-        seen = self.points @ slope + self.points**2 @ bend / 2 + rng.normal(0.0, self.noise, n)
-        more_slope, more_bend = self._update(self._weights - self._inverse @ seen)
-        return self._quadratic(slope + more_slope, self.curvature + bend + more_bend)
+        """Return a quadratic drawn from the posterior, for Thompson sampling."""
+        drawn = rng.normal(0.0, self.curvature, len(self._mean))
+        known = self._directions @ ((1 - self._left) * (self._directions.T @ drawn))
+        return self._quadratic(self._mean + drawn - known)
 
-    @cached_property
-    def _covariance(self) -> tuple[Array, Array, Array]:
-        """The posterior variance of b_i, the covariance of b_i and h_i, and the variance of h_i, (D,) each."""
-        halves = self.points**2 / 2
-        first, second = (self.curvature * _FAR) ** 2, self.curvature**2
-        by_points, by_halves = self._inverse @ self.points, self._inverse @ halves
-        slopes = first - first**2 * np.sum(self.points * by_points, 0)
-        both = -first * second * np.sum(self.points * by_halves, 0)
-        return slopes, both, second - second**2 * np.sum(halves * by_halves, 0)
+    def _features(self, x: Array) -> Array:
+        return _features(x, self._interactions)
 
-    def _update(self, weights: Array) -> tuple[Array, Array]:
-        """Return what the trials add to the prior means of b and of h."""
-        slope = (self.curvature * _FAR) ** 2 * (self.points.T @ weights)
-        return slope, self.curvature**2 / 2 * ((self.points**2).T @ weights)
+    def _quadratic(self, coefficients: Array) -> Quadratic:
+        # P = 2 D, or 2 D + D (D - 1) / 2
+        d = len(coefficients) // 2
+        if self._interactions:
+            d = round((np.sqrt(9 + 8 * len(coefficients)) - 3) / 2)
+        hessian = np.diag(coefficients[d : 2 * d])
+        if self._interactions:
+            i, j = np.triu_indices(d, 1)
+            hessian[i, j] = hessian[j, i] = _interaction(d) * coefficients[2 * d :]
+        return Quadratic(coefficients[:d], hessian, FLATTEST * self.curvature)
 
-    def _quadratic(self, slope: Array, bend: Array) -> Quadratic:
-        return Quadratic(slope, bend, _FLATTEST * self.curvature)
+
+def _interaction(d: int) -> float:
+    """Return r, the standard deviation of an interaction of two of ``d`` values as a share of h."""
+    return min(0.5, 8 / d**2)
+
+
+def _features(x: Array, interactions: bool) -> Array:
+    """Return the terms of the quadratic at points (m, D), (m, P), scaled so that all coefficients have the prior
+    standard deviation h."""
+    terms = [x, x**2 / 2]
+    if interactions:
+        i, j = np.triu_indices(x.shape[1], 1)
+        terms.append(_interaction(x.shape[1]) * x[:, i] * x[:, j])
+    return np.hstack(terms)
 
 
 def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
     """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
-    ``noise`` is the standard deviation of the loss between seeds; the fitted noise is at least as large.
+    ``noise`` is the standard deviation of the loss between seeds, 0 if it is unknown.
     """
-    n, d = points.shape
-    squares = points**2
+    d = points.shape[1]
+    interactions = d <= MOST_WITH_INTERACTIONS
     spread = float(np.std(losses)) or noise or 1.0
-    least = max(noise, 1e-3 * spread)
-    noises = least * 2.0 ** np.arange(0, np.log2(max(spread / least, 1)) + 0.5, 0.5)
+    noise = max(noise, LEAST_NOISE * spread)
+    # Divided by the error of their trial, all rows have errors of size 1.
+    weights = 1 / np.hypot(noise, MODEL_ERROR * (losses - losses.min()))
+    constant = weights / np.linalg.norm(weights)
+
+    def whitened(values: Array) -> Array:
+        """Divide by the errors, and project out the constant a."""
+        scaled = (values.T * weights).T
+        return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
+
+    features = _features(points, interactions)
+    vectors, roots, directions = np.linalg.svd(whitened(features), full_matrices=False)
     # Steps of one octave change the loss by about h sqrt(D).
-    curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)[:, None]
-    centred, half = losses - losses.mean(), squares.sum(1) / 2 - squares.sum() / 2 / n
-    # Without noise the prior covariance of trials is curvature^2 times the product of these features with themselves:
-    # at most 2 D directions of it are more than noise, however many trials there are.
-    features = np.hstack([_FAR * points, squares / 2])
-    vectors, roots, _ = np.linalg.svd(features - features.mean(0), full_matrices=False)
-    rest = centred - curvatures * half  # (curvatures, n): left for slopes and bends to explain
+    curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)
+    half = whitened(np.sum(points**2, 1) / 2)
+    rest = whitened(losses) - curvatures[:, None] * half  # (curvatures, n): left for the coefficients to explain
     along = rest @ vectors
     beyond = rest - along @ vectors.T
-    scales = ((curvatures * roots) ** 2)[:, None] + noises[:, None] ** 2  # (curvatures, noises, at most 2 D)
-    # The constant vector is projected out of everything: it adds log(noise^2) to the sum, and no more.
-    evidence = (len(roots) - n + 1) * np.log(noises) - 0.5 * (beyond**2).sum(1)[:, None] / noises**2
-    evidence = evidence - 0.5 * (np.log(scales) + along[:, None] ** 2 / scales).sum(2)
-    i, k = np.unravel_index(np.argmax(evidence), evidence.shape)
-    found = float(noises[k])
-    weights = beyond[i] / found**2 + vectors @ (along[i] / scales[i, k])
-    less = 1 / scales[i, k] - 1 / found**2  # difference from the precision of noise alone
-    inverse = np.eye(n) / found**2 + (vectors * less) @ vectors.T - 1 / (n * found**2)
-    return Surrogate(points, float(curvatures[i, 0]), found, weights, inverse)
+    scales = (curvatures[:, None] * roots) ** 2 + 1
+    evidence = -0.5 * ((beyond**2).sum(1) + (np.log(scales) + along**2 / scales).sum(1))
+    i = int(np.argmax(evidence))
+    h = float(curvatures[i])
+    mean = h**2 * directions.T @ (roots * along[i] / scales[i])
+    mean[d : 2 * d] += h
+    return Surrogate(h, noise, mean, directions.T, 1 / np.sqrt(scales[i]), interactions)
+
+
+def fitted_noise(points: Array, losses: Array) -> float:
+    """Return the noise that explains trials at ``points`` (n, D) with finite ``losses`` (n,) best.
+
+    It is the noise with the highest evidence, together with h, but at most that of the lower half of the losses,
+    because the others may be far from a quadratic. It is for a few dozen trials: it takes about 100 n^3 operations.
+    """
+    n, d = points.shape
+    spread = float(np.std(losses))
+    if spread == 0:
+        return 0.0
+    features = _features(points, d <= MOST_WITH_INTERACTIONS)
+    gram, half, ones = features @ features.T, np.sum(points**2, 1) / 2, np.ones(n)
+    best, found = -np.inf, spread
+    for noise in spread * 2.0 ** np.arange(-10, 0.1):
+        errors = np.hypot(noise, MODEL_ERROR * (losses - losses.min()))
+        for h in (0.0, *(spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1))):
+            covariance = h**2 * gram + np.diag(errors**2)
+            rest = np.stack([losses - h * half, ones])
+            sums = rest @ np.linalg.solve(covariance, rest.T)  # the constant a has a flat prior
+            misfit = sums[0, 0] - sums[0, 1] ** 2 / sums[1, 1]
+            evidence = -0.5 * (np.linalg.slogdet(covariance)[1] + np.log(sums[1, 1]) + misfit)
+            if evidence > best:
+                best, found = float(evidence), float(noise)
+    return min(found, LOWER_HALF * float(np.std(np.sort(losses)[: (n + 1) // 2])))

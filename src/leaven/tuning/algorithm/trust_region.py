@@ -10,17 +10,15 @@ accepted. If the radius shrinks with every failure, it soon reaches its minimum.
 2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
    by more than the noise.
 3. A proposal starts at the surrogate's minimum, at most ``TRUST`` octaves from the incumbent along each multiplier,
-   and adds a step along a random half of the multipliers. The step is the radius times the uncertainty of the
-   minimum: the difference between the minimum of a surrogate drawn from the posterior and the minimum of the
-   posterior mean. So multipliers with a known optimum stay, multipliers with little effect move far, and simultaneous
-   proposals differ.
-   A choice among the random half takes a level that has never been run or, if all levels have been run, the best
-   level of the drawn surrogate. The other choices take the best level of the posterior mean.
+   and adds a step. The step is half the uncertainty of the minimum: the difference between the minimum of a surrogate
+   drawn from the posterior and the minimum of the posterior mean. So multipliers with a known optimum stay,
+   multipliers with little effect move far, and simultaneous proposals differ. The last proposal of a search is the
+   minimum itself. If few values are searched (``DESIGNED``), the first proposals move one value each by about a step.
+   A random half of the choices take a level that has never been run or, if all levels have been run, the best level
+   of the drawn surrogate. The other choices take the best level of the posterior mean.
 4. If the proposal is likely to diverge, the multipliers that cause this move less, and the choices that cause it are
    undone.
-5. The radius grows when the surrogate rates a trial the best so far, and shrinks otherwise. It is constant if one
-   trial in four is the best so far.
-6. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
+5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
    rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
    proposals spread further out instead. The first trial that finishes replaces the start.
 
@@ -44,16 +42,17 @@ from numpy.typing import NDArray
 from leaven.tuning.algorithm.divergence import DivergenceModel
 from leaven.tuning.algorithm.divergence import fit as fit_divergence
 from leaven.tuning.algorithm.noise_estimate import pooled_noise
-from leaven.tuning.algorithm.surrogate import Surrogate
+from leaven.tuning.algorithm.surrogate import Quadratic, Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
-from leaven.tuning.document import Dimension
+from leaven.tuning.study_document import Dimension
 
 Array = NDArray[np.float64]
 
 TRUST = 1.0  # steps: octaves divided by the scale of the value
-START, WIDEST, NARROWEST = 0.5, 1.2, 0.4  # the radius, as a share of the uncertainty
-GROW, SHRINK = 1.1, 0.97  # constant if one trial in four succeeds: 1.1 * 0.97^3 = 1
-CHANGED = 0.5  # probability that a multiplier moves in a proposal
+RADIUS, WIDEST = 0.5, 1.2  # share of the uncertainty by which a proposal moves; at most, while all trials diverge
+DESIGNED = 5  # values: if at most so many are searched, each is first moved alone
+DESIGN = 0.8, 1.2  # steps, then
+EXPLORED = 0.5  # probability that a choice explores its levels in a proposal
 FARTHEST = 1.5  # steps, the longest move of a multiplier: draws have long tails
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
@@ -186,19 +185,24 @@ class Region:
     @property
     def predicted(self) -> Array:
         """The point with the lowest predicted loss in the trust region, (D,)."""
-        no_step = np.zeros(len(self.features.owner))
-        return self._within(no_step, self._lowest(self.surrogate.mean.at_one))
+        return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
-    def proposal(self, rng: np.random.Generator) -> Array:
-        """Return a point to try next, (D,)."""
-        drawn, d = self.surrogate.draw(rng), len(self.incumbent)
-        steps = np.clip(self.radius * (drawn.minimum - self.surrogate.mean.minimum), -FARTHEST, FARTHEST)
-        moves = rng.random(d) < CHANGED
-        moves[rng.integers(d)] = True
-        first = 2 * np.abs(drawn.at_one).max() + 1  # outweighs every effect, for levels that have never run
-        explored = self._lowest(drawn.at_one - first * self.never)
-        levels = np.where(moves, explored, self._lowest(self.surrogate.mean.at_one))
-        return self._within(moves[self.features.owner] * steps, levels)
+    def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
+        """Return a point to try next, (D,). ``last`` says whether it is the last one of the search."""
+        if last:
+            return self.predicted
+        d, number = len(self.incumbent), self.features.level == 0
+        unmoved = np.flatnonzero(self.never & number)
+        if d <= DESIGNED and len(unmoved):
+            wanted = self.features.of(self.incumbent)
+            step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # simultaneous proposals differ
+            wanted[rng.choice(unmoved)] += step * self.radius / RADIUS
+            return self._within(wanted)
+        mean, drawn = self.surrogate.mean, self.surrogate.draw(rng)
+        explored = (rng.random(d) < EXPLORED) | (np.arange(d) == rng.integers(d))
+        levels = np.where(explored, self._levels(drawn, unseen_first=True), self._levels(mean))
+        steps = self._lowest(drawn, levels, FARTHEST) - self._lowest(mean, levels, FARTHEST)
+        return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
         """Return whether the last ``ROUNDS`` rounds gained less than the noise, and no larger gain is predicted.
@@ -222,40 +226,45 @@ class Region:
 
         Element (i, j) of both results (D, m) is for ``base`` (D,) with its value i set to ``x[i, j]``.
         """
-        owner, number = self.features.owner, self.features.level == 0
-        here = self.features.of(base)
-        columns = np.where(number[:, None], self.features.of(x.T).T, here[:, None])
-        means, deviations = self.surrogate.along(here, columns)
-        mean, deviation = np.zeros(x.shape), np.zeros(x.shape)
-        mean[owner[number]], deviation[owner[number]] = means[number], deviations[number]
-        for i in np.flatnonzero(self.features.levels):
-            there = np.tile(base, (x.shape[1], 1))
-            there[:, i] = x[i]
-            mean[i] = self.belief(there) - self.belief(base[None])
-            deviation[i] = self.deviation(there, base)
-        return mean, deviation
+        d, m = x.shape
+        points = np.repeat(np.tile(base, (d, 1))[:, None], m, 1)  # (D, m, D)
+        points[np.arange(d), :, np.arange(d)] = x
+        there = points.reshape(d * m, d)
+        mean = self.belief(there) - self.belief(base[None])
+        return mean.reshape(d, m), self.deviation(there, base).reshape(d, m)
 
     def risk(self, x: Array) -> Array:
         """Return the probability that a run at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
 
-    def _lowest(self, effects: Array) -> Array:
-        """Return the level (D,) of each choice with the lowest effect on the loss; the start's level has effect 0."""
+    def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
+        """Return the level (D,) of each choice with the lowest loss at the incumbent's numbers; the start's level has
+        effect 0. With ``unseen_first``, levels that have never been run come first."""
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
+        here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
+        effects = quadratic.effects(here)
+        if unseen_first:
+            effects = effects - (2 * np.abs(effects).max() + 1) * self.never
         for owner, level, effect in zip(self.features.owner, self.features.level, effects, strict=True):
             if level and effect < lowest[owner]:
                 found[owner], lowest[owner] = level, effect
         return found
 
-    def _within(self, step: Array, levels: Array) -> Array:
-        """Return the minimum in the trust region plus ``step`` (F,), shortened until it is unlikely to diverge.
+    def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
+        """Return the columns (F,) of the minimum within ``reach`` steps of the incumbent along each number. Choices
+        take ``levels`` (D,)."""
+        number = self.features.level == 0
+        here, fixed = self.features.of(self.incumbent), self.features.of(levels)
+        low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
+        high = np.where(number, np.minimum(here + reach, self.features.of(self.high)), fixed)
+        return quadratic.minimum(here, low, high)
 
-        Choices take ``levels`` (D,), or keep the incumbent's level if theirs is likely to diverge.
-        """
+    def _within(self, wanted: Array) -> Array:
+        """Return the point (D,) with the columns ``wanted`` (F,), moved towards the incumbent until it is unlikely to
+        diverge. A choice keeps the incumbent's level if the wanted level is likely to diverge."""
         here, number = self.features.of(self.incumbent), self.features.level == 0
-        trusted = here + np.clip(self.surrogate.mean.minimum - here, -TRUST, TRUST)
         low, high = self.features.of(self.low), self.features.of(self.high)
-        wanted = np.where(number, np.clip(trusted + step, low, high), self.features.of(levels))
+        wanted = np.where(number, np.clip(wanted, low, high), wanted)
         safe = self.divergence.shorten(wanted, here, RISK)
         # A level cannot be reached in part: the choice keeps the incumbent's.
         refused = ~number & (safe != wanted)
@@ -265,7 +274,11 @@ class Region:
 
 
 def region(
-    axes: Axes, points: Array, losses: Array, noise: float | None = None, seeds: NDArray[np.int64] | None = None
+    axes: Axes,
+    points: Array,
+    losses: Array,
+    noise: float | None = None,
+    seeds: NDArray[np.int64] | None = None,
 ) -> Region:
     """Return the trust region after trials at ``points`` (n, D) with ``losses`` (n,), in the order in which they
     ended.
@@ -291,26 +304,24 @@ def region(
     # A trial that finished beyond the divergence boundary cannot be the incumbent: its neighbours diverge.
     most = max(RISK, float(divergence.risk(seen[ended]).min()))
     believed = np.where(divergence.risk(seen) > most, np.inf, believed)
-    incumbent, lowest, radius = int(np.argmax(np.isfinite(believed))), np.inf, START
+    incumbent = int(np.argmax(np.isfinite(believed)))
     for j, value in enumerate(believed):
-        radius = float(np.clip(radius * (GROW if value < lowest else SHRINK), NARROWEST, WIDEST))
-        lowest = min(lowest, value)
         if value < believed[incumbent] - surrogate.noise:
             incumbent = j
     since, best = len(points) - 1 - incumbent, points[incumbent]
     low = np.maximum(low, np.minimum(near_low, best - scale))
     high = np.minimum(high, np.maximum(near_high, best + scale))
-    return Region(best, radius, surrogate, divergence, since, low, high, features, np.asarray(~seen.any(0)))
+    return Region(best, RADIUS, surrogate, divergence, since, low, high, features, np.asarray(~seen.any(0)))
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the region after ``tried`` trials that all diverged (point 6 of the method)."""
+    """Return the region after ``tried`` trials that all diverged (point 5 of the method)."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
     nowhere = np.zeros((1, len(features.owner)))
     nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
-    radius = float(np.clip(START * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
+    radius = float(np.clip(RADIUS * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
     return Region(lowered, radius, nothing, quiet, 0, low, high, features, np.asarray(~nowhere.any(0)))
 
 

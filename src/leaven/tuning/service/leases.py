@@ -118,7 +118,10 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in 1/100 s, or "" if it has ended. Pids alone are reused."""
+    """Return the start time of a process in 1/100 s, or "" if it has ended.
+
+    A pid and its start time distinguish a process from a later one with the same pid.
+    """
     try:
         # On Linux the kernel keeps the time since the boot; what psutil adds to it moves when the clock is set.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)

@@ -13,32 +13,41 @@ from leaven.recipe.files import write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm.answer import answer, front
-from leaven.tuning.algorithm.trust_region import START, Array, Axes
-from leaven.tuning.document import StudyDocument, signed
-from leaven.tuning.point import moved
+from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
+from leaven.tuning.point import recipe_at
 from leaven.tuning.service.search_plan import region_of
 from leaven.tuning.service.trial_log import finished, runs
 from leaven.tuning.space import Space
+from leaven.tuning.study_document import StudyDocument, signed
 
 FEWEST = 10  # trials for PED-ANOVA, whose best tenth must have one trial at least
 
 
 def study_document(
-    study: optuna.Study, space: Space, method: str, durations: Sequence[int], *, over: bool, stalled: bool
+    study: optuna.Study,
+    space: Space,
+    method: str,
+    noise: float | None,
+    *,
+    durations: Sequence[int],
+    over: bool,
+    stalled: bool,
 ) -> StudyDocument:
     """Return the document of a study.
 
     Args:
+        noise: the standard deviation of the loss between seeds, if the user gave it.
         over: whether a command has run the search to its end, so that there is a best point.
         stalled: whether the search ended early because some rounds gained less than the noise.
     """
     axes = Axes.of(space.dimensions)
     records = [run.record(axes) for run in runs(study.get_trials(deepcopy=False), len(space.dimensions))]
-    found = answer(records, space.dimensions, over=over, optunas=ped_anova)
+    by_surrogate = method == "trust-region"
+    found = answer(records, space.dimensions, noise, over=over, by_surrogate=by_surrogate, optunas=ped_anova)
     trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
     radius = None
-    if method == "trust-region":
-        radius = region_of(study, axes).radius if finished(study) else START
+    if by_surrogate:
+        radius = region_of(study, axes, noise).radius if finished(study) else RADIUS
     return StudyDocument(
         **vars(found) | {"best": found.best if over else None, "dimensions": space.dimensions, "trials": trials},
         name=study.study_name,
@@ -67,7 +76,7 @@ def _recipe_at(space: Space, state: StudyDocument, *, fewest: bool) -> Recipe:
     """Return the best recipe, or the recipe with the fewest changes, with a reason for every searched value."""
     point, start = (state.fewest_octaves or {}) if fewest else state.octaves, space.recipe
     reasons = {path: reason(path, state, space, fewest=fewest) for path in space.paths}
-    return moved(start, point).replace({"scaling.base": start.base.model_dump(), "why": start.why | reasons})
+    return recipe_at(start, point).replace({"scaling.base": start.base.model_dump(), "why": start.why | reasons})
 
 
 def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:

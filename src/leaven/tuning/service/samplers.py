@@ -14,7 +14,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.algorithm.trust_region import START, Array, Axes
+from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
 from leaven.tuning.service.trial_log import finished, loss_of, points_and_losses, turn
 
 Distributions = dict[str, BaseDistribution]
@@ -108,7 +108,7 @@ def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                     return optuna.samplers.CmaEsSampler(
                         x0=dict(axes.start),
-                        sigma0=START / (2 * _farthest(axes)),  # as a part of the box
+                        sigma0=RADIUS / (2 * _farthest(axes)),  # as a part of the box
                         seed=seed,
                         use_separable_cma=int((axes.levels == 0).sum()) > 1,
                         warn_independent_sampling=False,  # for choices, which it leaves to sample_independent

@@ -133,7 +133,7 @@ def _limits(limits: Any) -> Any:
 
 def _noise(noise: float) -> float:
     if noise and not 1 / HUGE <= noise <= HUGE:
-        raise ValueError(f"give 0, or from {1 / HUGE:g} to {HUGE:g}")
+        raise ValueError(f"give 0, or a number from {1 / HUGE:g} to {HUGE:g}")
     return noise
 
 

@@ -20,15 +20,14 @@ import optuna
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Baseline, curve_of
 from leaven.tuning.algorithm import noise_estimate
-from leaven.tuning.algorithm.answer import advice_when_all_diverged, finalists
-from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS, confirm, to_confirm
+from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point, finalists, in_doubt
+from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, to_confirm
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
-from leaven.tuning.document import Dimension, StudyTrial
 from leaven.tuning.service.samplers import grid
 from leaven.tuning.service.trial_log import (
     CONFIRMS,
+    FINAL,
     FINALIST,
-    FINALISTS,
     JOB,
     Budget,
     Evaluation,
@@ -39,8 +38,10 @@ from leaven.tuning.service.trial_log import (
     purpose_of,
     seed_of,
 )
+from leaven.tuning.study_document import Dimension, StudyTrial
 
-REPEATS = 3  # runs of the start, unless the noise is given
+REPEATS = {24: 3, 12: 2, 0: 1}  # runs of the start by the least budget, unless the noise is given
+SMALL = 16  # runs: a smaller budget confirms only a gain that would not be accepted otherwise
 SURE = 2  # least degrees of freedom of the noise before runs are pruned
 DEATHS, DIVERGENCES = 8, 100  # the search ends after so many without a finished run
 
@@ -82,7 +83,7 @@ def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = No
     Raises:
         InputError: if the grid has more points than the budget has trials, or the budget has no number of trials.
     """
-    repeats = REPEATS if noise is None else 1
+    repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
     if method == "grid":
         if budget.trials is None:
@@ -127,24 +128,25 @@ class SearchPlan:
         for known in known_runs(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:
                 return known
-        points = self._chosen(runs)
-        if points is None:
-            if self.budget.room(runs, now) and not self._stalled():
-                return TrialRequest("search", f"search:{turn}", point=self._proposal(turn))
-            if any(run.running for run in runs):
+        final = next((stored for run in runs if (stored := self._final(run)) is not None), None)
+        if final is None:
+            if self._room(runs, now) and not self._stalled():
+                return TrialRequest("search", f"search:{turn}", point=self._proposal(turn, runs, now))
+            if any(run.running for run in runs) or not self._confirms(runs):
                 return None
-            points = self._finalists_by_loss(runs)[: self.budget.finalists(runs, now)]
-        request = next((rerun for rerun in self._reruns(runs, points) if rerun.name not in begun), None)
+            final = self.budget.finals(runs, now)
+        request = self._rerun(runs, *final, now)
         choosing = any(run.running and not run.origin.user_attrs.get(CONFIRMS) for run in runs)
         if request is None and not choosing:
             request = next((rerun for rerun in self._confirming(runs, now) if rerun.name not in begun), None)
         return request
 
-    def _proposal(self, turn: int) -> Point | None:
+    def _proposal(self, turn: int, runs: Sequence[Evaluation], now: float) -> Point | None:
         """Return the trust region's proposal, or None for other methods, whose points an Optuna sampler proposes."""
         if self.method != "trust-region":
             return None
-        return self.axes.params(self._region().proposal(np.random.default_rng([self.seed, turn])))
+        rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
+        return self.axes.params(self._region().proposal(rng, last=last))
 
     def _region(self) -> Region:
         """Return the trust region after the finished trials.
@@ -158,6 +160,27 @@ class SearchPlan:
             self._known = numbers, region_of(self.study, self.axes, self.noise)
         return self._known[1]
 
+    def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
+        """Return whether the budget allows ``more`` runs of the search."""
+        return self.budget.left(runs, now) >= more + (self.budget.reserved(runs, now) if self._confirms(runs) else 0)
+
+    def _confirms(self, runs: Sequence[Evaluation]) -> bool:
+        """Return whether runs with fresh seeds may change the answer, or measure its loss.
+
+        They cannot if all runs diverged, if there is no noise, or if the trust region is still at the start. A small
+        budget spends none on a gain that is accepted without them, or if the noise is unknown.
+        """
+        noise, _ = self._noise_of(runs)
+        if noise == 0 or (any(run.finished for run in runs) and not any(run.complete for run in runs)):
+            return False
+        if self.method != "trust-region":
+            return True
+        if not self._region().incumbent.any():
+            return False
+        return self.budget.size >= SMALL or (
+            noise is not None and in_doubt(self._records(runs), self.axes, self.noise)
+        )
+
     def _stalled(self) -> bool:
         """Return whether the search stops early, because the trust region has stalled."""
         return self.stop_at_noise and self.method == "trust-region" and self._region().stalled()
@@ -166,13 +189,44 @@ class SearchPlan:
         """Return whether a run is a rerun or confirmation of a finalist of this budget."""
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
-    def _chosen(self, runs: Sequence[Evaluation]) -> list[Point] | None:
-        """Return the stored list of finalists, or None before they are chosen."""
-        lists = (run.origin.user_attrs.get(FINALISTS) for run in runs if self._is_rerun(run))
-        return next((points for points in lists if points is not None), None)
+    def _final(self, run: Evaluation) -> tuple[int, int] | None:
+        """Return the number of finalists and of the runs of each, as the first rerun of a finalist stores them."""
+        stored = run.origin.user_attrs.get(FINAL) if self._is_rerun(run) else None
+        return None if stored is None else (stored[0], stored[1])
 
-    def _finalists_by_loss(self, runs: Sequence[Evaluation]) -> list[Point]:
-        """Choose the finalists: return their log2 multipliers, the most promising first.
+    def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
+        """Return the next run of a finalist with a fresh seed, or None if there are enough.
+
+        A finalist that diverges cannot be the answer, and the next best point takes its place.
+        """
+        confirming = [run for run in runs if run.origin.user_attrs.get(CONFIRMS)]
+        reruns: dict[int, list[Evaluation]] = {}
+        for run in runs:
+            if self._is_rerun(run) and run not in confirming:
+                reruns.setdefault(run.origin.user_attrs[FINALIST][1], []).append(run)
+        sound, which = 0, 0
+        while sound < few:
+            mine = reruns.get(which, [])
+            diverged = any(run.finished and not run.complete for run in mine)
+            if len(mine) < each and not diverged:
+                if self.budget.left(runs, now) < 1:
+                    return None
+                had = [run.origin.params for found in reruns.values() for run in found]
+                points = [mine[0].origin.params] if mine else [x for x in self._finalists(runs) if x not in had]
+                if not points:
+                    return None
+                others = [run for run in runs if not self._is_rerun(run)] + confirming
+                seed = _fresh(others, points[0], each)[len(mine)]
+                attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
+                if not reruns:
+                    attributes += ((FINAL, [few, each]),)
+                name = f"rerun:{self.budget.label}:{which}:{len(mine)}"
+                return TrialRequest("rerun", name, seed, dict(points[0]), attributes)
+            sound, which = sound + (not diverged), which + 1
+        return None
+
+    def _finalists(self, runs: Sequence[Evaluation]) -> list[Point]:
+        """Return the log2 multipliers of the points that may be finalists, the most promising first.
 
         Pruned trials are left out, and the start is too, because it has been run with several seeds already.
         """
@@ -184,19 +238,9 @@ class SearchPlan:
             raise NothingFound(self._nothing(runs))
         return [self.axes.params(np.array(list(point.values()))) for point in points if point not in excluded]
 
-    def _reruns(self, runs: Sequence[Evaluation], points: Sequence[Point]) -> Iterator[TrialRequest]:
-        """Yield runs of the finalists with fresh seeds."""
-        for which, point in enumerate(points):
-            others = [run for run in runs if not self._is_rerun(run) or run.origin.user_attrs.get(CONFIRMS)]
-            for k, seed in enumerate(_fresh(others, point, RERUNS)):
-                attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
-                if which == k == 0:
-                    attributes += ((FINALISTS, list(points)),)
-                yield TrialRequest("rerun", f"rerun:{self.budget.label}:{which}:{k}", seed, point, attributes)
-
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
         """Yield confirmation runs of the chosen point and of the start, with the same seeds for both."""
-        point = to_confirm(self._records(runs), list(self.axes.start), self._noise_of(runs)[0] or 0.0)
+        point = to_confirm(self._records(runs), list(self.axes.start), self._noise_of(runs)[0])
         if point is None or self.budget.left(runs, now) < 1:
             return
         attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
@@ -245,7 +289,8 @@ class SearchPlan:
             NothingFound: if no run finished.
         """
         noise, degrees = self._noise_of(runs)
-        chosen = confirm(self._records(runs), list(self.axes.start), noise or 0.0)
+        by_surrogate = self.method == "trust-region"
+        chosen = best_point(self._records(runs), self.axes, self.noise, by_surrogate=by_surrogate)
         if chosen is None:
             raise NothingFound(self._nothing(runs))
         interval = (-math.inf, math.inf)
@@ -267,7 +312,7 @@ class SearchPlan:
             fresh=chosen.fresh,
             noise=noise,
             # Only a search without gains ends with budget left, unless it was stopped.
-            stalled=not stopped and self.budget.room([run for run in runs if not self._is_rerun(run)], now),
+            stalled=not stopped and self._room([run for run in runs if not self._is_rerun(run)], now),
             trials=tuple(trials),
         )
 

@@ -64,14 +64,14 @@ def open_store(
     waited: Callable[[float], None] = _ignore,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Return the storage at ``where``, each of whose calls is retried while the store is unreachable.
+    """Return the Optuna storage at ``where``. While its server or file cannot be reached, calls are tried again.
 
     Args:
-        where: the file of a journal, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna storage (one
-            of ours keeps its own patience), or None for one in memory.
-        waited: a function called after each failed attempt with the seconds since the first. An exception that it
-            raises ends the waiting.
-        patience_seconds: how long a call is retried before it raises StoreGone.
+        where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
+            storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
+        waited: a function that is called after each failed attempt with the seconds since the first one. If it raises
+            an exception, there is no further attempt.
+        patience_seconds: for how long a call is tried again before it raises StoreGone.
 
     Raises:
         InputError: if ``where`` is not a supported store.
@@ -82,7 +82,7 @@ def open_store(
         ours = isinstance(where, _Waiting)
         return where if ours else Patient(where, type(where).__name__, waited, patience_seconds)
     if not isinstance(where, Path | str):
-        raise InputError(f"storage = {where!r:.60}: give the file of a journal, or sqlite:///FILE")
+        raise InputError(f"storage = {where!r:.60}: give the path of an Optuna journal file, or sqlite:///FILE")
     if isinstance(where, Path) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)

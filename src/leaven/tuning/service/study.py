@@ -32,8 +32,7 @@ from leaven.training.run_folder import describe_changes
 from leaven.training.trial import branches_of, cooldown_start, train_trial
 from leaven.training.worker import Pool
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.document import UNDER_WAY, StudyDocument
-from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, moved
+from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import study_document, write_results
 from leaven.tuning.service.samplers import check_method, sampler
@@ -43,6 +42,7 @@ from leaven.tuning.service.settings import check_name, check_same, load_or_creat
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import Budget
 from leaven.tuning.space import Space
+from leaven.tuning.study_document import UNDER_WAY, StudyDocument
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
@@ -67,6 +67,7 @@ class Study:
         out: the folder.
         store: the URL of a database; by default the study is in a journal in the folder.
         durations: run lengths in tokens to compare in each trial; the trial's loss is the loss of the longest.
+        noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or is not a
@@ -84,6 +85,7 @@ class Study:
         store: str | None = None,
         *,
         durations: Sequence[int] = (),
+        noise: float | None = None,
     ) -> None:
         check_method(method)
         check_name(recipe.name)
@@ -103,7 +105,7 @@ class Study:
         if method == "grid":
             space = space.within_near()
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
-        self._tokens, self._durations = tokens, tuple(durations)
+        self._tokens, self._durations, self._noise = tokens, tuple(durations), noise
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
         self._result: SearchResult | None = None
@@ -144,7 +146,7 @@ class Study:
         )
         # Commands on other machines have another folder, so the recipe is in the store, too.
         axes, seed = Axes.of(self.space.dimensions), self.recipe.data.seed
-        here = search_settings(self.method, axes, seed, None)
+        here = search_settings(self.method, axes, seed, self._noise)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
         whole = here | {"recipe": self.recipe.model_dump(mode="json")}
         self._study, there = load_or_create(self._store, name, sampler(self.method, axes, seed), whole, self._name)
@@ -205,7 +207,7 @@ class Study:
         self._screen, self._stop = screen, stop
         axes, seed = Axes.of(self.space.dimensions), self.recipe.data.seed
         budget = Budget(trials, flops, hours, self._run_flops)
-        plan = SearchPlan(self._study, axes, self.method, seed, budget, None, stop_at_noise)
+        plan = SearchPlan(self._study, axes, self.method, seed, budget, self._noise, stop_at_noise)
         with self._workers(workers, checkpoint_seconds) as train:
             loop = SearchLoop(plan, self._store, train, workers, stop, self, lease_seconds)
             try:
@@ -244,7 +246,7 @@ class Study:
             WorkerDied: if the process died.
         """
         try:
-            recipe = moved(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
+            recipe = recipe_at(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
             branches_of(recipe, self._durations, self._tokens)
         except ValueError:  # not a recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
             return Outcome(math.inf)
@@ -315,7 +317,9 @@ class Study:
         """
         over = self._result is not None or bool(self._study.user_attrs.get(ANSWERED))
         stalled = self._result is not None and self._result.stalled
-        return study_document(self._study, self.space, self.method, self._durations, over=over, stalled=stalled)
+        return study_document(
+            self._study, self.space, self.method, self._noise, durations=self._durations, over=over, stalled=stalled
+        )
 
     def save(self) -> StudyDocument:
         """Write the study's document and its recipes."""

@@ -21,16 +21,18 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import curve_of
 from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS
 from leaven.tuning.algorithm.trust_region import Array, Axes
-from leaven.tuning.document import StudyTrial, covered
+from leaven.tuning.study_document import StudyTrial, covered
 
 # User attributes of a trial, next to the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
-OWNER, JOB, FINALISTS, RELEASED, CONFIRMS = "owner", "job", "finalists", "released", "confirms"
+OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 EXPECTED = "expected"  # the predicted final loss of a pruned trial
 LIVES = 2  # attempts of a run whose process dies
-MOST_FINALISTS = 3  # points that are run again with fresh seeds (confirmation.py)
-RESERVED = 1 / 4  # the largest share of the budget that is reserved for that
+RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation (confirmation.py)
+FEW = 24  # runs: a smaller budget runs one finalist once
+# (points that are run again with fresh seeds, runs of each): the forms of a confirmation, from cheap to expensive
+FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 
 
 @dataclass(frozen=True)
@@ -241,24 +243,31 @@ class Budget:
         """A text that distinguishes the confirmation runs of this budget from the runs of a later, larger budget."""
         return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
 
-    def finalists(self, runs: Sequence[Evaluation], now: float) -> int:
-        """Return how many finalists both the reserved budget and the remaining budget can pay for."""
+    @property
+    def size(self) -> float:
+        """The number of runs that the budget allows, as far as it is known before the first run; else infinity."""
+        flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
+        return min(self.trials or math.inf, flops)
+
+    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
+        """Return the number of finalists, and of the runs of each, for which both the reserved budget and the
+        remaining budget suffice."""
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
-        return max(few for few in range(MOST_FINALISTS + 1) if runs_to_confirm(few) <= affordable or few == 0)
+        return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
+
+    @property
+    def _finals(self) -> tuple[tuple[int, int], ...]:
+        return FINALS[:2] if self.size < FEW else FINALS
 
     def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
         """Return how many runs are reserved for confirmation."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
-        costs = {runs_to_confirm(few) for few in range(MOST_FINALISTS + 1)}
+        costs = {runs_to_confirm(*final) for final in self._finals}
         if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
-            costs.add(runs_to_confirm(1) + 2 * CONFIRMATIONS)  # beside those that a smaller budget has confirmed
+            costs.add(
+                runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS
+            )  # beside those that a smaller budget has confirmed
         return max(cost for cost in costs if cost <= affordable)
-
-    def room(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether the budget allows one more run of the search. While all runs diverge, nothing is
-        reserved."""
-        nothing = any(run.finished for run in runs) and not any(run.complete for run in runs)
-        return self.left(runs, now) >= 1 + (0 if nothing else self.reserved(runs, now))
 
     def left(self, runs: Sequence[Evaluation], now: float) -> float:
         """Return how many more runs the budget allows."""
@@ -272,7 +281,9 @@ class Budget:
             spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(run.complete for run in runs):
-                raise InputError("the budget is in FLOPs, but the objective returns no FLOPs; give trials or hours")
+                raise InputError(
+                    "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
+                )
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
             # A run that died has no count of FLOPs and may have cost as much as one that finished.
             yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
@@ -281,9 +292,9 @@ class Budget:
             yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
 
 
-def runs_to_confirm(few: int) -> int:
-    """Return how many runs are needed to confirm ``few`` points."""
-    return few * RERUNS + (2 * CONFIRMATIONS if few > 1 else 0)  # of the chosen point and of the start
+def runs_to_confirm(finalists: int, each: int) -> int:
+    """Return how many runs a confirmation takes, with ``each`` runs of every finalist."""
+    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # of the chosen point and of the start
 
 
 def busy(runs: Sequence[Evaluation], now: float) -> float:

@@ -1,4 +1,4 @@
-"""``leaven demo`` in the terminal: what will come and how long it takes, the progress, the result."""
+"""Show ``leaven demo`` in the terminal: an announcement, the progress and the result."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,13 +12,15 @@ from leaven.views.terminal.live import LiveScreen
 
 
 class DemoScreen(LiveScreen):
-    """The announcement, and a bar of the runs."""
+    """The live screen of a demo: an announcement, and a progress bar of its runs."""
 
     def announce(
         self, demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
     ) -> None:
-        """Say what a demo will train, and how long each size takes here. ``most_seconds`` is the limit by which the
-        size was chosen, None if the user chose it."""
+        """Print what a demo will train, and how long each size takes on this machine.
+
+        ``most_seconds`` is the limit by which leaven chose the size, or None if the user chose it.
+        """
         base, *wider = (model.width for model in demo.models)
         copied, moved = RULES
         self.line("Is the best learning rate of a small model also the best of a wider one?")

@@ -15,7 +15,7 @@ from rich.text import Text
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.tuning.algorithm.noise_estimate import GIVEN
-from leaven.tuning.document import (
+from leaven.tuning.study_document import (
     UNDER_WAY,
     Answer,
     Coordinate,
@@ -50,8 +50,8 @@ class _Running:
 
 
 class TuneScreen(LiveScreen):
-    """The live screen of a study, with a row for each trial, also of other commands. In a terminal, it shows below
-    what each worker is doing.
+    """The live screen of a study: a row for each trial, including trials that other commands run. In a terminal, it
+    also shows what each worker is doing, below the rows.
 
     Methods may be called from several threads. ``trials``, ``flops`` and ``hours`` are the budget.
     """
@@ -196,26 +196,22 @@ class TuneScreen(LiveScreen):
         states = [trial.state for trial in state.trials]
         parts += [f"{states.count(kind)} {kind}" for kind in ("diverged", "stopped", "failed") if kind in states]
         parts += [noise] if (noise := _noise(state)) else []
-        if state.radius is not None:
-            parts.append(f"radius {state.radius:.2f} octave")
         parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
         return [*parts, left] if (left := self._time_left()) else [*parts]
 
 
 def headline(state: StudyDocument) -> list[str]:
-    """Return the name of a study, its method and dimensions, its radius and its noise as texts."""
+    """Return the name of a study, its method and dimensions, and its noise as texts."""
     count = len(state.space)
-    parts = [f"study {state.name}", f"{state.method}, {count} dimension{'s' if count != 1 else ''}"]
-    if state.radius is not None:
-        parts.append(f"trust region {state.radius:.2f} octave")
-    return [*parts, _noise(state) or "noise not measured yet"]
+    method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
+    return [f"study {state.name}", method, _noise(state, repeats=1) or "noise not measured"]
 
 
-def _noise(state: StudyDocument) -> str | None:
-    """Return the noise as text, or None before three runs of the start have measured it."""
-    if state.noise_floor is None or state.noise_runs < 2:
+def _noise(state: StudyDocument, repeats: int = 2) -> str | None:
+    """Return the noise as text, or None before so many ``repeats`` have measured it."""
+    if state.noise_floor is None or state.noise_runs < repeats:
         return None
-    return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeats)"
+    return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeat{'s' if state.noise_runs > 1 else ''})"
 
 
 def _ended(state: StudyDocument) -> list[StudyTrial]:

@@ -18,7 +18,7 @@ from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
-    from leaven.training.step import Step
+    from leaven.training.step_metrics import Step
 
 SLOW = 1.5  # a rank that takes this many times the median of the ranks is reported as slow
 LONGEST_SILENCE = 60.0  # seconds without a row

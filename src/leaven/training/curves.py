@@ -16,7 +16,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 
 if TYPE_CHECKING:
-    from leaven.training.step import Step
+    from leaven.training.step_metrics import Step
 
 WRITERS = ("tensorboard", "wandb", "trackio")
 

@@ -7,7 +7,7 @@ from leaven.model.initialise import build_model
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
 from leaven.scaling.transfer import transfer
-from leaven.training.optimiser import Optimiser, parameter_groups
+from leaven.training.optimizer import Optimizer, parameter_groups
 
 
 def test_every_parameter_is_in_one_group_with_its_rows_values(tiny: Recipe) -> None:
@@ -48,7 +48,7 @@ def test_steps_follow_the_formula(tiny: Recipe, kind: str) -> None:
     big = transfer(tiny.replace({"hyperparameters.eps": 1e-3}), width=32, tokens=40_960)
     table = resolve(big)
     model = build_model(big.model, table, 0).double()
-    optimiser = Optimiser.build(dict(model.named_parameters()), table.rows, kind)
+    optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, kind)
     generator = torch.Generator().manual_seed(0)
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
     first = {name: torch.zeros_like(p) for name, p in expected.items()}
@@ -67,7 +67,7 @@ def test_steps_follow_the_formula(tiny: Recipe, kind: str) -> None:
             second[name] = row.beta2 * second[name] + (1 - row.beta2) * gradient**2
             mean, square = first[name] / (1 - row.beta1**step), second[name] / (1 - row.beta2**step)
             expected[name] = w - lr * mean / (square.sqrt() + row.eps)
-        optimiser.step(multiplier)
+        optimizer.step(multiplier)
         assert all(parameter.grad is None for parameter in model.parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-9, atol=1e-12)

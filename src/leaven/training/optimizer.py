@@ -9,10 +9,10 @@ from torch import Tensor
 
 from leaven.model.kernels import gate
 from leaven.scaling.apply import AT_BASE, Factors
-from leaven.scaling.table import ParameterRow, optimiser_groups
+from leaven.scaling.table import ParameterRow, optimizer_groups
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""Adam's state of a parameter: the step count, (), and two moments of its shape."""
+"""Adam's state of a parameter: the step count, a scalar, and two moments of its shape."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
@@ -29,14 +29,14 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
         raise ValueError("the parameter table claims a parameter twice")
     if parameters.keys() != names:
         raise ValueError(f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}")
-    groups = optimiser_groups(rows)
+    groups = optimizer_groups(rows)
     for group in groups:
         group["params"] = [parameters[name] for name in group["param_names"]]
     return groups
 
 
 @dataclass
-class Optimiser:
+class Optimizer:
     """Adam or AdamW over the table's groups; the schedule multiplies each group's peak learning rate.
 
     If a batch ramp scales the betas, they change with the batch. Adam divides its moments, which start at 0, by 1 -
@@ -48,7 +48,7 @@ class Optimiser:
     adam: torch.optim.Adam
 
     @classmethod
-    def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimiser":
+    def build(cls, parameters: Mapping[str, Tensor], rows: Sequence[ParameterRow], kind: str) -> "Optimizer":
         """Return an optimizer. The kind ``adamw`` has decoupled weight decay; ``adam`` adds weight decay to the
         gradient (L2)."""
         algorithm = torch.optim.AdamW if kind == "adamw" else torch.optim.Adam

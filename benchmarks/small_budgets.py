@@ -1,0 +1,285 @@
+"""Compare searches of few values with few trials: `python -m benchmarks.small_budgets [--steplaw FILE] [--seeds 20]`.
+
+Minimises smooth functions of 2 to 5 values whose minimum is about an octave from the start, with and without noise.
+Regret is the noise-free loss of the result above the minimum, in per cent of that of the start. The trust region is
+`leaven.tuning.search` as it is, with its runs for noise and confirmation, once with a given noise. Every other method
+spends all trials on its search, and its result is its lowest loss. ``--steplaw`` adds surfaces of lr and batch,
+interpolated from a published sweep (Li et al. 2025, arXiv 2503.04715): 17 sizes, with starts within 0.06 nats of the
+minimum. FILE is data/dense_lr_bs_loss.csv of github.com/step-law/steplaw, which is not part of this project.
+Constants were chosen on seeds below 100, the table is of seeds from 100 on. Runs are kept in a file, one line each:
+run the command again to resume.
+"""
+
+import argparse
+import csv
+import json
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import optuna
+
+from leaven.tuning import search
+
+REACH = 3.0  # octaves of the space to either side of the start
+FIRST = 100  # seed
+FAMILIES = {"bowl": (2, 4, 5), "cliff": (3,), "valley": (2,), "step law": (2,)}  # numbers of values
+Array = np.ndarray
+Function = Callable[[Array], float]  # from octaves to a loss: 1 at the start, 0 at the minimum
+
+
+def made_up(family: str, d: int, seed: int) -> Function:
+    """Return a function whose axes are mixed and whose curvatures differ by up to a factor of 20.
+
+    ``bowl`` becomes linear far away. ``cliff`` rises faster on one side, and diverges beyond a value of the first.
+    ``valley`` is a bowl along a curve.
+    """
+    rng = np.random.default_rng([d, seed, sorted(FAMILIES).index(family)])
+    optimum = np.clip(rng.normal(0, 1, d), -2, 2)
+    rotation = np.linalg.qr(rng.normal(size=(d, d)))[0]
+    mix = 0.25 if family == "valley" else 0.5
+    axes = np.diag(10 ** (rng.uniform(-1.3, 0, d) / 2)) @ ((1 - mix) * np.eye(d) + mix * rotation)
+    edge, skew, bend = max(optimum[0], 0) + rng.uniform(0.7, 2), rng.uniform(0.3, 0.8, d), rng.uniform(-0.3, 0.3)
+
+    def loss(x: Array) -> float:
+        away = x - optimum
+        if family == "valley":
+            away[0] += bend * (x[1] ** 2 - optimum[1] ** 2)
+        u = axes @ away
+        if family == "cliff":
+            return float(np.sum((np.exp(skew * u) - skew * u - 1) / skew**2)) if x[0] < edge else np.inf
+        return float(np.sum(np.sqrt(1 + u**2 / 2) - 1))
+
+    at_start = loss(np.zeros(d))
+    return lambda x: loss(np.array(x)) / at_start
+
+
+def published(file: Path) -> list[tuple[Callable[[Array], Array], Array]]:
+    """Return a smooth surface of the loss over log2 (lr, batch), and its points, for each size of the sweep."""
+    from scipy.interpolate import CloughTocher2DInterpolator
+
+    runs: dict[tuple[str, str], dict[tuple[float, float], float]] = defaultdict(dict)
+    with file.open() as lines:
+        for row in csv.DictReader(lines):
+            at = float(np.log2(float(row["lr"]))), float(np.log2(float(row["bs"])))
+            runs[row["N"], row["D"]][at] = float(row["smooth loss"])
+    surfaces = []
+    for of in runs.values():
+        points, losses = np.array(list(of)), np.array(list(of.values()))
+        least = losses.min() - 0.01  # the surface of log(loss - least) is smoother than that of the loss
+        shape = CloughTocher2DInterpolator(points, np.log(np.minimum(losses - least, 1.0)))
+        surfaces.append((lambda x, shape=shape, least=least: least + np.exp(shape(x)), points))
+    return surfaces
+
+
+def of_a_sweep(surfaces: list[tuple[Callable[[Array], Array], Array]], seed: int) -> Function:
+    """Return the function of one of the surfaces, from a start that depends on the seed."""
+    surface, points = surfaces[seed % len(surfaces)]
+    rng, low, high = np.random.default_rng(seed), points.min(0), points.max(0)
+    grid = np.stack(np.meshgrid(*np.linspace(low, high, 81).T), -1).reshape(-1, 2)
+    losses = surface(grid)
+    least, optimum = float(np.nanmin(losses)), grid[np.nanargmin(losses)]
+    for _ in range(1000):
+        start = np.clip(optimum + rng.normal(0, 1.3, 2), low + 0.2, high - 0.2)
+        excess = float(surface(start[None])[0]) - least
+        if excess < 0.06 and np.linalg.norm(start - optimum) > 0.7:
+            break
+
+    def loss(x: Array) -> float:
+        found = float(surface(np.clip(start + x, low, high)[None])[0])
+        return (found - least) / excess if np.isfinite(found) else 20.0
+
+    return loss
+
+
+def plain_quadratic(objective: Function, d: int, trials: int, seed: int) -> Array:
+    """Fit a full quadratic around the best trial, weighted within 1.5 octaves, and try its minimum there."""
+    rng = np.random.default_rng(seed)
+    points = [np.zeros(d), *np.vstack([np.eye(d), -np.eye(d)])][:trials]
+    losses = [objective(x) for x in points]
+    i, j = np.triu_indices(d)
+    while len(points) < trials:
+        ended = np.isfinite(losses)
+        near, found = np.array(points)[ended], np.array(losses)[ended]
+        best = near[found.argmin()]
+        weight = np.exp(-np.sum((near - best) ** 2, 1) / 4.5) ** 0.5
+        terms = np.hstack([np.ones((len(near), 1)), near - best, (near - best)[:, i] * (near - best)[:, j]])
+        ridge = 1e-4 * np.var(found) * np.diag([0.0] + [1.0] * (terms.shape[1] - 1))
+        left = (terms * weight[:, None] ** 2).T
+        fit = np.linalg.solve(left @ terms + ridge, left @ found)
+        tries = rng.uniform(-1.5, 1.5, (4000, d))
+        tries = np.vstack([tries * scale for scale in (1, 0.3, 0.1)])
+        value = np.hstack([np.ones((len(tries), 1)), tries, tries[:, i] * tries[:, j]]) @ fit
+        following = np.clip(best + tries[value.argmin()], -REACH, REACH)
+        if min(np.linalg.norm(following - x) for x in points) < 0.03:
+            following = np.clip(best + rng.normal(0, 0.3, d), -REACH, REACH)
+        points.append(following)
+        losses.append(objective(following))
+    return points[int(np.argmin(losses))]
+
+
+def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
+    def method(objective: Function, d: int, trials: int, seed: int) -> Array:
+        names = [f"x{i}" for i in range(d)]
+        sampler = {
+            "gp": lambda: optuna.samplers.GPSampler(seed=seed),
+            "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
+            "cma": lambda: optuna.samplers.CmaEsSampler(dict.fromkeys(names, 0.0), 0.5 / (2 * REACH), seed=seed),
+            "random": lambda: optuna.samplers.RandomSampler(seed=seed),
+        }[name]()
+        study = optuna.create_study(sampler=sampler)
+        study.enqueue_trial(dict.fromkeys(names, 0.0))
+
+        def trial(of: optuna.Trial) -> float:
+            return min(objective(np.array([of.suggest_float(x, -REACH, REACH) for x in names])), 20.0)
+
+        study.optimize(trial, n_trials=trials)
+        return np.array([study.best_params[x] for x in names])
+
+    return method
+
+
+def trust_region(objective: Function, d: int, trials: int, seed: int, noise: float | None = None) -> Array:
+    names = [f"x{i}" for i in range(d)]
+    space = dict.fromkeys(names, (-REACH, REACH))
+    found = search(
+        lambda x: objective(np.array([x[name] for name in names])),
+        space,
+        trials=trials,
+        seed=seed,
+        noise=noise,
+        stop_at_noise=False,
+    )
+    return np.array([found.params[name] for name in names])
+
+
+METHODS = {
+    "trust region": trust_region,
+    "plain quadratic": plain_quadratic,
+    **{name: by_optuna(name) for name in ("gp", "cma", "tpe", "random")},
+}
+GIVEN = "noise given"
+
+
+def regret(method: str, truth: Function, d: int, trials: int, *, seed: int, noise: float) -> float:
+    """Return the regret of a search in per cent of the start's; a result that diverged counts as the start."""
+    rng = np.random.default_rng([seed, trials])
+
+    def objective(x: Array) -> float:
+        return truth(x) + noise * rng.normal()
+
+    given = method == GIVEN
+    found = trust_region(objective, d, trials, seed, noise) if given else METHODS[method](objective, d, trials, seed)
+    return 100 * min(truth(np.clip(found, -REACH, REACH)), 1.0)
+
+
+def table(runs: dict[str, float], methods: list[str]) -> list[str]:
+    """Return the mean regrets and their standard errors as a Markdown table. The lowest of a row is bold."""
+    cells: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for key, value in runs.items():
+        method, *rest, _ = key.split("|")
+        cells["|".join(rest), method].append(value)
+    lines = [f"| surface | values | noise | trials | {' | '.join(methods)} |", "|---" * (4 + len(methods)) + "|"]
+    for row in dict.fromkeys(row for row, _ in cells):
+        means = {m: float(np.mean(cells[row, m])) for m in methods if (row, m) in cells}
+        texts = []
+        for m in methods:
+            of = cells.get((row, m))
+            text = f"{means[m]:.1f} ± {np.std(of) / len(of) ** 0.5:.1f}" if of else ""
+            texts.append(f"**{text}**" if of and means[m] == min(means.values()) else text)
+        lines.append(f"| {' | '.join([*row.split('|'), *texts])} |")
+    return lines
+
+
+def picture(runs: dict[str, float], methods: list[str]) -> str:
+    """Return an SVG: the mean regret over the trials, a panel for each surface and noise, a line for each method."""
+    means: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for key, value in runs.items():
+        method, family, d, noise, trials, _ = key.split("|")
+        of = means.setdefault(f"{family}, {d} values, noise {noise}", {}).setdefault(method, {})
+        of.setdefault(int(trials), []).append(value)
+    hues = dict(zip(METHODS, ("#c2185b", "#1976d2", "#388e3c", "#f57c00", "#7b1fa2", "#9e9e9e"), strict=True))
+    wide, high, columns = 300, 170, 3
+    rows = -(-len(means) // columns)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns * wide} {rows * high + 54}" role="img" '
+        'font-family="sans-serif" font-size="11">',
+        "<style>text { fill: #333 } .g { stroke: #8884 } @media (prefers-color-scheme: dark) { text { fill: #ccc } }",
+        "</style>",
+        "<title>Mean regret (per cent of the start's) over the number of trials</title>",
+    ]
+    shown = [m for m in methods if m in hues]
+    for i, method in enumerate(shown):
+        at = 20 + i * 145
+        parts.append(f'<line x1="{at}" x2="{at + 22}" y1="14" y2="14" stroke="{hues[method]}" stroke-width="2.5"/>')
+        parts.append(f'<text x="{at + 28}" y="18">{method}</text>')
+    parts.append('<text x="20" y="36">mean regret, per cent of the start\'s, over the number of trials</text>')
+    for number, (title, by_method) in enumerate(means.items()):
+        left, top = number % columns * wide + 40, number // columns * high + 64
+        parts.append(f'<text x="{left}" y="{top - 8}" font-weight="bold">{title}</text>')
+        every = sorted({trials for of in by_method.values() for trials in of})
+
+        def x(trials: int, left: int = left, every: list[int] = every) -> float:
+            return left + 235 * (np.log2(trials / every[0]) / max(np.log2(every[-1] / every[0]), 1))
+
+        def y(regret: float, top: int = top) -> float:
+            return top + 110 * (2 - np.log10(np.clip(regret, 0.1, 100))) / 3
+
+        for tick in (100, 10, 1, 0.1):
+            parts.append(f'<line class="g" x1="{left}" x2="{left + 240}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+            parts.append(f'<text x="{left - 5}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+        parts += [f'<text x="{x(n):.1f}" y="{top + 126}" text-anchor="middle">{n}</text>' for n in every]
+        for method in shown:
+            of = by_method.get(method, {})
+            line = " ".join(f"{x(n):.1f},{y(float(np.mean(of[n]))):.1f}" for n in every if n in of)
+            style = f'stroke="{hues[method]}" stroke-width="{3 if method == "trust region" else 1.5}"'
+            parts.append(f'<polyline points="{line}" fill="none" {style}/>')
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steplaw", type=Path, help="dense_lr_bs_loss.csv of Step Law")
+    parser.add_argument("--methods", nargs="*", default=[GIVEN, *METHODS], choices=[GIVEN, *METHODS])
+    parser.add_argument("--trials", default="8,16,32")
+    parser.add_argument("--noise", default="0,0.1", help="standard deviations, as shares of the start's excess")
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--results", type=Path, default=Path("runs/small_budgets.jsonl"))
+    parser.add_argument("--picture", type=Path, help="also write the table as an SVG")
+    parser.add_argument("--quick", action="store_true", help="2 values, 8 trials, 2 seeds, without GP")
+    options = parser.parse_args()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    surfaces = published(options.steplaw) if options.steplaw else []
+    families = {name: sizes for name, sizes in FAMILIES.items() if surfaces or name != "step law"}
+    if options.quick:
+        families, options.trials, options.seeds = {"bowl": (2,), "valley": (2,)}, "8", 2
+        options.methods = [GIVEN, "trust region", "plain quadratic", "random"]
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    runs: dict[str, float] = {key: value for line in lines for key, value in json.loads(line).items()}
+    for noise in map(float, options.noise.split(",")):
+        for family, sizes in families.items():
+            for d in sizes:
+                for trials in map(int, options.trials.split(",")):
+                    for method in options.methods:
+                        for seed in range(FIRST, FIRST + options.seeds):
+                            key = f"{method}|{family}|{d}|{noise:.0%}|{trials}|{seed}"
+                            if key not in runs:
+                                sweep = family == "step law"
+                                truth = of_a_sweep(surfaces, seed) if sweep else made_up(family, d, seed)
+                                runs[key] = regret(method, truth, d, trials, seed=seed, noise=noise)
+                                with options.results.open("a") as file:
+                                    file.write(json.dumps({key: runs[key]}) + "\n")
+    print("\n".join(table(runs, options.methods)))
+    if options.picture:
+        options.picture.write_text(picture(runs, options.methods))
+
+
+if __name__ == "__main__":
+    main()
