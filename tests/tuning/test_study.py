@@ -415,7 +415,7 @@ def test_a_store_that_stays_away_is_exit_code_75_and_one_line(
         (["--study", ""], "--study is empty; give a folder, or the URL of a database"),
         (["--flops", "1e3"], r"--flops 1000 is too small, because one trial takes \S+ FLOPs"),
         (["--method", "grid", "--flops", "1e12"], "method grid: the number of trials decides how fine the grid is"),
-        (["--method", "grid", "--space", "global", "--trials", "60"], "a grid over 9 values has at least 2\\^9"),
+        (["--method", "grid", "--space", "global", "--trials", "60"], "9 hyperparameters has at least 2\\^9"),
         (["--durations", "1k,2k"], "durations: a cosine run does not contain shorter runs"),
     ],
 )

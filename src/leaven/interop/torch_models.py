@@ -212,10 +212,10 @@ def parametrize(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the groups of a parametrized model with its current parameters.
+    """Return the optimizer's groups of a parametrized model, which contain the parameters that the model has now.
 
     Raises:
-        InputError: if the model is not parametrized, or the names of its parameters have changed.
+        InputError: if the model is not parametrized, or the names of its parameters have changed since it was.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)

@@ -172,7 +172,8 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 class Recipe(Part):
     """The complete description of a run.
 
-    Hyperparameters are in base coordinates; :mod:`leaven.scaling.table` computes the values that each parameter gets.
+    Hyperparameters are given as their values at the base size; :mod:`leaven.scaling.table` computes from them the
+    values that each parameter of this model gets.
     """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")

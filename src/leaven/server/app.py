@@ -186,7 +186,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the command that prints the same plan."""
+    """Return the command that prints the plan for ``given``, the fields of the planner's page."""
     options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
     if given["size"] and not given["size"][0].isdigit():
         return f"leaven plan {given['size']} {' '.join(options)}"

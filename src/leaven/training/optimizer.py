@@ -39,10 +39,10 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 class Optimizer:
     """Adam or AdamW over the table's groups; the schedule multiplies each group's peak learning rate.
 
-    If a batch ramp scales the betas, they change with the batch. Adam divides its moments, which start at 0, by 1 -
-    prod(beta_i) over the steps so far. Here beta_i = beta ** (1 / half_life_i), so the product is beta_now ** n with
-    n = half_life_now x sum(1 / half_life_i): torch's own correction is exact if its step count is n. When the batch
-    changes, :meth:`recount` converts the count into steps of the new batch.
+    If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
+    step i relative to that at the full batch. Adam's bias correction must then divide by 1 minus the product of the
+    betas of all steps so far. torch divides by 1 - beta_now ** n, with n its step count. The two are equal for
+    n = h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -56,8 +56,8 @@ class Optimizer:
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
         """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
-        ``skip``, a tensor on the device, is true, the parameters do not change. ``ramp`` contains the factors from
-        the values of the full batch to those of the current batch."""
+        ``skip``, a tensor on the device, is true, the parameters do not change. ``ramp`` has the factors by which lr,
+        betas, eps and weight decay at the current batch differ from those at the full batch."""
         for group in self.adam.param_groups:
             full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
             group["lr"] = group["peak_lr"] * multiplier * ramp.lr

@@ -41,7 +41,8 @@ class Dimension:
         return self.near or (self.low, self.high)
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text: ``x0.29``, ``+0.05``, or the new level."""
+        """Return the change from ``origin`` to ``to`` as text: a ratio as ``x0.29`` for the unit octave, a difference
+        as ``+0.05`` for the unit tenth, and the name of the new level for a choice."""
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":

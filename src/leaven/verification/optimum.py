@@ -73,12 +73,15 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss (...) at a log2 value, on the parabola through the three nearest mean losses."""
+        """Return the loss at ``octave``, log2 of the hyperparameter, in the same shape (...).
+
+        It lies on the parabola through the mean losses at the three tried values nearest to ``octave``.
+        """
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
     def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of `POINTS` values around an index, shifted where they would exceed the range."""
+        """Return the indices of the `POINTS` tried values around each index in ``place``, all within the range."""
         first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 

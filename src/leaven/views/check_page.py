@@ -103,7 +103,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:
-    """Draw the best value over an axis, with a 95% interval at each point."""
+    """Draw the best value of the hyperparameter at each width, depth or duration, with 95% intervals."""
     level = _line("equal to the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
     line = _line(title, curve.x, curve.y, _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)

@@ -141,8 +141,10 @@ class StudyView(StudyDocument):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The distances of the point with the fewest changes from the start, in octaves by path. None if this is the
-        best point."""
+        """The point with the fewest changes that is as good as the best point, as octaves from the start by path.
+
+        None if that is the best point itself.
+        """
         return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
 
     @property

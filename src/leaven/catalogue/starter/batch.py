@@ -145,9 +145,10 @@ def _steps(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return the number nearest to ``sequences`` that divides over a power of two of the GPUs.
+    """Return a number of sequences near ``sequences`` that can be divided equally among many of the GPUs.
 
-    It is at most a sixteenth away.
+    It is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16, so that it
+    differs from ``sequences`` by at most 1/32.
     """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit

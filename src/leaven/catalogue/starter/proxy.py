@@ -137,10 +137,10 @@ def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelSh
     """
 
     def off(size: int, width: int, depth: int) -> float:
-        """Return how far a shape is from the requested size and proportions.
+        """Return how far a shape is from the requested size and proportions; 0 is an exact match.
 
-        A narrow shape counts as farther away than a shallow shape: rules are exact for large widths, while
-        CompleteP's base has only two blocks (arXiv 2505.01618).
+        Too narrow counts more than too shallow: scaling over width is exact only for large widths, but scaling over
+        depth works from a base of only two blocks (CompleteP, arXiv 2505.01618).
         """
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
         return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)

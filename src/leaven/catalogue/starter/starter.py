@@ -146,9 +146,9 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
-    """Choose the precision, and record the scale for which values are written.
+    """Choose the precision and the base, which is the scale for which the recipe's hyperparameters are written.
 
-    This is the scale of a proxy, a tuned base, the reference run, or the target itself.
+    The base is the reference run if there is one; otherwise it is the proxy, a tuned base, or the target itself.
     """
     model, run, shape = at.model, at.reference, base.scale.model
     if model.params <= PROCESSOR_PARAMS:

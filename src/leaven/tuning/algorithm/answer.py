@@ -366,10 +366,10 @@ def advice_when_all_diverged(
 ) -> str:
     """Return one line of advice on which value to lower, for a search whose trials all diverged.
 
-    The usual cause is the learning rate: the advice is to lower it by one octave more than the search has, or
-    ``elsewhere`` if no learning rate is searched. The only other evidence is how long each run lasted. A divergence
-    model that counts only the runs shorter than half of the longest as diverged shows which other value made runs
-    diverge soonest.
+    The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
+    learning rate is searched, the advice is the text ``elsewhere``. The only other evidence is how long each run
+    lasted. A divergence model is fitted in which only the runs shorter than half of the longest count as diverged; it
+    shows which other value made runs diverge soonest.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

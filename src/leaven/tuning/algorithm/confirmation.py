@@ -32,7 +32,7 @@ Losses = Mapping[int, float]  # by seed
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The answer of a search, and the runs that measure its loss."""
+    """The point that is the answer of a search, and the losses of the runs at this point."""
 
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
@@ -159,8 +159,10 @@ class _Runs:
         return lowest if self.ahead(lowest, noise) else self.start
 
     def ahead(self, chosen: Point, least: float) -> bool:
-        """Return whether a point is better than the start by more than ``least``, or the start has no runs to compare
-        with."""
+        """Return whether the loss at ``chosen`` is below the start's by more than ``least`` nats.
+
+        It is also true if the start has no runs to compare with.
+        """
         if chosen == self.start or not self.at_start:
             return chosen != self.start
         if chosen in self.predicted and self.start in self.predicted:

@@ -158,7 +158,7 @@ class Features:
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """Return the point (D,) with these columns (F,)."""
+        """Return the point (D,) that the input ``columns`` (F,) stand for: the inverse of :meth:`of`."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0

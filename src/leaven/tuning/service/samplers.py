@@ -44,8 +44,8 @@ def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
     if 2**numbers * chosen > trials:
         least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
         raise InputError(
-            f"a grid over {len(axes.start)} values has at least {least} points, but the budget is {trials} trials; "
-            "search fewer values, give more trials, or use another method"
+            f"a grid over {len(axes.start)} hyperparameters has at least {least} points, but the budget is {trials} "
+            "trials; search fewer hyperparameters, give more trials, or use another method"
         )
     fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
     low, high = axes.box
