@@ -94,6 +94,24 @@ def tune(
             show_default="measured from 12 trials on",
         ),
     ] = None,
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            metavar="laws",
+            help="laws: begin from where published laws and runs expect the best values. What the trials contradict "
+            "is dropped.",
+            show_default="no expectation",
+        ),
+    ] = None,
+    from_study: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="The folder of an earlier study, e.g. of a smaller model with the same base, whose trials and noise "
+            "inform this search.",
+            show_default="none",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Folder for the results if --study is a URL.", show_default="studies/NAME"),
@@ -115,7 +133,7 @@ def tune(
     from leaven.tuning.service.trial_log import Budget
     from leaven.tuning.space import space as space_of
 
-    searched = space_of(loaded, space)
+    searched = _with_prior(space_of(loaded, space), prior)
     url, folder = _place(study, out, loaded.name)
     lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
     if trials is None and flops is None and hours is None:
@@ -132,7 +150,9 @@ def tune(
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
     tokens = prepare_tokens(loaded)
     try:
-        study_of = Study(folder, loaded, searched, method, tokens, url, durations=lengths, noise=noise)
+        study_of = Study(
+            folder, loaded, searched, method, tokens, url, durations=lengths, noise=noise, from_study=from_study
+        )
         with stopping() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
@@ -153,6 +173,27 @@ def tune(
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
+
+
+def _with_prior(space: "Space", prior: str | None) -> "Space":
+    """Return the space with the expectations of ``--prior``, and print them."""
+    if prior is None:
+        return space
+    if prior != "laws":
+        raise InputError(f"--prior {prior}: there is only laws")
+
+    from leaven.catalogue.expectations import expectations
+    from leaven.catalogue.findings.case import Case
+    from leaven.recipe.units import format_number
+    from leaven.scaling.table import resolve
+
+    recipe = space.recipe
+    informed = space.expecting(expectations(Case(recipe, resolve(recipe).rows)))
+    for each in informed.dimensions:
+        if each.expected and isinstance(each.centre, float):
+            value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
+            errors.print(f"expected: {each.path} {format_number(value)}, times or divided by {factor:.1f}")
+    return informed
 
 
 def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:

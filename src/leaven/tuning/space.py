@@ -25,11 +25,13 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
+from leaven.catalogue.expectations import Expectation
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.tuning import point
+from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.point import (
     BATCH,
@@ -99,6 +101,11 @@ class Space:
     recipe: Recipe
     dimensions: tuple[Dimension, ...]
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
+    earlier: EarlierTrials | None = None  # over the same values
+
+    @property
+    def axes(self) -> Axes:
+        return Axes.of(self.dimensions, self.earlier)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -111,16 +118,16 @@ class Space:
     @property
     def limits(self) -> Mapping[str, tuple[float, float] | range]:
         """The range or levels of each value, as the argument ``space`` of ``leaven.tuning.search``."""
-        return Axes.of(self.dimensions).limits
+        return self.axes.limits
 
     @property
     def scales(self) -> Mapping[str, float]:
-        return Axes.of(self.dimensions).scales
+        return self.axes.scales
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
         """The initial box of a search, which grows while the best point lies at its edge."""
-        return Axes.of(self.dimensions).near
+        return self.axes.near
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
         """Return the recipe's values at a point."""
@@ -146,6 +153,20 @@ class Space:
         ends = held.ends if high == held.high else (held.ends[0], f"it stays below {limit:,g}")
         kept = replace(held, high=high, near=held.near and (held.near[0], min(held.near[1], high)), ends=ends)
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
+
+    def expecting(self, expected: Mapping[str, Expectation]) -> "Space":
+        """Return the space with what laws and published runs expect of its values.
+
+        They often copied one another, so half a step is the least standard deviation.
+        """
+
+        def told(each: Dimension) -> Dimension:
+            if (found := expected.get(each.path)) is None:
+                return each
+            centre = min(max(found.octaves, each.low), each.high)
+            return replace(each, expected=(centre, max(found.deviation, each.scale / 2)))
+
+        return replace(self, dimensions=tuple(map(told, self.dimensions)))
 
     def within_near(self) -> "Space":
         """Return the space limited to the initial box, for a grid."""

@@ -8,7 +8,7 @@ from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.schedules import batch_ramps, repeated_growth
-from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
+from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
 from leaven.recipe.batch import Batch, BatchSchedule, Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
@@ -28,13 +28,26 @@ MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 
 
+def batch_evidence(at: StarterScale) -> Evidence:
+    """Return the batches in tokens by laws and by neighbours, the latter moved to the duration of ``at``."""
+    return at.evidence(
+        batches(at.laws, "optimal"),
+        lambda run: (
+            run.batch_tokens * (at.tokens / run.tokens) ** BATCH_TOKENS_EXPONENT
+            if run.batch_tokens and run.tokens
+            else None
+        ),
+        None,
+    )
+
+
 def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
     """Choose the batch: the batch of the reference run, or a value between the laws' and the neighbours' values.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
     """
-    seq_len, run, laws = at.model.seq_len, at.reference, batches(at.laws, "optimal")
+    seq_len, run = at.model.seq_len, at.reference
     critical = critical_batch(at.laws)
     if run and run.batch_tokens:
         own = max(round(run.batch_tokens / seq_len), 1)
@@ -45,19 +58,12 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
                 f"--tokens {format_quantity(at.tokens)}: only {at.tokens // batch} steps with the batch of --from "
                 f"{run.id}, {format_quantity(batch)} tokens; give {format_quantity(FEWEST_STEPS * batch)} or more"
             )
-        evidence, message = at.evidence(laws, lambda run: None, batch), "batch of the reference"
+        evidence = at.evidence(batches(at.laws, "optimal"), lambda run: None, batch)
+        message = "batch of the reference"
         facts: dict[str, Any] = {"own": own if own != sequences else None, "sequences": sequences}
     else:
         message = "batch.tokens"
-        evidence = at.evidence(
-            laws,
-            lambda run: (
-                run.batch_tokens * (at.tokens / run.tokens) ** BATCH_TOKENS_EXPONENT
-                if run.batch_tokens and run.tokens
-                else None
-            ),
-            None,
-        )
+        evidence = batch_evidence(at)
         most = min(critical, at.tokens / LEAST_STEPS)
         batch = _sequences(min(evidence.middle, most), most, seq_len, at.gpus) * seq_len
         facts = {

@@ -8,7 +8,7 @@ from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.schedules import cooldown_share, warmup_tokens
-from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
+from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
@@ -48,11 +48,11 @@ def batch_factor(batch: int, published: int | None) -> float:
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
-def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
-    """Choose the peak lr for a scale. ``where`` names the scale in the messages."""
+def lr_evidence(at: StarterScale, batch: int) -> Evidence:
+    """Return the peak lrs by laws and by neighbours, moved to the size of ``at`` and to a batch in tokens."""
     run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
-    evidence = at.evidence(
+    return at.evidence(
         {name: lr.square_root for name, lr in moved.items() if lr},
         lambda run: (
             run.peak_lr * (params / run.params_total) ** LR_SIZE_EXPONENT * batch_factor(batch, run.batch_tokens)
@@ -61,6 +61,11 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
         ),
         run.peak_lr if run else None,
     )
+
+
+def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
+    """Choose the peak lr for a scale. ``where`` names the scale in the messages."""
+    run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr
     else:

@@ -23,6 +23,7 @@ from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
 from leaven.tuning.algorithm.confirmation import ALONE, RERUNS, Confirmation, Losses, Point, changes, confirm, gain
 from leaven.tuning.algorithm.noise_estimate import interval, noise_between_seeds
+from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.surrogate import fitted_noise
 from leaven.tuning.algorithm.trust_region import (
     DOWN,
@@ -56,6 +57,7 @@ def answer(
     over: bool = False,
     by_surrogate: bool = True,
     optunas: Callable[[Array, Array], Array] = lambda points, losses: np.zeros(points.shape[1]),
+    earlier: EarlierTrials | None = None,
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
@@ -69,8 +71,9 @@ def answer(
         over: whether the search has ended. Until then there is no best point unless finalists have fresh runs.
         by_surrogate: whether points without fresh runs are compared by the surrogate, not by their losses.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
+        earlier: trials of an earlier search that informed this one.
     """
-    seen = _look(trials, Axes.of(dimensions), noise)
+    seen = _look(trials, Axes.of(dimensions, earlier), noise)
     paths = [d.path for d in dimensions]
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""

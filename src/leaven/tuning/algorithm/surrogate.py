@@ -17,8 +17,13 @@ the error grows with the excess over the lowest loss. h maximises the evidence (
 integrated out). The noise does not: fitted to few trials, it is often too large, and hides the basin. This is a
 Gaussian process with a quadratic kernel and a mean function; Rasmussen and Williams 2006, sections 2.1, 2.7 and
 5.4.1. docs/log.md compares the constants with others.
+
+What is known before the search, from laws or from an earlier study (``prior.py``), enters as other distributions of
+the coefficients. Each is compared with the one above by its evidence, so knowledge that the trials contradict is
+dropped.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,16 +73,32 @@ class Quadratic:
 
 
 @dataclass(frozen=True)
+class Prior:
+    """A normal distribution of the coefficients of :func:`_features`, in units of h."""
+
+    mean: Array  # (P,)
+    root: Array  # R, (P, P): the covariance is R R^T
+
+    @classmethod
+    def plain(cls, d: int) -> "Prior":
+        """Return the prior without knowledge: the optimum is about one step from the start along each value."""
+        size = _size(d)
+        return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
+
+
+@dataclass(frozen=True)
 class Surrogate:
     """The posterior distribution of the quadratic given the finished trials, made by ``fit``.
 
     The coefficients of :func:`_features`, (P,), have the mean ``_mean`` and the covariance
-    h^2 (1 - V diag(1 - _left^2) V^T).
+    h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
     """
 
     curvature: float  # h, loss per step squared
     noise: float  # standard deviation of the loss between seeds, as it was assumed
+    informed: bool  # whether a distribution with knowledge explains the trials best
     _mean: Array  # (P,)
+    _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
     _left: Array  # (at most n,): the share of the prior standard deviation that is left along each direction
     _interactions: bool
@@ -88,7 +109,7 @@ class Surrogate:
 
     def deviation(self, x: Array, base: Array) -> Array:
         """Return the posterior standard deviation (m,) of the change in loss from ``base`` (D,) to points (m, D)."""
-        apart = self._features(x) - self._features(base[None])
+        apart = (self._features(x) - self._features(base[None])) @ self._root
         known = (apart @ self._directions) ** 2 @ (1 - self._left**2)
         return np.asarray(self.curvature * np.sqrt(np.maximum(np.sum(apart**2, 1) - known, 0.0)))
 
@@ -101,24 +122,33 @@ class Surrogate:
         """Return a quadratic drawn from the posterior, for Thompson sampling."""
         drawn = rng.normal(0.0, self.curvature, len(self._mean))
         known = self._directions @ ((1 - self._left) * (self._directions.T @ drawn))
-        return self._quadratic(self._mean + drawn - known)
+        return self._quadratic(self._mean + self._root @ (drawn - known))
+
+    def as_prior(self) -> Prior:
+        """Return the posterior distribution as a prior of another search."""
+        known = np.eye(len(self._mean)) - (self._directions * (1 - self._left)) @ self._directions.T
+        return Prior(self._mean / self.curvature, self._root @ known)
 
     def _features(self, x: Array) -> Array:
         return _features(x, self._interactions)
 
     def _quadratic(self, coefficients: Array) -> Quadratic:
-        # P = 2 D, or 2 D + D (D - 1) / 2
         d = len(coefficients) // 2
         if self._interactions:
             d = round((np.sqrt(9 + 8 * len(coefficients)) - 3) / 2)
         hessian = np.diag(coefficients[d : 2 * d])
         if self._interactions:
             i, j = np.triu_indices(d, 1)
-            hessian[i, j] = hessian[j, i] = _interaction(d) * coefficients[2 * d :]
+            hessian[i, j] = hessian[j, i] = interaction(d) * coefficients[2 * d :]
         return Quadratic(coefficients[:d], hessian, FLATTEST * self.curvature)
 
 
-def _interaction(d: int) -> float:
+def _size(d: int) -> int:
+    """Return P, the number of coefficients for ``d`` columns."""
+    return 2 * d + (d * (d - 1) // 2 if d <= MOST_WITH_INTERACTIONS else 0)
+
+
+def interaction(d: int) -> float:
     """Return r, the standard deviation of an interaction of two of ``d`` values as a share of h."""
     return min(0.5, 8 / d**2)
 
@@ -129,17 +159,19 @@ def _features(x: Array, interactions: bool) -> Array:
     terms = [x, x**2 / 2]
     if interactions:
         i, j = np.triu_indices(x.shape[1], 1)
-        terms.append(_interaction(x.shape[1]) * x[:, i] * x[:, j])
+        terms.append(interaction(x.shape[1]) * x[:, i] * x[:, j])
     return np.hstack(terms)
 
 
-def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
+def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Prior] = ()) -> Surrogate:
     """Return the surrogate fitted to trials at ``points`` (n, D) with finite ``losses`` (n,).
 
-    ``noise`` is the standard deviation of the loss between seeds, 0 if it is unknown.
+    Args:
+        noise: the standard deviation of the loss between seeds, 0 if it is unknown.
+        knowledge: distributions of the coefficients. The one with the highest evidence is used, or
+            :meth:`Prior.plain` if its evidence is higher.
     """
     d = points.shape[1]
-    interactions = d <= MOST_WITH_INTERACTIONS
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)
     # Divided by the error of their trial, all rows have errors of size 1.
@@ -151,21 +183,26 @@ def fit(points: Array, losses: Array, noise: float = 0.0) -> Surrogate:
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
-    features = _features(points, interactions)
-    vectors, roots, directions = np.linalg.svd(whitened(features), full_matrices=False)
+    interactions = d <= MOST_WITH_INTERACTIONS
+    features = whitened(_features(points, interactions))
     # Steps of one octave change the loss by about h sqrt(D).
     curvatures = spread / np.sqrt(d) * 2.0 ** np.arange(-6, 6.1, 0.5)
-    half = whitened(np.sum(points**2, 1) / 2)
-    rest = whitened(losses) - curvatures[:, None] * half  # (curvatures, n): left for the coefficients to explain
-    along = rest @ vectors
-    beyond = rest - along @ vectors.T
-    scales = (curvatures[:, None] * roots) ** 2 + 1
-    evidence = -0.5 * ((beyond**2).sum(1) + (np.log(scales) + along**2 / scales).sum(1))
-    i = int(np.argmax(evidence))
-    h = float(curvatures[i])
-    mean = h**2 * directions.T @ (roots * along[i] / scales[i])
-    mean[d : 2 * d] += h
-    return Surrogate(h, noise, mean, directions.T, 1 / np.sqrt(scales[i]), interactions)
+    found: list[tuple[float, Surrogate]] = []
+    for prior in (*knowledge, Prior.plain(d)):
+        vectors, roots, directions = np.linalg.svd(features @ prior.root, full_matrices=False)
+        # (curvatures, n): what is left for the coefficients to explain
+        rest = whitened(losses) - curvatures[:, None] * (features @ prior.mean)
+        along = rest @ vectors
+        beyond = rest - along @ vectors.T
+        scales = (curvatures[:, None] * roots) ** 2 + 1
+        evidence = -0.5 * ((beyond**2).sum(1) + (np.log(scales) + along**2 / scales).sum(1))
+        i = int(np.argmax(evidence))
+        h, left = float(curvatures[i]), 1 / np.sqrt(scales[i])
+        mean = h * prior.mean + h**2 * prior.root @ directions.T @ (roots * along[i] / scales[i])
+        informed = len(found) < len(knowledge)
+        surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, interactions)
+        found.append((float(evidence[i]), surrogate))
+    return max(found, key=lambda pair: pair[0])[1]  # of equals the first, which has knowledge
 
 
 def fitted_noise(points: Array, losses: Array) -> float:

@@ -35,6 +35,7 @@ out the runs that made a point a finalist (``noise_estimate.noise_between_seeds`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,8 @@ from numpy.typing import NDArray
 from leaven.tuning.algorithm.divergence import DivergenceModel
 from leaven.tuning.algorithm.divergence import fit as fit_divergence
 from leaven.tuning.algorithm.noise_estimate import pooled_noise
-from leaven.tuning.algorithm.surrogate import Quadratic, Surrogate
+from leaven.tuning.algorithm.prior import EarlierTrials, of_earlier, of_expectations
+from leaven.tuning.algorithm.surrogate import Prior, Quadratic, Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
 from leaven.tuning.study_document import Dimension
 
@@ -78,14 +80,19 @@ class Axes:
     near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     # The params of the start, for all names in the order of ``limits``; default 0.
     start: Mapping[str, float] = field(default_factory=dict)
+    # Where laws expect the optimum: octaves from the start, and their standard deviation.
+    expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    earlier: EarlierTrials | None = None
 
     @classmethod
-    def of(cls, dimensions: Sequence[Dimension]) -> "Axes":
+    def of(cls, dimensions: Sequence[Dimension], earlier: EarlierTrials | None = None) -> "Axes":
         """Return the axes of a search space around a recipe; the start is at 0 on every axis."""
         return cls(
             {d.path: range(len(d.levels)) if d.levels else (d.low, d.high) for d in dimensions},
             {d.path: d.scale for d in dimensions},
             {d.path: d.near for d in dimensions if d.near},
+            expected={d.path: d.expected for d in dimensions if d.expected},
+            earlier=earlier,
         )
 
     def __post_init__(self) -> None:
@@ -117,6 +124,22 @@ class Axes:
     @property
     def scale(self) -> Array:
         return np.array([self.scales.get(name, 1.0) for name in self.limits], float)
+
+    @cached_property
+    def knowledge(self) -> list[Prior]:
+        """The priors of the surrogate from what is known before the search."""
+        features = Features(np.zeros(len(self.limits)), self.scale, self.levels)
+        found = []
+        if self.earlier is not None:
+            d = len(self.limits)
+            columns = features.of(self.earlier.points[:, :d])
+            with_others = np.hstack([columns, self.earlier.points[:, d:]])
+            found += of_earlier(with_others, self.earlier.losses, self.earlier.noise, columns.shape[1])
+        if self.expected:
+            both = np.array([self.expected.get(name, (0.0, self.scales.get(name, 1.0))) for name in self.limits])
+            steps = (both / self.scale[:, None])[features.owner]
+            found.append(of_expectations(*np.where(features.level[:, None] == 0, steps, (0.0, 1.0)).T))
+        return found
 
     def octaves(self, params: Mapping[str, float]) -> Array:
         away = np.array([params[name] - start for name, start in self.start.items()])
@@ -193,7 +216,7 @@ class Region:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
         unmoved = np.flatnonzero(self.never & number)
-        if d <= DESIGNED and len(unmoved):
+        if d <= DESIGNED and len(unmoved) and not self.surrogate.informed:
             wanted = self.features.of(self.incumbent)
             step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # simultaneous proposals differ
             wanted[rng.choice(unmoved)] += step * self.radius / RADIUS
@@ -299,7 +322,9 @@ def region(
     seen = features.of(points)
     if noise is None:
         noise = pooled_noise(zip(map(np.ndarray.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
-    surrogate, divergence = fit_surrogate(seen[ended], losses[ended], noise), fit_divergence(seen, ~ended)
+    knowledge = () if left else axes.knowledge  # which is around the start
+    surrogate = fit_surrogate(seen[ended], losses[ended], noise, knowledge)
+    divergence = fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
     # A trial that finished beyond the divergence boundary cannot be the incumbent: its neighbours diverge.
     most = max(RISK, float(divergence.risk(seen[ended]).min()))

@@ -13,7 +13,7 @@ from leaven.recipe.files import write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm.answer import answer, front
-from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
+from leaven.tuning.algorithm.trust_region import RADIUS, Array
 from leaven.tuning.point import recipe_at
 from leaven.tuning.service.search_plan import region_of
 from leaven.tuning.service.trial_log import finished, runs
@@ -40,10 +40,18 @@ def study_document(
         over: whether a command has run the search to its end, so that there is a best point.
         stalled: whether the search ended early because some rounds gained less than the noise.
     """
-    axes = Axes.of(space.dimensions)
+    axes = space.axes
     records = [run.record(axes) for run in runs(study.get_trials(deepcopy=False), len(space.dimensions))]
     by_surrogate = method == "trust-region"
-    found = answer(records, space.dimensions, noise, over=over, by_surrogate=by_surrogate, optunas=ped_anova)
+    found = answer(
+        records,
+        space.dimensions,
+        noise,
+        over=over,
+        by_surrogate=by_surrogate,
+        optunas=ped_anova,
+        earlier=space.earlier,
+    )
     trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
     radius = None
     if by_surrogate:

@@ -33,6 +33,12 @@ def check_method(method: str) -> None:
         raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
 
 
+def check_informed(method: str, axes: Axes) -> None:
+    """Raise InputError if there is knowledge from before the search and the method does not use it."""
+    if method != "trust-region" and (axes.expected or axes.earlier):
+        raise InputError(f"method {method} uses no knowledge from before the search; give method trust-region")
+
+
 def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
     """Return the points of the finest grid that has at most ``trials`` points, nearest to the start first.
 

@@ -11,8 +11,9 @@ from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leaven.recipe.errors import InputError
+from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service.samplers import check_method, sampler
+from leaven.tuning.service.samplers import check_informed, check_method, sampler
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
 from leaven.tuning.service.search_plan import SearchPlan, SearchResult, known_runs
 from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
@@ -35,6 +36,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     *,
     scales: Mapping[str, float] | None = None,
     near: Mapping[str, tuple[float, float]] | None = None,
+    expected: Mapping[str, tuple[float, float]] | None = None,
+    earlier: EarlierTrials | None = None,
     flops: float | None = None,
     hours: float | None = None,
     run_flops: float | None = None,
@@ -69,6 +72,10 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         scales: octaves from the start to a typical optimum; default 1.
         near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
             the box while the best points lie at its edge.
+        expected: where the optimum of a value is expected: octaves from the start, and their standard deviation. The
+            trust region drops what its trials contradict.
+        earlier: trials of an earlier search over the same values, e.g. for a smaller model, which the trust region
+            uses in the same way.
         noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
@@ -92,6 +99,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         start=start or {},
         scales=scales or {},
         near=near or {},
+        expected=expected or {},
+        earlier=earlier,
         trials=trials,
         flops=flops,
         hours=hours,
@@ -102,6 +111,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         lease_seconds=lease_seconds,
     )
     axes, seed, noise = given.axes, given.seed, given.noise
+    check_informed(method, axes)
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
     known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -145,13 +155,15 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class SearchArguments(BaseModel):
     """The arguments of ``search`` whose type and range are checked. See ``search`` for what they mean."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     objective: Callable[..., Any]
     space: dict[str, Limits] = Field(min_length=1)
     start: dict[str, float]
     scales: dict[str, Annotated[float, Field(ge=FINEST, le=OCTAVES)]]
     near: dict[str, Limits]
+    expected: dict[str, tuple[float, Positive]]
+    earlier: EarlierTrials | None
     trials: Count | None
     flops: Positive | None
     hours: Positive | None
@@ -180,7 +192,8 @@ class SearchArguments(BaseModel):
 
     @model_validator(mode="after")
     def _within_the_space(self) -> "SearchArguments":
-        for what, named in (("start", self.start), ("scales", self.scales), ("near", self.near)):
+        known = ("start", self.start), ("scales", self.scales), ("near", self.near), ("expected", self.expected)
+        for what, named in known:
             for name in named:
                 if name not in self.space:
                     raise ValueError(f"{what}.{name}: not in the space, which has {', '.join(self.space)}")
@@ -197,4 +210,4 @@ class SearchArguments(BaseModel):
     @property
     def axes(self) -> Axes:
         start = {name: self.start.get(name, 0.0) for name in self.space}
-        return Axes(self.space, self.scales, self.near, start)
+        return Axes(self.space, self.scales, self.near, start, self.expected, self.earlier)

@@ -14,6 +14,7 @@ from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import Axes
 
 ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
+PRIOR, EARLIER = "prior", "earlier study"  # settings that studies of older versions do not have
 LONGEST = 512  # characters of a study's name, in Optuna's tables
 PATIENCE, POLL = 5.0, 0.02  # seconds to wait for that attribute of a new study, and between looks
 
@@ -34,7 +35,9 @@ def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> 
     }
     near = {"near": {name: list(both) for name, both in axes.near.items()}} if axes.near else {}
     scales = dict(zip(axes.limits, axes.scale.tolist(), strict=True))
-    return {"method": method, "space": space, "scales": scales, "seed": seed, "noise": noise, **near}
+    earlier = f"{len(axes.earlier.losses)} trials, digest {axes.earlier.digest}" if axes.earlier else None
+    known = {PRIOR: ", ".join(axes.expected) or None, EARLIER: earlier}
+    return {"method": method, "space": space, "scales": scales, "seed": seed, "noise": noise, **near, **known}
 
 
 def load_or_create(
@@ -79,13 +82,14 @@ def check_same(there: Settings, here: Settings, what: str, instead: str) -> None
         InputError: if the settings differ; the message says how.
     """
     for key, value in here.items():
-        if key not in there:
+        if key not in there and key not in {PRIOR, EARLIER}:
             raise InputError(f"{what} was created by another program, because it has no {key}; {instead}")
-        if there[key] != value:
-            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
+        if (stored := there.get(key)) != value:
+            raise InputError(f"{what} has another {key}: {_difference(stored, value)}; {instead}")
 
 
 def _difference(there: Any, here: Any) -> str:
+    there, here = ("none" if value is None else value for value in (there, here))
     if not (isinstance(there, dict) and isinstance(here, dict)):
         return f"{there} there, {here} here"
     parts = [f"{n} {there[n]} there, {here[n]} here" for n in there if n in here and there[n] != here[n]]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
@@ -31,11 +32,11 @@ from leaven.training.outcome import Outcome
 from leaven.training.run_folder import describe_changes
 from leaven.training.trial import branches_of, cooldown_start, train_trial
 from leaven.training.worker import Pool
-from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import study_document, write_results
-from leaven.tuning.service.samplers import check_method, sampler
+from leaven.tuning.service.samplers import check_informed, check_method, sampler
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import NothingFound, SearchPlan, SearchResult
 from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
@@ -68,6 +69,7 @@ class Study:
         store: the URL of a database; by default the study is in a journal in the folder.
         durations: run lengths in tokens to compare in each trial; the trial's loss is the loss of the longest.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
+        from_study: the folder of an earlier study whose trials and noise inform this one.
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or is not a
@@ -86,6 +88,7 @@ class Study:
         *,
         durations: Sequence[int] = (),
         noise: float | None = None,
+        from_study: Path | None = None,
     ) -> None:
         check_method(method)
         check_name(recipe.name)
@@ -104,6 +107,10 @@ class Study:
             )
         if method == "grid":
             space = space.within_near()
+        if from_study is not None:
+            earlier, known = earlier_trials(from_study, space)
+            space, noise = replace(space, earlier=earlier), known if noise is None else noise
+        check_informed(method, space.axes)
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
         self._tokens, self._durations, self._noise = tokens, tuple(durations), noise
         self._where: str | Path = store or out / "journal.log"
@@ -145,7 +152,7 @@ class Study:
             lambda: name in stored and self._store.get_n_trials(self._store.get_study_id_from_name(name)) > 0
         )
         # Commands on other machines have another folder, so the recipe is in the store, too.
-        axes, seed = Axes.of(self.space.dimensions), self.recipe.data.seed
+        axes, seed = self.space.axes, self.recipe.data.seed
         here = search_settings(self.method, axes, seed, self._noise)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
         whole = here | {"recipe": self.recipe.model_dump(mode="json")}
@@ -205,7 +212,7 @@ class Study:
             StoreGone: if the store became unreachable and stayed so.
         """
         self._screen, self._stop = screen, stop
-        axes, seed = Axes.of(self.space.dimensions), self.recipe.data.seed
+        axes, seed = self.space.axes, self.recipe.data.seed
         budget = Budget(trials, flops, hours, self._run_flops)
         plan = SearchPlan(self._study, axes, self.method, seed, budget, self._noise, stop_at_noise)
         with self._workers(workers, checkpoint_seconds) as train:

@@ -1,0 +1,101 @@
+"""What knowledge from before a search is worth, if it is right and if it is wrong: `python -m benchmarks.priors`.
+
+Mean regret on the functions of `benchmarks.small_budgets`, in per cent of that of the start, for searches
+
+- without knowledge,
+- told where the optimum is, with a standard deviation of half an octave: right; of another function; mirrored,
+- with 16 trials of an earlier search: on the same function with its optimum moved by 0.3 octaves (standard deviation,
+  along each value); on another function; on the mirrored function.
+
+The noise is given to all of them.
+"""
+
+import argparse
+from collections.abc import Callable
+
+import numpy as np
+from benchmarks.small_budgets import FAMILIES, FIRST, REACH, Array, Function, made_up
+
+from leaven.tuning import SearchResult, search
+from leaven.tuning.algorithm.prior import EarlierTrials
+
+CASES = (("bowl", 2), ("valley", 2), ("cliff", 3), ("bowl", 4), ("bowl", 6))
+SURE, SHIFT, EARLIER = 0.5, 0.3, 16  # octaves, octaves, trials
+OTHER = 5000  # added to the seed
+
+
+def run(function: Function, d: int, trials: int, seed: int, noise: float, **knowledge: object) -> SearchResult:
+    rng, names = np.random.default_rng([seed, trials]), names_of(d)
+    return search(
+        lambda x: function(np.array([x[name] for name in names])) + noise * rng.normal(),
+        dict.fromkeys(names, (-REACH, REACH)),
+        trials=trials,
+        seed=seed,
+        noise=noise,
+        stop_at_noise=False,
+        **knowledge,  # type: ignore[arg-type]
+    )
+
+
+def names_of(d: int) -> list[str]:
+    return [f"x{i}" for i in range(d)]
+
+
+def optimum_of(family: str, d: int, seed: int) -> Array:
+    """Return the optimum, which `made_up` draws first."""
+    rng = np.random.default_rng([d, seed, sorted(FAMILIES).index(family)])
+    return np.clip(rng.normal(0, 1, d), -2, 2)
+
+
+def told(centre: Array) -> dict[str, object]:
+    return {"expected": {name: (float(x), SURE) for name, x in zip(names_of(len(centre)), centre, strict=True)}}
+
+
+def after(function: Function, d: int, seed: int, noise: float) -> dict[str, object]:
+    """Return the trials of an earlier search as knowledge, or nothing if its start diverges."""
+    if not np.isfinite(function(np.zeros(d))):
+        return {}
+    trials = [each for each in run(function, d, EARLIER, seed + 1, noise).trials if np.isfinite(each.loss)]
+    points = np.array([[trial.params[name] for name in names_of(d)] for trial in trials])
+    return {"earlier": EarlierTrials(points, np.array([trial.loss for trial in trials]), noise)}
+
+
+def knowledge(family: str, d: int, seed: int, noise: float) -> dict[str, Callable[[], dict[str, object]]]:
+    truth, optimum, rng = made_up(family, d, seed), optimum_of(family, d, seed), np.random.default_rng([seed, 7])
+    near, shift = optimum + rng.normal(0, SURE, d), rng.normal(0, SHIFT, d)
+    return {
+        "none": dict,
+        "told: right": lambda: told(near),
+        "told: another": lambda: told(optimum_of(family, d, seed + OTHER)),
+        "told: mirrored": lambda: told(-optimum),
+        "earlier: alike": lambda: after(lambda x: 1.5 * truth(x + shift), d, seed, noise),
+        "earlier: another": lambda: after(made_up(family, d, seed + OTHER), d, seed, noise),
+        "earlier: mirrored": lambda: after(lambda x: truth(-x), d, seed, noise),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--trials", default="8,16")
+    parser.add_argument("--noise", default="0,0.1", help="standard deviations, as shares of the start's excess")
+    parser.add_argument("--seeds", type=int, default=20)
+    options = parser.parse_args()
+    titles = list(knowledge("bowl", 2, 0, 0.0))
+    print(
+        "\n".join([f"| surface | values | noise | trials | {' | '.join(titles)} |", "|---" * (4 + len(titles)) + "|"])
+    )
+    for noise in map(float, options.noise.split(",")):
+        for family, d in CASES:
+            for trials in map(int, options.trials.split(",")):
+                found: dict[str, list[float]] = {title: [] for title in titles}
+                for seed in range(FIRST, FIRST + options.seeds):
+                    truth = made_up(family, d, seed)
+                    for title, known in knowledge(family, d, seed, noise).items():
+                        best = run(truth, d, trials, seed, noise, **known()).params
+                        found[title].append(100 * min(truth(np.array([best[name] for name in names_of(d)])), 1.0))
+                texts = (f"{np.mean(of):.1f} ± {np.std(of) / len(of) ** 0.5:.1f}" for of in found.values())
+                print(f"| {family} | {d} | {noise:.0%} | {trials} | {' | '.join(texts)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""What laws and published runs expect of a recipe's values: how far away the best is, and how sure that is.
+
+A search can begin from this knowledge (``leaven tune --prior laws``). The votes are those of ``leaven new``. Values
+are compared as trained, after the scaling rule, because laws and runs state the values that were applied.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import pstdev
+
+from leaven.catalogue.findings.case import Case
+from leaven.catalogue.laws import power_lines_tau
+from leaven.catalogue.neighbours import neighbours
+from leaven.catalogue.starter.batch import batch_evidence
+from leaven.catalogue.starter.decisions import StarterScale
+from leaven.catalogue.starter.optimizer import lr_evidence
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """Where the best value is expected, as a distance from the recipe's value."""
+
+    octaves: float
+    deviation: float  # octaves: the standard deviation of the votes
+    votes: int  # laws and runs
+
+
+def expectations(case: Case) -> dict[str, Expectation]:
+    """Return what is expected of learning rate, batch, weight decay and init std, by their paths.
+
+    A value without votes, or that is 0 in the recipe, is left out.
+    """
+    near = neighbours(case.params, case.tokens, qk_norm=case.recipe.model.qk_norm)
+    at = StarterScale(near, case.recipe.model, case.tokens)
+    lr, batch = lr_evidence(at, case.batch), batch_evidence(at)
+    decays = near.values("hyperparameters.weight_decay")
+    by_tau = case.batch / (case.hidden("lr") * case.tokens * power_lines_tau(case.params, case.tokens))
+    stds = {
+        run.id: run.init_std * math.sqrt(run.arch.d_model / case.recipe.model.d_model)
+        for run in near.runs
+        if run.init_std and run.arch.d_model
+    }
+    found = {
+        "hyperparameters.lr": (case.hidden("lr"), lr.middle, [*lr.laws.by.values(), *lr.runs.by.values()]),
+        "batch.tokens": (case.batch, batch.middle, [*batch.laws.by.values(), *batch.runs.by.values()]),
+    }
+    for path, own, by in (
+        ("hyperparameters.weight_decay", case.hidden("weight_decay"), {**decays, "tau": by_tau}),
+        ("hyperparameters.init_std", case.init_std, stds),
+    ):
+        if by:
+            found[path] = own, near.middle({id: by[id] for id in by if id != "tau"} or by).value, list(by.values())
+    return {
+        path: Expectation(math.log2(expected / own), _spread(votes), len(votes))
+        for path, (own, expected, votes) in found.items()
+        if own > 0
+    }
+
+
+def _spread(votes: Iterable[float]) -> float:
+    return pstdev(map(math.log2, votes))

@@ -1,0 +1,67 @@
+"""Knowledge from before a search, as distributions of the surrogate's coefficients (``surrogate.Prior``).
+
+- An *expectation* says where the optimum of one value is and how far it may be from there, from laws and published
+  runs. It changes the prior of the slope: b_i ~ N(-m_i h, (w_i h)^2) puts the optimum m_i +- w_i steps from the start
+  where the curvature is h.
+- An *earlier search*, of another size or space, gives the posterior of its own surrogate. The two losses differ, so
+  each coefficient gets a further standard deviation of one of ``DIFFERENCES`` times h; the evidence decides which.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from leaven.tuning.algorithm.surrogate import MOST_WITH_INTERACTIONS, Array, Prior, fit, interaction
+
+DIFFERENCES = 0.15, 0.5  # of the coefficients of two searches, in units of h
+
+
+@dataclass(frozen=True, eq=False)
+class EarlierTrials:
+    """The finished trials of an earlier search."""
+
+    points: Array  # (n, D + E), octaves from the start of this search; the last E values are not searched here
+    losses: Array  # (n,), finite
+    noise: float  # standard deviation of the loss between seeds, 0 if it is unknown
+
+    @property
+    def digest(self) -> str:
+        """A short hash, by which two commands on one study see that they have the same trials."""
+        rounded = [np.round(values, 9) + 0.0 for values in (self.points, self.losses)]  # -0.0 + 0.0 is 0.0
+        return hashlib.sha256(b"".join(values.tobytes() for values in rounded)).hexdigest()[:12]
+
+
+def of_expectations(centre: Array, width: Array) -> Prior:
+    """Return the prior for optima at ``centre`` +- ``width`` (D,) steps from the start."""
+    plain, d = Prior.plain(len(centre)), len(centre)
+    mean, deviations = plain.mean.copy(), np.diag(plain.root).copy()
+    mean[:d], deviations[:d] = -centre, width
+    return Prior(mean, np.diag(deviations))
+
+
+def of_earlier(columns: Array, losses: Array, noise: float, d: int) -> list[Prior]:
+    """Return the priors from trials at ``columns`` (n, D + E) of an earlier search. This one has the first ``d``."""
+    posterior = fit(columns, losses, noise).as_prior()
+    kept = _kept(columns.shape[1], d)
+    plain = Prior.plain(d)
+    mean, covariance = plain.mean.copy(), plain.root.copy()
+    ratio = np.ones(len(kept))
+    if len(kept) > 2 * d:
+        ratio[2 * d :] = interaction(columns.shape[1]) / interaction(d)
+    rows = posterior.root[kept] * ratio[:, None]
+    mean[: len(kept)] = posterior.mean[kept] * ratio
+    covariance[: len(kept), : len(kept)] = rows @ rows.T
+    size = np.eye(len(mean))
+    return [Prior(mean, np.asarray(np.linalg.cholesky(covariance + each**2 * size))) for each in DIFFERENCES]
+
+
+def _kept(columns: int, d: int) -> NDArray[np.int_]:
+    """Return the indices of the coefficients of the first ``d`` columns: slopes, curvatures and, if there are any,
+    interactions."""
+    kept = [np.arange(d), columns + np.arange(d)]
+    if columns <= MOST_WITH_INTERACTIONS:
+        _, j = np.triu_indices(columns, 1)
+        kept.append(2 * columns + np.flatnonzero(j < d))
+    return np.concatenate(kept)
