@@ -379,7 +379,7 @@ def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[
     assert not any(state.octaves.values())
     assert (state.noise_floor, state.noise_runs) == (0.5, GIVEN)
     assert read_study(tmp_path / "study").noise_floor == 0.5
-    with pytest.raises(InputError, match=r"has another noise: 0.5 there, None here"), study("trust-region"):
+    with pytest.raises(InputError, match=r"has another noise: 0.5 there, none here"), study("trust-region"):
         pass
 
 

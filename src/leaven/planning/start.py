@@ -9,7 +9,7 @@ from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import Neighbours, neighbours
 from leaven.catalogue.starter.decisions import Derivation, derivation_step
 from leaven.catalogue.starter.request import StarterRequest
-from leaven.catalogue.starter.starter import starter
+from leaven.catalogue.starter.starter import LEAST_HELD_OUT, MOST_EVALUATED, starter
 from leaven.documents.planning import ComparedRow, NewRecipe, ProxyRow
 from leaven.planning.hardware import Cluster
 from leaven.planning.layouts import Job
@@ -152,12 +152,14 @@ def _proxy(derived: Derivation) -> Recipe | None:
         tokens=proxy.tokens,
         name=f"{target.name}-proxy",
     )
-    held_out = min(max(proxy.tokens // 100, 8 * proxy.shape.seq_len), target.evaluation.tokens)
+    least = LEAST_HELD_OUT * proxy.shape.seq_len
+    held_out = min(max(proxy.tokens // 100, least), target.evaluation.tokens)
     why = small.why | {
         **{path: sentence("proxy", path, {"target": target.name}) for path in constants("proxy") if path != "layout"},
         **dict.fromkeys(one, sentence("proxy", "layout", {})),
     }
-    return small.replace({"evaluation.tokens": held_out, "why": why})
+    often = max(small.evaluation.every_tokens or 0, round(held_out / MOST_EVALUATED))
+    return small.replace({"evaluation.tokens": held_out, "evaluation.every_tokens": often, "why": why})
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
