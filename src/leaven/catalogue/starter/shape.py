@@ -37,9 +37,11 @@ SMALL_ASPECT = 16.0
 RECENT = "2024"
 """Runs from this year on decide sequence length and shared key-value heads, which depend more on year than on
 size."""
-LEAST_SEQUENCES_A_BATCH = 64
-"""A batch has at least this many sequences, so that the much smaller batch of a proxy still has whole sequences."""
+SEQUENCES_A_BATCH = 64
+"""Sequences are shortened until the batch that laws predict has about this many, so that the much smaller batch of a
+proxy still has whole sequences."""
 SHORTEST = 128
+"""Tokens of the shortest sequence."""
 _DEEPEST = 200
 _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # what the number of layers modulo 4 adds to the cost of a shape
 # (least width, unit): from this width on, widths are multiples of this unit. From 4,096 on, the heads of 128 then
@@ -272,7 +274,7 @@ def _lengths(near: Neighbours) -> Votes:
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     """Return the requested sequence length, or the middle of the recent neighbours' lengths.
 
-    The middle is shortened to a power of two of which `LEAST_SEQUENCES_A_BATCH` fit into the batch that the laws
+    The middle is shortened to a power of two of which `SEQUENCES_A_BATCH` fit into the batch that the laws
     predict.
     """
     if request.seq_len:
@@ -280,9 +282,13 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
     usual = float(_lengths(near).value)
     if near.reference:
         return round(usual)
-    batch = middle(batches(evaluate(request.params, request.tokens), "optimal")).value
-    length = min(usual, max(batch / LEAST_SEQUENCES_A_BATCH, SHORTEST))
+    length = min(usual, max(_predicted_batch(request) / SEQUENCES_A_BATCH, SHORTEST))
     return 1 << math.floor(math.log2(length) + 0.25)
+
+
+def _predicted_batch(request: StarterRequest) -> float:
+    """Return the middle of the batches that laws predict, in tokens."""
+    return float(middle(batches(evaluate(request.params, request.tokens), "optimal")).value)
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
@@ -290,6 +296,7 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
     run, heads, lengths = near.reference, model.n_heads, _lengths(near)
     aspects = middle(near.values(lambda run: run.aspect))
     aspect = {"aspect": model.d_model / model.n_layers, "aspects": aspects}
+    predicted, shortened = _predicted_batch(request), not request.seq_len and model.seq_len < lengths.value / 1.5
     facts: dict[str, dict[str, Any]] = {
         "n_layers": {**aspect, "even": model.n_layers % 4 == 0},
         "d_model": {**aspect, "d_head": model.d_head},
@@ -305,6 +312,7 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "d_ff": {
             "ratio": model.d_ff / model.d_model,
             "usual": usual_ff_ratio(model.activation, heads, model.n_kv_heads),
+            "multiple": math.gcd(model.d_ff, 256),  # no step of the MLP widths is larger
         },
         "vocab_size": {
             "given": bool(request.vocab),
@@ -320,9 +328,10 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "seq_len": {
             "given": bool(request.seq_len),
             "lengths": lengths,
-            "sequences": LEAST_SEQUENCES_A_BATCH
-            if model.seq_len < lengths.value / 1.5 and not request.seq_len
-            else None,
+            "predicted": predicted,
+            "sequences": int(predicted / model.seq_len) if shortened else None,
+            "wanted": SEQUENCES_A_BATCH,
+            "shortest": SHORTEST,
         },
     }
     for name, known in facts.items():
