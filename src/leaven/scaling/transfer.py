@@ -144,8 +144,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
     Shape, batch, tokens, data, layout, stability, evaluation and precision stay as in the target. Values outside
     ``[hyperparameters]`` that a study searched are transferred too. The warm-up keeps its share of the run. The
-    tokens keep their ratio to the base's tokens, and the batch its ratio to the batch with which the study began.
-    Other values are copied.
+    tokens keep their ratio to the base's tokens, and the batch its ratio to the batch with which the study began. If
+    that is the target's own value, it keeps the target's reason. Other values are copied.
 
     Raises:
         InputError: if the two models belong to different families, or if the run is too short for Adam's moments.
@@ -162,21 +162,24 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
             f"--like: {target.name} has {target.data.tokens:,} tokens, less than one batch of "
             f"{target.batch.tokens:,}; raise data.tokens or lower batch.tokens in that recipe"
         )
-    longer = target.data.tokens / tuned.data.tokens
     changes: dict[str, Any] = {
         "hyperparameters": tuned.hyperparameters.model_dump(),
         "scaling": tuned.scaling.model_dump() | {"base": _pinned(tuned, target.model)},
     }
-    searched = {path for path in searched_paths(tuned) if not path.startswith(("hyperparameters.", "data."))}
+    studied = searched_paths(tuned)
+    longer = target.data.tokens / (tuned.base.tokens if "data.tokens" in studied else tuned.data.tokens)
+    counts = {
+        "schedule.warmup_tokens": longer,
+        "data.tokens": longer,
+        "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
+    }
+    # Where the study stayed at the target's own proportion, the target keeps its value and its reason.
+    kept_counts = {path for path, factor in counts.items() if round(_at(target, path) / factor) == _at(tuned, path)}
+    searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
     for path in searched:
-        changes[path] = _at(tuned, path)
-    if "schedule.warmup_tokens" in searched:
-        changes["schedule.warmup_tokens"] = max(round(tuned.schedule.warmup_tokens * longer), 1)
-    if "data.tokens" in searched_paths(tuned):
-        changes["data.tokens"] = round(target.data.tokens * tuned.data.tokens / tuned.base.tokens)
+        changes[path] = max(round(_at(tuned, path) * counts[path]), 1) if path in counts else _at(tuned, path)
     if "batch.tokens" in searched:
-        del changes["batch.tokens"]
-        sequences = target.batch.tokens * tuned.batch.tokens / _start_batch(tuned, target) / target.model.seq_len
+        sequences = changes.pop("batch.tokens") / target.model.seq_len
         changes["batch"] = moved_batch(target, max(round(sequences), 1) * target.model.seq_len)
     try:
         moved = target.replace(changes)
@@ -186,6 +189,9 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     values = ("hyperparameters", "scaling.")
     kept = {path: why for path, why in target.why.items() if not path.startswith(values) and path not in searched}
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
+    for path in searched & counts.keys():
+        facts = {"study": tuned.why[path], "factor": counts[path]}
+        transferred[path] = "; ".join(filled(templates(Path(__file__).parent)["transfer like"]["moved"], facts))
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     return moved.replace({"why": kept | transferred | reasons})
 
@@ -269,13 +275,15 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the reason for each value that the transfer changed."""
-    base = after.base
+    base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,
         "after": after,
         "where": f"width {base.width}, depth {base.depth}, batch {format_quantity(base.batch_tokens)}, "
         f"{format_quantity(base.tokens)} tokens",
         "warmup": before.schedule.warmup_tokens / before.data.tokens,
+        "studied": any(path.startswith("hyperparameters.") for path in searched),
+        "clip": before.why["hyperparameters.grad_clip"] if "hyperparameters.grad_clip" in searched else None,
     }
     for name, part, whole in (("group", "n_heads", "n_kv_heads"), ("ff", "d_ff", "d_model")):
         old, new = (getattr(of.model, part) / getattr(of.model, whole) for of in (before, after))
