@@ -88,6 +88,16 @@ def test_shown_values_are_rounded_as_the_search_rounds_them(study, octaves):
     assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
 
 
+def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
+    start = study.centre
+    beta = space(start, "hyperparameters.beta2").dimensions[0]
+    assert points.value(beta, 1.0, start.model.seq_len) == pytest.approx(start.hyperparameters.beta2**2)
+    assert points.change(beta, 1.0) == "2×"
+    said = "2× squares the beta"
+    assert said not in words(study_page(study))  # no beta among the first 31 values
+    assert said in words(folder_page(studied.write(tmp_path / "study", studied.study(count=60))))
+
+
 def test_idle_values_are_called_not_worth_tuning(study):
     words = {each.path: word(each, study) for each in study.coordinates}
     assert {path for path, said in words.items() if said == "not worth tuning"} == set(study.idle)

@@ -151,7 +151,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
         own = cells(dimension, best.values.get(path), moved[path])
         rows.append({"path": path, "start": _shown(dimension.centre), "best": own, "fewest": other})
     few = sum(abs(octaves) > points.UNMOVED for octaves in (fewest or {}).values())
-    betas = any(path in study.space for path in points.BETAS)
+    betas = any(".beta" in path for path in moved)
     return {"rows": rows, "of": len(best.octaves), "fewest": few if fewest else None, "betas": betas, "first": FIRST}
 
 
