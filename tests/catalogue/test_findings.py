@@ -11,6 +11,7 @@ from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
+from leaven.scaling.tested_ranges import warnings
 
 # 360 M parameters and 8 B tokens with common values.
 HEALTHY: dict[str, Any] = {
@@ -239,6 +240,28 @@ def test_a_value_found_by_a_study_is_a_note() -> None:
     one = next(one for one in found(measured) if one.check == "beta1")
     assert one.severity == "note"
     assert "a search found this value" in one.says
+
+
+@pytest.mark.parametrize(
+    ("values", "module"),
+    [
+        ({"beta1": 0.27}, "the hidden matrices have"),
+        ({"beta1": 0.991}, "the hidden matrices have"),
+        ({"beta2": 0.899}, "the hidden matrices have"),
+        ({"modules": {"embedding": {"beta2": 4.0}}}, "embedding has"),
+    ],
+)
+def test_a_beta_that_a_transfer_warns_about_is_outside_even_after_a_study(
+    values: dict[str, Any], module: str
+) -> None:
+    beta = "beta1" if "beta1" in values else "beta2"
+    why = {f"hyperparameters.{beta}": "study crumb, trial 7 (trust-region, 16 trials)"}
+    recipe = healthy(**{f"hyperparameters__{name}": value for name, value in values.items()}, why=why)
+    assert beta in {warning.about for warning in warnings(recipe)}
+    one = next(one for one in found(recipe) if one.check == beta)
+    assert one.severity != "note"
+    assert one.says.startswith(f"{module} {beta} ")
+    assert "runs have trained well with 0." in one.says
 
 
 def test_published_runs_are_never_outside_the_published_range() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leaven.catalogue.findings import CHECKS
+from leaven.catalogue.findings.case import farthest
 from leaven.catalogue.laws import batches, critical_batch, evaluate, power_lines_tau
 from leaven.catalogue.messages import filled, templates
 from leaven.recipe.recipe import Recipe
@@ -38,9 +40,6 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # Adam's update is g / (sqrt(v) + eps): at 0.1 eps takes a tenth of it.
 EPS_SHARE = 0.1
-# beta2: the range to which marin clips it (it would be too low at large batches). beta1: 1 - beta from a tenth of 0.1
-# to five times 0.1.
-BETA_RANGES = {"beta1": (0.5, 0.99), "beta2": (0.9, 0.9999)}
 # Times sqrt(1 / (3 d)). Runs at 2.5 (0.02 at width 5,120: OLMo 2 13B, Pythia 12B) trained; a run at 3.7 did not.
 LARGE_INIT = 3.0
 # RMS of the logits at the start; the first loss is above ln V by half its square. Runs with 1.43 (0.02 at width
@@ -145,12 +144,11 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _betas(table: ParameterTable) -> Iterator[Caution]:
-    for name, (low, high) in BETA_RANGES.items():
-        betas = {getattr(row, name): row.module for row in table.rows}
-        outside = [beta for beta in betas if not low <= beta <= high]
-        if outside:
-            beta = max(outside, key=lambda beta: max(low - beta, beta - high))
-            where = betas[beta] if len(betas) > 1 else "all modules"
+    """Warn about betas beyond the range in which runs have trained well, which `leaven recipes check` reports too."""
+    for check in CHECKS:
+        if check.trained and check.hidden and (row := farthest(table.rows, check.hidden, check.trained)):
+            (low, high), name, beta = check.trained, check.hidden, getattr(row, check.hidden)
+            where = row.module if len({getattr(each, name) for each in table.rows}) > 1 else "all modules"
             facts: dict[str, Any] = {"name": name, "where": where, "low": low, "high": high}
             yield _caution(name, beta, high if beta > high else low, "beta", **facts)
 

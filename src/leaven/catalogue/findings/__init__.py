@@ -7,13 +7,13 @@ what is compared, and a test in ``tests/catalogue`` with a fault that the check 
 import math
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from leaven.catalogue.findings import quantities
-from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, ratio
+from leaven.catalogue.findings.case import VOTES, Bounds, Case, CheckedRow, Suggestion, farthest, ratio
 from leaven.catalogue.findings.quantities import CheckLimits, Reading
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import first_of_each
@@ -22,7 +22,18 @@ from leaven.catalogue.terms import reader
 from leaven.documents.catalogue import FindingRow, Severity
 from leaven.recipe.recipe import Recipe
 
-__all__ = ["CHECKS", "Case", "Check", "CheckedRow", "FindingRow", "Severity", "Suggestion", "find", "findings"]
+__all__ = [
+    "CHECKS",
+    "Case",
+    "Check",
+    "CheckedRow",
+    "FindingRow",
+    "Severity",
+    "Suggestion",
+    "farthest",
+    "find",
+    "findings",
+]
 
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 _ROUNDING = 1.02  # published values are rounded
@@ -40,6 +51,7 @@ class Check:
     usual: Bounds | None = None
     outside: Bounds | None = None
     far: Bounds | None = None
+    trained: Bounds | None = None  # beyond this range even a value that a search found is outside
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
     hidden: str | None = None  # compare this quantity of the hidden matrices, for example beta1
     value: str | None = None  # or compare the recipe's value at this path
@@ -63,7 +75,7 @@ class Check:
             return None
         completed: dict[str, Any] = {"sure": reading.sure and not (far and self.far_from_runs == "note")}
         if reading.value is None and self.hidden:
-            completed["value"] = case.hidden(self.hidden)
+            completed |= self._hidden(case, self.hidden, reading.facts or {})
         elif reading.value is None and self.value:
             completed["value"] = reader(self.value)(case.recipe)
         if reading.of_run is None:
@@ -72,6 +84,23 @@ class Check:
             wanted = [case.at_base(self.hidden or "", value) for value in self.wanted]
             completed["suggestions"] = [*wanted, *self.set]
         return replace(reading, **completed)
+
+    def _hidden(self, case: Case, quantity: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the value of the hidden matrices, or of the module that is farthest beyond `trained`, and facts."""
+        value = case.hidden(quantity)
+        if self.trained is None:
+            return {"value": value}
+        where, row = "the hidden matrices have", farthest(case.rows, quantity, self.trained)
+        if row is None:
+            return {"value": value, "facts": {**facts, "where": where}}
+        if (own := getattr(row, quantity)) != value:
+            where = f"{row.module} has"
+        least, most = self.trained
+        return {"value": own, "facts": {**facts, "where": where, "least": least, "most": most}}
+
+    def untried(self, value: float | None) -> bool:
+        """Return whether a value is beyond the range in which runs have trained well."""
+        return self.trained is not None and value is not None and not self.trained[0] <= value <= self.trained[1]
 
     def distance(self, value: float) -> float:
         """Return the number that is compared with limits: 1 / (1 - beta) steps for a beta, else the value itself."""
@@ -122,12 +151,13 @@ def _rank(severity: Severity | None) -> int:
 
 
 def _all(case: Case) -> list[FindingRow]:
-    found = [one for check in CHECKS if (one := find(check, case))]
-    for n, one in enumerate(found):
+    found = [(check, one) for check in CHECKS if (one := find(check, case))]
+    for n, (check, one) in enumerate(found):
         if _MEASURED.match(case.recipe.why.get(one.path, "")):  # a measured value is a note, not a fault
+            severity = one.severity if check.untried(one.value) else "note"
             says = f"{one.says}; a search found this value, see [why]"
-            found[n] = one.model_copy(update={"severity": "note", "says": says})
-    return found
+            found[n] = check, one.model_copy(update={"severity": severity, "says": says})
+    return [one for _, one in found]
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
@@ -159,6 +189,8 @@ def find(check: Check, case: Case) -> FindingRow | None:
         factor = ratio(check.distance(value), check.distance(high if above else low))
         if not alike and reading.sure and not within(value, limits.outside):
             severity = "outside" if within(value, limits.far) else "far outside"
+        elif check.untried(value):
+            severity = "outside"
     facts = {"value": value, "low": low, "high": high} | dict(reading.facts or {})
     return FindingRow(
         check=check.name,

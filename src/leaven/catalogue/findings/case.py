@@ -52,6 +52,18 @@ class CheckedRow(Protocol):
     def multiplier(self) -> float: ...
 
 
+def farthest(rows: Sequence[CheckedRow], quantity: str, bounds: Bounds) -> CheckedRow | None:
+    """Return the row whose value is farthest outside the bounds, or None if all are inside."""
+    low, high = bounds
+
+    def beyond(row: CheckedRow) -> float:
+        value: float = getattr(row, quantity)
+        return max(low - value, value - high)
+
+    worst = max(rows, key=beyond)
+    return worst if beyond(worst) > 0 else None
+
+
 @dataclass(frozen=True)
 class Case:
     """The recipe to check, the rows of its parameter table, and the number of tokens in its text, if known."""
