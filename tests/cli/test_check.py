@@ -7,10 +7,13 @@ from tests.cli.conftest import Verb
 from tests.verification.test_long_checks import pretend
 from tests.verification.test_sweeps import losses
 
+from leaven.documents.checks import VerdictRow
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer as transferred
+from leaven.verification.coordinates import CoordinateCheck
+from leaven.verification.verdict import verdict
 
 
 @pytest.mark.parametrize("name", ["coordinates", "gradients"])
@@ -22,6 +25,20 @@ def test_two_sizes_and_one_seed_are_inconclusive(name: str, tiny_file: Path, lea
         assert "inconclusive: two sizes and one seed are too few to judge" in " ".join(out.split())
         assert out.splitlines()[-1].startswith("UNDECIDED")
         assert out.splitlines()[-1].endswith("--seeds 3 --widths 16,32,64")
+
+
+def test_a_coordinate_check_that_passed_prints_the_next_command(
+    tiny_file: Path, leaven: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = VerdictRow(module="embedding", axis="width", slope=0.0, limit=0.1, passed=True)
+    passed = verdict("coordinates", "tiny", "size", [row], curves=[], settings={"seeds": 3})
+    monkeypatch.setattr(CoordinateCheck, "run", lambda check, progress: passed)
+    code, out, err = leaven("check", "coordinates", tiny_file, "--set", "data.seed=1")
+    assert code == 0, err
+    assert out.splitlines()[-1] == f"next       leaven train {tiny_file} --run runs/tiny --set data.seed=1"
+    failed = passed.model_copy(update={"passed": False})
+    monkeypatch.setattr(CoordinateCheck, "run", lambda check, progress: failed)
+    assert "leaven train" not in leaven("check", "coordinates", tiny_file)[1]
 
 
 def test_a_measured_exponent_is_written(

@@ -84,7 +84,15 @@ def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, 
     recipe = road / "wheat.toml"
     code, out, _ = leaven("plan", recipe, "--gpus", "cpu")
     assert code == 0
-    (train,) = printed(out)
+    tune, transfer, train = printed(out)
+    tuned = road / "wheat-tuned.toml"
+    assert tune.startswith(
+        f"leaven tune {shlex.quote(str(road / 'wheat-proxy.toml'))} --study studies/wheat --trials"
+    )
+    assert shlex.split(transfer)[:5] == ["leaven", "transfer", "studies/wheat/best.toml", "--like", str(recipe)]
+    assert shlex.split(train)[:5] == ["leaven", "train", str(tuned), "--run", "runs/wheat-tuned"]
+    write_recipe(read_recipe(recipe), tuned)
+    (train,) = printed(leaven("plan", recipe, "--gpus", "cpu")[1])
     assert shlex.split(train)[:5] == ["leaven", "train", str(recipe), "--run", "runs/wheat"]
     assert read_recipe(recipe, [w for w in shlex.split(train)[5:] if w != "--set"])
     code, out, _ = leaven("export", "config", recipe, "--to", "transformers", "-o", "hf", "--lossy", "--json")
@@ -128,9 +136,14 @@ def test_a_recipe_too_large_for_this_machine_is_planned(tiny: Recipe, monkeypatc
     )
 
 
-def test_after_tuning_the_target_leads_to_the_tuned_recipe(tiny: Recipe, tmp_path: Path) -> None:
+def test_a_check_of_the_target_leads_to_its_study_until_there_is_a_tuned_recipe(tiny: Recipe, tmp_path: Path) -> None:
     target, proxy, tuned = (tmp_path / f"wheat{end}.toml" for end in ("", "-proxy", "-tuned"))
     write_recipe(tiny, proxy)
-    assert any("tune" in command for command in next_commands.after_check(target, tiny, []))
+    (tune,) = next_commands.after_check(target, tiny, [])
+    assert tune.startswith(f"leaven tune {proxy} ")
+    assert next_commands.after_coordinates(proxy, tiny, []) == next_commands.after_check(proxy, tiny, [])
     write_recipe(tiny, tuned)
-    assert next_commands.after_check(target, tiny, []) == [f"leaven recipes check {tuned}"]
+    assert next_commands.after_check(target, tiny, []) == [f"leaven train {target} --run runs/wheat"]
+    check, train = next_commands.after_check(tuned, tiny, ["data.seed=1"])
+    assert check == f"leaven check coordinates {tuned} --set data.seed=1"
+    assert next_commands.after_coordinates(tuned, tiny, ["data.seed=1"]) == [train]

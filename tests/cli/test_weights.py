@@ -1,6 +1,7 @@
 """leaven export weights, leaven new --from-weights and leaven sample."""
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -49,6 +50,10 @@ def test_exported_weights_load_in_transformers_and_train_again(
         "architecture": "Qwen3ForCausalLM",
         "params": model.shape.params,
         "tokens": 4_000,
+        "next": [
+            f"leaven recipes check {shlex.quote(str(recipe))}",
+            f"leaven train {shlex.quote(str(recipe))} --run 'runs/next one'",
+        ],
         "schema": "leaven.new-from-weights/1",
     }
     written = read_recipe(recipe)

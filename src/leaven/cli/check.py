@@ -2,16 +2,19 @@
 check_runs.py."""
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from leaven.cli import next_commands
 from leaven.cli.check_options import (
     OutputOption,
     SeedsOption,
     SourceOption,
     SubjectArgument,
     finish,
+    is_factory,
     numbers,
     prepare_text,
     read_subject,
@@ -87,6 +90,10 @@ def coordinates(
     check = CoordinateCheck(models.family, models.widths, models.depths, steps, seeds, factor, models.changed)
     with LiveScreen() as screen:
         document = check.run(screen.counts("models"))
+    if document.passed and not is_factory(subject):
+        path = Path(subject)
+        following = next_commands.after_coordinates(path, load(path, overrides), overrides or ())
+        document = document.model_copy(update={"next": following})
     finish(document, output, json_output)
 
 

@@ -150,5 +150,6 @@ def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source:
         architecture=plain.architecture.name,
         params=recipe.model.params,
         tokens=recipe.data.tokens,
+        next=next_commands.road(output, None, recipe),
     )
     hand_over(document, adopted(output, recipe, weights, document.architecture), json_output)

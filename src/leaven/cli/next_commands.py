@@ -24,18 +24,22 @@ IMPORTED = ("transformers", "megatron")  # the formats that `leaven import confi
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a ``recipes check`` that passed: tune the proxy of the recipe, or train the recipe if
-    it has no proxy."""
+    """Return the commands after a ``recipes check`` that passed: first ``check coordinates`` for a tuned recipe, then
+    the commands after that check."""
+    rule = [_line("check", "coordinates", path, *_sets(overrides))] if path.stem.endswith(TUNED) else []
+    return [*rule, *after_coordinates(path, recipe, overrides)]
+
+
+def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
+    """Return the commands after a ``check coordinates`` that passed: tune the proxy of the recipe, or train the
+    recipe if it has no proxy or a tuned recipe lies beside it."""
     sets = _sets(overrides)
-    proxy = _beside(path, PROXY)
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, sets)
-    tuned = _beside(path, TUNED)
-    if proxy.exists() and not path.stem.endswith(TUNED):
-        return [_line("recipes", "check", tuned)] if tuned.exists() else tune(proxy, read_recipe(proxy), recipe)
-    rule = [_line("check", "coordinates", path, *sets)] if path.stem.endswith(TUNED) else []
-    return [*rule, *train(path, recipe, sets)]
+    if proxy := _proxy_to_tune(path):
+        return tune(_beside(path, PROXY), proxy, recipe)
+    return train(path, recipe, sets)
 
 
 def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
@@ -70,8 +74,8 @@ def after_import(output: Path | None, recipe: Recipe) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after the plan of a recipe: train the recipe in the planned layout, if it fits and leaven
-    supports it."""
+    """Return the commands after the plan of a recipe: train it in the planned layout, if it fits and leaven supports
+    it. A recipe with a proxy that was not tuned yet is tuned first, unless ``overrides`` make it another recipe."""
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
         return []
@@ -82,7 +86,11 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
         for key, value in planned.items()
         if value != own[key]
     ]
-    return [_launch(path, how.layout.ranks, found.cluster.accelerator.node_size, _sets([*overrides, *changes]))]
+    first = []
+    if not overrides and (proxy := _proxy_to_tune(path)):
+        path, first = _beside(path, TUNED), _tune_and_transfer(path, proxy, recipe)
+    launch = _launch(path, how.layout.ranks, found.cluster.accelerator.node_size, _sets([*overrides, *changes]))
+    return [*first, launch]
 
 
 def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
@@ -155,16 +163,27 @@ def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
     begin with the tuning of the proxy if there is one."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target)]
-    small, tuned = _beside(path, PROXY), _beside(path, TUNED)
-    best = Path("studies", target.name, "best.toml")
+    tuned = _beside(path, TUNED)
     return [
-        _line("recipes", "check", small),
-        *tune(small, proxy, target),
-        _line("transfer", best, "--like", path, "-o", tuned),
+        _line("recipes", "check", _beside(path, PROXY)),
+        *_tune_and_transfer(path, proxy, target),
         _line("recipes", "check", tuned),
         _line("check", "coordinates", tuned),
         *train(tuned, target),
     ]
+
+
+def _proxy_to_tune(path: Path) -> Recipe | None:
+    """Return the proxy beside the target at ``path``, or None if there is none or a tuned recipe is there already."""
+    proxy = _beside(path, PROXY)
+    return read_recipe(proxy) if proxy.exists() and not _beside(path, TUNED).exists() else None
+
+
+def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
+    """Return the commands that tune the proxy of the target at ``path`` and write the tuned target."""
+    best = Path("studies", target.name, "best.toml")
+    transfer = _line("transfer", best, "--like", path, "-o", _beside(path, TUNED))
+    return [*tune(_beside(path, PROXY), proxy, target), transfer]
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:

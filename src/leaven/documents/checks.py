@@ -49,6 +49,7 @@ class CheckDocument(Document, schema="check/1"):
     settings: dict[str, Any]
     measured: list[MeasuredRow] = []  # numbers that are not judged
     advice: str = ""  # the options to give for a clearer result
+    next: list[str] = []  # commands; only of a coordinate check of a recipe that passed
 
 
 class MemoryCheckRow(Entry):

@@ -242,6 +242,7 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
     architecture: str
     params: int
     tokens: int
+    next: list[str]  # commands
 
 
 class NoiseFitRow(Entry):
