@@ -26,11 +26,11 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from leaven.catalogue.expectations import Expectation
+from leaven.catalogue.findings import CHECKS
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
-from leaven.scaling.tested_ranges import BETA_RANGES
 from leaven.tuning import point
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
@@ -70,14 +70,16 @@ class Reach(NamedTuple):
     natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
 
 
+# Beyond these ranges of the betas, `leaven recipes check` warns.
+_TRAINED = {check.hidden: check.trained for check in CHECKS if check.hidden and check.trained}
 # "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/log.md).
 REACH = {
     "lr": Reach(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
     "init_std": Reach(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
     "residual": Reach(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
     "weight_decay": Reach(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1, a hundred times less and more"),
-    "beta1": Reach(*BETA_RANGES["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, own: 0.53"),
-    "beta2": Reach(*BETA_RANGES["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
+    "beta1": Reach(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, own: 0.53"),
+    "beta2": Reach(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
     "eps": Reach(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it acts only where it comes near the gradients"),
     "warmup_tokens": Reach(
         0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
