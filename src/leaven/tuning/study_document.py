@@ -123,6 +123,17 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
+class Outlook:
+    """What a larger budget would gain, and which two values bring the most of what was gained."""
+
+    trials: int  # as many further trials as the search has run
+    flops: float  # their cost, at the mean cost of a trial
+    gain: float | None  # nats that they are expected to gain; None after too few trials
+    pair: tuple[str, str] | None = None  # paths; None with fewer than three values, or if nothing was gained
+    pair_share: float = 0.0  # of the predicted gain, if only these two values move from the start
+
+
+@dataclass(frozen=True)
 class Front:
     """A point of the Pareto front of loss and cost."""
 
@@ -149,6 +160,7 @@ class Answer(BaseModel):
     # every path is like this: then the start is the best point, or there are too few trials.
     idle: tuple[str, ...] = ()
     gain: float | None = None  # the start's loss minus the best's, over runs that did not choose the best
+    outlook: Outlook | None = None  # of a trust-region search that has ended
     advice: str = ""  # if all trials diverged: which value to lower
     dimensions: tuple[Dimension, ...] = ()  # what was searched
 

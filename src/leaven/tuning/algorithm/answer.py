@@ -23,6 +23,7 @@ from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
 from leaven.tuning.algorithm.confirmation import ALONE, RERUNS, Confirmation, Losses, Point, changes, confirm, gain
 from leaven.tuning.algorithm.noise_estimate import interval, noise_between_seeds
+from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.surrogate import fitted_noise
 from leaven.tuning.algorithm.trust_region import (
@@ -35,7 +36,7 @@ from leaven.tuning.algorithm.trust_region import (
     region,
     without_outliers,
 )
-from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Front, SlicePoint, StudyTrial
+from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Front, Outlook, SlicePoint, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -73,8 +74,8 @@ def answer(
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
         earlier: trials of an earlier search that informed this one.
     """
-    seen = _look(trials, Axes.of(dimensions, earlier), noise)
-    paths = [d.path for d in dimensions]
+    axes = Axes.of(dimensions, earlier)
+    seen, paths = _look(trials, axes, noise), list(axes.limits)
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
@@ -97,8 +98,19 @@ def answer(
         fewest_cost=_cost(seen, near, point)[0],
         idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
         gain=confirmed.gain if confirmed is not None else None,
+        outlook=_outlook(seen, axes, point) if confirmed is not None and by_surrogate else None,
         dimensions=tuple(dimensions),
     )
+
+
+def _outlook(seen: "_Seen", axes: Axes, point: Array) -> Outlook:
+    searched = np.array([trial.purpose == "search" for trial in seen.trials])
+    gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
+    count, paths, pair = len(seen.trials), list(axes.limits), best_pair(seen.region, point)
+    flops = sum(trial.flops for trial in seen.trials)
+    if pair is None:
+        return Outlook(count, flops, gain)
+    return Outlook(count, flops, gain, (paths[pair[0]], paths[pair[1]]), pair[2])
 
 
 def best_point(

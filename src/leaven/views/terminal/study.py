@@ -20,6 +20,7 @@ from leaven.tuning.study_document import (
     Answer,
     Coordinate,
     Dimension,
+    Outlook,
     StudyDocument,
     StudyTrial,
     covered,
@@ -291,6 +292,20 @@ def answer_text(answer: Answer, width: int | None = None) -> list[str]:
     if unsure := [each.gain for each in answer.unsure]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
         lines.append(f"unsure     {len(unsure)} not known to have gained more than the noise: {gains}")
+    if answer.outlook is not None:
+        lines += _outlook(answer.outlook, answer.noise_floor)
+    return lines
+
+
+def _outlook(outlook: Outlook, noise: float | None) -> list[str]:
+    """Return what a larger budget would gain, and which two values to search with a small one."""
+    lines = []
+    if outlook.gain is not None:
+        against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
+        lines.append(f"outlook    {outlook.trials} more trials are expected to gain {outlook.gain:.4f} nats{against}")
+    if outlook.pair is not None:
+        names = " and ".join(map(short_path, outlook.pair))
+        lines.append(f"two values {names} alone bring {outlook.pair_share:.0%} of the predicted gain")
     return lines
 
 
