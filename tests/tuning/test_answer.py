@@ -204,6 +204,22 @@ def test_a_point_without_confirmation_must_gain_two_and_a_half_times_the_noise()
     assert (found.point, to_confirm(trials, PATHS, 0.02)) == (START, LUCKY)
 
 
+def test_if_the_only_finalist_diverges_the_next_best_point_is_the_answer() -> None:
+    trials, _ = confirmed_with({LUCKY: {1: 2.8}})
+    trials = [
+        dataclasses.replace(run, state="diverged", loss=math.inf) if run.purpose == "rerun" else run for run in trials
+    ]
+    trials.append(trial(9, BETTER, 2.9))
+    found = confirm(trials, PATHS, 0.02)
+    assert found is not None
+    assert (found.point, found.fresh, found.gain) == (BETTER, 0, None)
+    # Two finalists that diverge show that it is not safe there.
+    trials.append(dataclasses.replace(trial(10, [3.0, 0, 0, 0], 2.9, seed=1, purpose="rerun"), state="diverged"))
+    found = confirm(trials, PATHS, 0.02)
+    assert found is not None
+    assert found.point == START
+
+
 def test_a_run_that_chose_is_not_fresh() -> None:
     """The start and the only finalist both diverge with one seed."""
     trials, _ = confirmed_with({LUCKY: {1: math.inf, 2: 2.9}})

@@ -2,6 +2,7 @@
 
 1. The best few points are run again with fresh seeds, because the lowest of many noisy losses is partly luck. The
    point with the lowest mean of these runs is chosen. A point that diverges with any seed cannot be chosen.
+   If the only finalist diverges, the points of the search are compared by their predicted losses, as in 2.
 2. The chosen point must be better than the start by more than the noise, over the seeds that both were run with.
    Otherwise the start is the answer: the search found nothing better. Without confirmation runs (3.) the point must
    be better by 2.5 times the noise, because the noise is only about one standard deviation of the difference then.
@@ -123,7 +124,8 @@ class _Runs:
         whole = min(RERUNS, max(map(len, choosing.values()), default=0))
         found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
         sound = bool(again) and math.isfinite(sum(again.values()))
-        rerun = bool(choosing) and bool(found or sound)
+        # One finalist that diverged says little about the others; if several did, only the start is safe.
+        rerun = bool(found) or (sound and len(choosing) > 1)
         if not rerun:  # the points of the search are compared
             found = {
                 point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
