@@ -76,7 +76,7 @@ def main() -> None:
                 now, best = region(axes, points, losses, found.noise), axes.octaves(found.params)
                 expected = further_gain(now, axes, points, losses, searched=of_search, best=best)
                 gain = function(best) - function(axes.octaves(twice.params))
-                pair, shares = best_pair(now, best), (np.nan,) * 3
+                pair, shares = best_pair(now, points, best, found.noise or 0.0), (np.nan,) * 3
                 if pair and d <= PAIRS:
                     every = {two: share_of(function, d, two) for two in itertools.combinations(range(d), 2)}
                     shares = pair[2], every[min(pair[:2]), max(pair[:2])], max(every.values())

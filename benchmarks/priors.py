@@ -5,7 +5,7 @@ Mean regret on the functions of `benchmarks.small_budgets`, in per cent of that 
 - without knowledge,
 - told where the optimum is, with a standard deviation of half an octave: right; of another function; mirrored,
 - with 16 trials of an earlier search: on the same function with its optimum moved by 0.3 octaves (standard deviation,
-  along each value); on another function; on the mirrored function.
+  along each value), also without knowing its noise; on another function; on the mirrored function.
 
 The noise is given to all of them.
 """
@@ -52,13 +52,16 @@ def told(centre: Array) -> dict[str, object]:
     return {"expected": {name: (float(x), SURE) for name, x in zip(names_of(len(centre)), centre, strict=True)}}
 
 
-def after(function: Function, d: int, seed: int, noise: float) -> dict[str, object]:
-    """Return the trials of an earlier search as knowledge, or nothing if its start diverges."""
+def after(function: Function, d: int, seed: int, noise: float, *, known: bool = True) -> dict[str, object]:
+    """Return the trials of an earlier search as knowledge, or nothing if its start diverges.
+
+    ``known``: whether the noise of the earlier search is known.
+    """
     if not np.isfinite(function(np.zeros(d))):
         return {}
     trials = [each for each in run(function, d, EARLIER, seed + 1, noise).trials if np.isfinite(each.loss)]
     points = np.array([[trial.params[name] for name in names_of(d)] for trial in trials])
-    return {"earlier": EarlierTrials(points, np.array([trial.loss for trial in trials]), noise)}
+    return {"earlier": EarlierTrials(points, np.array([trial.loss for trial in trials]), noise if known else None)}
 
 
 def knowledge(family: str, d: int, seed: int, noise: float) -> dict[str, Callable[[], dict[str, object]]]:
@@ -70,6 +73,7 @@ def knowledge(family: str, d: int, seed: int, noise: float) -> dict[str, Callabl
         "told: another": lambda: told(optimum_of(family, d, seed + OTHER)),
         "told: mirrored": lambda: told(-optimum),
         "earlier: alike": lambda: after(lambda x: 1.5 * truth(x + shift), d, seed, noise),
+        "alike, noise unknown": lambda: after(lambda x: 1.5 * truth(x + shift), d, seed, noise, known=False),
         "earlier: another": lambda: after(made_up(family, d, seed + OTHER), d, seed, noise),
         "earlier: mirrored": lambda: after(lambda x: truth(-x), d, seed, noise),
     }

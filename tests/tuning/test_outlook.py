@@ -55,12 +55,27 @@ def test_the_best_pair_is_the_two_values_that_matter() -> None:
     def loss(x: Proposal) -> float:
         return (x["lr.0"] - 1) ** 2 + (x["v.5"] + 1) ** 2 + 0.02 * sum((x[name] - 0.5) ** 2 for name in NAMES)
 
-    now, _, _, _, best = after(search(loss, AXES.limits, trials=60, noise=0.0))
-    pair = best_pair(now, best)
+    now, points, _, _, best = after(search(loss, AXES.limits, trials=60, noise=0.0, stop_at_noise=False))
+    pair = best_pair(now, points, best, 0.0)
     assert pair is not None
     assert {NAMES[i] for i in pair[:2]} == {"lr.0", "v.5"}
-    assert 0.9 < pair[2] <= 1
-    assert best_pair(now, np.zeros(D)) is None  # nothing is gained
+    assert 0.5 < pair[2] <= 1
+    assert best_pair(now, points, np.zeros(D), 0.0) is None  # nothing is gained
+    assert best_pair(now, points, best, 10.0) is None  # nothing above the noise
+    assert best_pair(now, points[: 3 * D - 1], best, 0.0) is None  # too few trials
+
+
+def test_a_gain_beyond_the_divergence_boundary_is_none() -> None:
+    """The loss falls along the first value until it diverges."""
+
+    def loss(x: Proposal) -> float:
+        at = x["lr.0"]
+        return float("inf") if at > 0.6 else -0.5 * at + 0.3 * sum(x[name] ** 2 for name in NAMES[1:])
+
+    now, points, losses, proposed, best = after(search(loss, AXES.limits, trials=40, noise=0.01, stop_at_noise=False))
+    gain = further_gain(now, AXES, points, losses, searched=proposed, best=best)
+    assert gain is not None
+    assert gain < 0.06  # at most 0.5 (0.6 - best) is left, and the others' 0.3 x^2
 
 
 def test_the_answer_says_it_in_two_lines() -> None:

@@ -1,13 +1,17 @@
 """Read the trials of an earlier study, as knowledge for a search of another size or space (``--from-study``).
 
-The two studies must share their base and scaling rule: then equal hyperparameters mean the same at every size. Batch,
-tokens and warm-up are not scaled by a rule; they count from the start of their own study.
+The two studies must share their base and scaling rule: then equal hyperparameters mean the same at every size. Every
+value counts from the recipe of this search:
 
-A value by module counts as trained, together with the global value: a study that doubled the global lr has doubled
-the lr of every module. So the global values of the earlier study inform a search by module.
+- A value by module counts as trained, together with the global value: a study that doubled the global lr has doubled
+  the lr of every module. So the global values of the earlier study inform a search by module.
+- The warm-up counts as a share of the run. Batch and tokens are chosen for a size, not scaled by a rule: they count
+  from the start of their own study or, if this recipe comes from a study that moved them, from its best point.
 """
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,27 +20,27 @@ from pydantic import ValidationError
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe, split_path
+from leaven.scaling.transfer import searched_paths
 from leaven.tuning.algorithm.prior import EarlierTrials
-from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, Value, distance, recipe_at, value_at
+from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, levels, recipe_at, value_at
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import StudyDocument
 
-LEAST = 4  # finished trials, fewer say too little
-MEASURED = 2  # degrees of freedom from which a noise is used again
-_OF_THE_RUN = (BATCH, TOKENS, WARM_UP)
+LEAST = 4  # finished trials; fewer say too little
+MEASURED = 4  # degrees of freedom from which a noise is taken over as known
 
 
 def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | None]:
     """Return the finished trials of the study in ``folder``, at points of ``space``, and its noise if it is known.
 
-    Values that only the earlier study searched follow those of ``space``, in steps of their own scale.
+    Numbers that only the earlier study searched follow those of ``space``, in steps of their own scale.
 
     Raises:
-        InputError: if the folder has no study, or one with another base, rule or search method for a choice, or with
-            too few finished trials.
+        InputError: if the folder has no study that can be read, or one with another base or rule or with too few
+            finished trials, or with a value of 0 that this search moves.
     """
-    document, centre = _read(folder)
     what, recipe = f"--from-study {folder}", space.recipe
+    document, centre = _read(folder, what)
     if (centre.base, centre.scaling.rule) != (recipe.base, recipe.scaling.rule):
         raise InputError(
             f"{what}: its recipe has another base or scaling rule, so equal values mean something else; "
@@ -47,45 +51,56 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
     if len(ended) < LEAST:
         raise InputError(f"{what}: it has {len(ended)} finished trials, fewer than {LEAST}; wait, or leave it out")
     rows = []
-    for trial in ended:
-        octaves = trial.octaves or {}
-        there = recipe_at(centre, octaves)
-        own = [_octaves(path, octaves, there, recipe, space) for path in space.paths]
-        rows.append([*own, *(octaves[other.path] / other.scale for other in others)])
+    try:
+        for trial in ended:
+            there = recipe_at(centre, trial.octaves or {})
+            since = {path: (trial.octaves or {}).get(path, 0.0) for path in (BATCH, TOKENS)}
+            for path in since.keys() & searched_paths(recipe):
+                since[path] -= document.octaves.get(path, 0.0)
+            own = [_octaves(path, there, space, since) for path in space.paths]
+            rows.append([*own, *(_octaves(other.path, there, space, since) / other.scale for other in others)])
+    except (ValueError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{what}: its trials cannot be compared with this recipe ({error}); a value of 0, or one that the other "
+            "recipe lacks, has no distance; leave it out"
+        ) from None
     noise = document.noise_floor if document.noise_runs >= MEASURED else None
-    losses = np.array([trial.loss for trial in ended], float)
-    return EarlierTrials(np.array(rows), losses, document.noise_floor or 0.0), noise
+    return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise
 
 
-def _read(folder: Path) -> tuple[StudyDocument, Recipe]:
+def _read(folder: Path, what: str) -> tuple[StudyDocument, Recipe]:
     try:
         document = StudyDocument.model_validate(json.loads((folder / "study.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError):
-        raise InputError(f"--from-study {folder}: no study; give the folder of a leaven tune --study") from None
+    except OSError:
+        raise InputError(f"{what}: no study.json there; give the folder of a leaven tune --study") from None
+    except (ValueError, ValidationError):
+        raise InputError(
+            f"{what}: its study.json is damaged; run its leaven tune command again to write it"
+        ) from None
     return document, read_recipe(folder / "centre.toml")
 
 
-def _octaves(path: str, octaves: dict[str, float], there: Recipe, here: Recipe, space: Space) -> float:
-    """Return how far the value at ``path`` is from the recipe ``here`` in an earlier trial: the recipe ``there``, at
-    a point of its own study. A choice is a level of ``space``."""
-    if path in _OF_THE_RUN:
-        return octaves.get(path, 0.0)
-    to, own = _as_trained(there, path, space), _as_trained(here, path, space)
+def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
+    """Return how far the value at ``path`` in a trial's recipe is from that of ``space.recipe``, as in ``octaves``.
+
+    ``since`` has the distances of batch and tokens.
+    """
+    here = space.recipe
+    if path in since:
+        return since[path]
+    if path == WARM_UP:
+        share, own_share = (of.schedule.warmup_tokens / of.data.tokens for of in (there, here))
+        return math.log2(share / own_share)
     if path in CHOICES:
-        levels = next(d.levels for d in space.dimensions if d.path == path)
-        return float(levels.index(str(to))) if to in levels else 0.0
-    if to is None or own is None:
-        return 0.0
-    return distance(path, float(own), float(to))
-
-
-def _as_trained(recipe: Recipe, path: str, space: Space) -> Value | None:
-    """Return the value at a path; for a value by module times the global value, if that is not searched itself."""
-    value, keys = value_at(recipe, path), split_path(path)
-    globally = f"hyperparameters.{keys[-1]}"
-    if keys[1:2] != ["modules"] or globally in space.paths or value is None:
-        return value
-    whole = value_at(recipe, globally)
-    if whole is None:
-        return value
-    return float(whole) ** float(value) if keys[-1].startswith("beta") else float(whole) * float(value)
+        return float(levels(here, path).index(str(value_at(there, path))))
+    to, own = value_at(there, path), value_at(here, path)
+    if to == own or to is None or own is None:  # None: an init_std that a named init sets
+        octaves = 0.0
+    elif path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")):
+        octaves = math.log2(float(to) / float(own))  # of a multiplier; for a beta, of an exponent
+    else:
+        octaves = distance(path, float(own), float(to))
+    globally = f"hyperparameters.{split_path(path)[-1]}"
+    if path.startswith("hyperparameters.modules.") and globally not in space.paths:
+        octaves += _octaves(globally, there, space, since)
+    return octaves

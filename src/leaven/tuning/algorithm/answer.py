@@ -25,7 +25,7 @@ from leaven.tuning.algorithm.confirmation import ALONE, RERUNS, Confirmation, Lo
 from leaven.tuning.algorithm.noise_estimate import interval, noise_between_seeds
 from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.prior import EarlierTrials
-from leaven.tuning.algorithm.surrogate import fitted_noise
+from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
 from leaven.tuning.algorithm.trust_region import (
     DOWN,
     RISK,
@@ -41,7 +41,6 @@ from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Fr
 Array = NDArray[np.float64]
 
 MEASURED = 2  # degrees of freedom of a noise that is known well enough to judge a gain
-FITTED = 64  # the most trials to which a noise is fitted, because the time grows with their cube
 SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
 TOGETHER = 2.0  # the same if many multipliers move, because the errors of the surrogate add up
 SLICE = 21  # number of points of a slice
@@ -106,9 +105,9 @@ def answer(
 def _outlook(seen: "_Seen", axes: Axes, point: Array) -> Outlook:
     searched = np.array([trial.purpose == "search" for trial in seen.trials])
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
-    count, paths, pair = len(seen.trials), list(axes.limits), best_pair(seen.region, point)
-    flops = sum(trial.flops for trial in seen.trials)
-    if pair is None:
+    count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
+    pair = best_pair(seen.region, seen.points, point, seen.floor)
+    if pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any():  # nothing is gained over a divergence
         return Outlook(count, flops, gain)
     return Outlook(count, flops, gain, (paths[pair[0]], paths[pair[1]]), pair[2])
 

@@ -15,10 +15,11 @@ import itertools
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.tuning.algorithm.trust_region import DESIGNED, TRUST, Array, Axes, Region, region
+from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, TRUST, Array, Axes, Region, region
 
 DRAWS = 48
 LEAST = 8  # trials of the search; half of fewer say nothing
+PER_VALUE = 3  # trials: with 16 trials of 9 values the pair brought half of what was said
 CANDIDATES = 12  # values among which the best pair is searched: those with the largest gains alone
 
 
@@ -42,7 +43,7 @@ def further_gain(
     high = np.where(number, np.minimum(here + TRUST, now.features.of(now.high)), here)
     for _ in range(DRAWS):
         drawn = now.surrogate.draw(rng)
-        there = drawn.minimum(here, low, high)
+        there = now.divergence.shorten(drawn.minimum(here, low, high), here, RISK)
         at_best, at_minimum = drawn(np.array([here, there]))
         left.append(at_best - at_minimum)
     most = float(np.median(left))
@@ -53,31 +54,36 @@ def further_gain(
     return max(most, 0.0) / 2
 
 
-def best_pair(now: Region, best: Array) -> tuple[int, int, float] | None:
-    """Return the two values that bring the most of the predicted gain if only they move, and its share.
+def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
+    """Return the two values that bring the most of the predicted gain if only they move, and their share of it.
 
-    The others stay at the start. The result is None if nothing is gained, or fewer than three values are searched.
+    The others stay at the start, choices too. The result is None if less than three values are searched, if there are
+    fewer than ``PER_VALUE`` trials for each, or if the gain is not above the noise.
+
+    Args:
+        points: (n, D), the trials. The two values stay between the settings that were tried.
+        best: the best point (D,).
+        noise: standard deviation of the loss between seeds.
     """
-    d = len(best)
-    start, end = now.belief(np.array([np.zeros(d), best]))
-    if d < 3 or not start > end:
+    features, number, d = now.features, now.features.level == 0, len(best)
+    zero, there = features.of(np.zeros(d)), np.where(number, features.of(best), 0.0)
+    if int(number.sum()) < 3 or len(points) < PER_VALUE * d:
         return None
-    features = now.features
-    zero, low, high = features.of(np.zeros(d)), features.of(now.low), features.of(now.high)
-    far = np.abs(features.of(best)) + TRUST  # not where no trial has been
-    low, high = np.maximum(low, -far), np.minimum(high, far)
 
-    def gain(*values: int) -> float:
-        free = np.isin(features.owner, values) & (features.level == 0)
-        there = now.surrogate.mean.minimum(zero, np.where(free, low, zero), np.where(free, high, zero))
-        reached = features.point(there)
-        if now.risk(reached[None])[0] > max(float(now.risk(best[None])[0]), 0.5):
-            return 0.0
-        return float(start - now.belief(reached[None])[0])
+    def loss(columns: Array) -> float:
+        return float(now.surrogate.value(columns[None])[0])
 
-    alone = sorted((i for i in range(d) if not now.features.levels[i]), key=gain, reverse=True)[:CANDIDATES]
-    pairs = {pair: gain(*pair) for pair in itertools.combinations(alone, 2)}
-    if not pairs:
+    gained = loss(zero) - loss(there)
+    if not gained > noise:
         return None
-    pair = max(pairs, key=lambda each: pairs[each])
-    return (*pair, min(max(pairs[pair] / float(start - end), 0.0), 1.0))
+    seen = features.of(points)
+    low, high = seen.min(0), seen.max(0)
+
+    def gain(*owners: int) -> float:
+        free = np.isin(features.owner, owners) & number
+        found = now.surrogate.mean.minimum(zero, np.where(free, low, zero), np.where(free, high, zero))
+        return loss(zero) - loss(now.divergence.shorten(found, zero, RISK))
+
+    alone = sorted(features.owner[number].tolist(), key=gain, reverse=True)[:CANDIDATES]
+    pair = max(itertools.combinations(alone, 2), key=lambda two: gain(*two))
+    return (*pair, min(gain(*pair) / gained, 1.0))

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.tuning.algorithm.surrogate import MOST_WITH_INTERACTIONS, Array, Prior, fit, interaction
+from leaven.tuning.algorithm.surrogate import (
+    FITTED,
+    MOST_WITH_INTERACTIONS,
+    Array,
+    Prior,
+    fit,
+    fitted_noise,
+    interaction,
+)
 
-DIFFERENCES = 0.15, 0.5  # of the coefficients of two searches, in units of h
+DIFFERENCES = 0.3, 0.8  # of the coefficients of two searches, in units of h
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +32,7 @@ class EarlierTrials:
 
     points: Array  # (n, D + E), octaves from the start of this search; the last E values are not searched here
     losses: Array  # (n,), finite
-    noise: float  # standard deviation of the loss between seeds, 0 if it is unknown
+    noise: float | None  # standard deviation of the loss between seeds; None if it is unknown
 
     @property
     def digest(self) -> str:
@@ -41,8 +49,14 @@ def of_expectations(centre: Array, width: Array) -> Prior:
     return Prior(mean, np.diag(deviations))
 
 
-def of_earlier(columns: Array, losses: Array, noise: float, d: int) -> list[Prior]:
-    """Return the priors from trials at ``columns`` (n, D + E) of an earlier search. This one has the first ``d``."""
+def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
+    """Return the priors from trials at ``columns`` (n, D + E) of an earlier search. This one has the first ``d``.
+
+    An unknown noise is fitted to the lowest losses: without noise, few trials would say far too much.
+    """
+    if noise is None:
+        lowest = np.argsort(losses)[:FITTED]
+        noise = fitted_noise(columns[lowest], losses[lowest])
     posterior = fit(columns, losses, noise).as_prior()
     kept = _kept(columns.shape[1], d)
     plain = Prior.plain(d)

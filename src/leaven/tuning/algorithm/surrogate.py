@@ -36,6 +36,7 @@ MODEL_ERROR = 0.1  # k
 MOST_WITH_INTERACTIONS = 12
 LOWER_HALF = 1.7  # standard deviation of normal losses over that of their lower half
 LEAST_NOISE = 1e-3  # of the standard deviation of the losses: the least noise that is assumed
+FITTED = 64  # the most trials to which a noise is fitted, because the time grows with their cube
 SWEEPS = 100  # of the coordinate descent at most
 
 
