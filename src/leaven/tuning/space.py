@@ -162,14 +162,17 @@ class Space:
 
         They often copied one another, so half a step is the least standard deviation.
         """
+        known = {
+            each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
+            for each in self.dimensions
+            if (found := expected.get(each.path)) is not None
+        }
+        return self.knowing(known, self.earlier)
 
-        def told(each: Dimension) -> Dimension:
-            if (found := expected.get(each.path)) is None:
-                return each
-            centre = min(max(found.octaves, each.low), each.high)
-            return replace(each, expected=(centre, max(found.deviation, each.scale / 2)))
-
-        return replace(self, dimensions=tuple(map(told, self.dimensions)))
+    def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> "Space":
+        """Return the space with what is known before the search, see :class:`Axes`."""
+        told = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
+        return replace(self, dimensions=told, earlier=earlier)
 
     def within_near(self) -> "Space":
         """Return the space limited to the initial box, for a grid."""

@@ -7,7 +7,6 @@
   each coefficient gets a further standard deviation of one of ``DIFFERENCES`` times h; the evidence decides which.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,12 +32,6 @@ class EarlierTrials:
     points: Array  # (n, D + E), octaves from the start of this search; the last E values are not searched here
     losses: Array  # (n,), finite
     noise: float | None  # standard deviation of the loss between seeds; None if it is unknown
-
-    @property
-    def digest(self) -> str:
-        """A short hash, by which two commands on one study see that they have the same trials."""
-        rounded = [np.round(values, 9) + 0.0 for values in (self.points, self.losses)]  # -0.0 + 0.0 is 0.0
-        return hashlib.sha256(b"".join(values.tobytes() for values in rounded)).hexdigest()[:12]
 
 
 def of_expectations(centre: Array, width: Array) -> Prior:

@@ -16,7 +16,14 @@ from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import check_informed, check_method, sampler
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
 from leaven.tuning.service.search_plan import SearchPlan, SearchResult, known_runs
-from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
+from leaven.tuning.service.settings import (
+    check_name,
+    check_same,
+    knowledge,
+    load_or_create,
+    search_settings,
+    with_stored_knowledge,
+)
 from leaven.tuning.service.stores import open_store
 from leaven.tuning.service.trial_log import Budget
 
@@ -116,8 +123,9 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     store, here, what = open_store(storage), search_settings(method, axes, seed, noise), f"the stored study {name}"
-    study, there = load_or_create(store, name, sampler(method, axes, seed), here, what)
+    study, there = load_or_create(store, name, sampler(method, axes, seed), here | knowledge(axes), what)
     check_same(there, here, what, "give it another name")
+    axes = with_stored_knowledge(axes, there, what)
     plan = SearchPlan(study, axes, method, seed, budget, noise, stop_at_noise)
     loop = SearchLoop(plan, store, objective, given.workers, stop, watch, given.lease_seconds)
     return plan.result(loop.run(), time.time(), stop())

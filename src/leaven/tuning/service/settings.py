@@ -3,18 +3,22 @@
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
 from leaven.recipe.errors import InputError
+from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 
 ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
-PRIOR, EARLIER = "prior", "earlier study"  # settings that studies of older versions do not have
+EXPECTED, EARLIER = "expected", "earlier"
+OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
 LONGEST = 512  # characters of a study's name, in Optuna's tables
 PATIENCE, POLL = 5.0, 0.02  # seconds to wait for that attribute of a new study, and between looks
 
@@ -35,9 +39,34 @@ def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> 
     }
     near = {"near": {name: list(both) for name, both in axes.near.items()}} if axes.near else {}
     scales = dict(zip(axes.limits, axes.scale.tolist(), strict=True))
-    earlier = f"{len(axes.earlier.losses)} trials, digest {axes.earlier.digest}" if axes.earlier else None
-    known = {PRIOR: ", ".join(axes.expected) or None, EARLIER: earlier}
-    return {"method": method, "space": space, "scales": scales, "seed": seed, "noise": noise, **near, **known}
+    return {"method": method, "space": space, "scales": scales, "seed": seed, "noise": noise, **near}
+
+
+def knowledge(axes: Axes) -> dict[str, Any]:
+    """Return what is known before a search, for the store: laws and an earlier study may change until it resumes."""
+    found: dict[str, Any] = (
+        {EXPECTED: {name: list(both) for name, both in axes.expected.items()}} if axes.expected else {}
+    )
+    if axes.earlier is not None:
+        points, losses = axes.earlier.points.tolist(), axes.earlier.losses.tolist()
+        found[EARLIER] = {"points": points, "losses": losses, "noise": axes.earlier.noise}
+    return found
+
+
+def with_stored_knowledge(axes: Axes, there: Settings, what: str) -> Axes:
+    """Return the axes with the knowledge that the study was created with, whether this command gives it or not.
+
+    Raises:
+        InputError: if this command gives knowledge of a kind that the study was created without.
+    """
+    for given, key in ((axes.expected, EXPECTED), (axes.earlier, EARLIER)):
+        if given and key not in there:
+            raise InputError(f"{what} was created without {OPTIONS[key]}; leave that out, or use another study")
+    earlier = there.get(EARLIER)
+    if earlier is not None:
+        earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
+    expected = {name: (low, high) for name, (low, high) in there.get(EXPECTED, {}).items()}
+    return replace(axes, expected=expected, earlier=earlier)
 
 
 def load_or_create(
@@ -82,10 +111,10 @@ def check_same(there: Settings, here: Settings, what: str, instead: str) -> None
         InputError: if the settings differ; the message says how.
     """
     for key, value in here.items():
-        if key not in there and key not in {PRIOR, EARLIER}:
+        if key not in there:
             raise InputError(f"{what} was created by another program, because it has no {key}; {instead}")
-        if (stored := there.get(key)) != value:
-            raise InputError(f"{what} has another {key}: {_difference(stored, value)}; {instead}")
+        if there[key] != value:
+            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
 
 
 def _difference(there: Any, here: Any) -> str:

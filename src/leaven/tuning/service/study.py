@@ -39,7 +39,15 @@ from leaven.tuning.service.results import study_document, write_results
 from leaven.tuning.service.samplers import check_informed, check_method, sampler
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import NothingFound, SearchPlan, SearchResult
-from leaven.tuning.service.settings import check_name, check_same, load_or_create, search_settings
+from leaven.tuning.service.settings import (
+    EARLIER,
+    check_name,
+    check_same,
+    knowledge,
+    load_or_create,
+    search_settings,
+    with_stored_knowledge,
+)
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import Budget
 from leaven.tuning.space import Space
@@ -107,6 +115,7 @@ class Study:
             )
         if method == "grid":
             space = space.within_near()
+        self._noise_given = noise is not None
         if from_study is not None:
             earlier, known = earlier_trials(from_study, space)
             space, noise = replace(space, earlier=earlier), known if noise is None else noise
@@ -155,11 +164,15 @@ class Study:
         axes, seed = self.space.axes, self.recipe.data.seed
         here = search_settings(self.method, axes, seed, self._noise)
         here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
-        whole = here | {"recipe": self.recipe.model_dump(mode="json")}
+        whole = here | knowledge(axes) | {"recipe": self.recipe.model_dump(mode="json")}
         self._study, there = load_or_create(self._store, name, sampler(self.method, axes, seed), whole, self._name)
         if "recipe" in there:
             self._check_recipe(Recipe.model_validate(there["recipe"]), self._name)
+        if EARLIER in there and not self._noise_given:  # it has the noise of the earlier study
+            here["noise"] = self._noise = there["noise"]
         check_same(there, here, self._name, "give it the same, or use another --study")
+        known = with_stored_knowledge(axes, there, self._name)
+        self.space = self.space.knowing(known.expected, known.earlier)
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
             write_recipe(self.recipe, self.out / "centre.toml")
