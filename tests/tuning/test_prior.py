@@ -6,10 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.priors import optimum_of
 from benchmarks.small_budgets import made_up
+from click.testing import Result
+from typer.testing import CliRunner
 
 from leaven.catalogue.expectations import expectations
 from leaven.catalogue.findings.case import Case
+from leaven.cli import app
 from leaven.data.tokens import prepare
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
@@ -83,6 +87,19 @@ def regrets(knowledge: Callable[[int], dict[str, object]]) -> float:
     return float(np.mean(found))
 
 
+def test_an_expectation_moves_the_search_and_a_wrong_one_harms_little() -> None:
+    def told(sign: float) -> Callable[[int], dict[str, object]]:
+        def known(seed: int) -> dict[str, object]:
+            optimum = optimum_of("bowl", 4, seed)
+            return {"expected": {name: (sign * float(x), 0.3) for name, x in zip("abcd", optimum, strict=True)}}
+
+        return known
+
+    without = regrets(lambda seed: {})
+    assert regrets(told(1.0)) < 0.4 * without
+    assert regrets(told(-1.0)) < 1.5 * without
+
+
 def earlier(seed: int, function: Callable[[np.ndarray], float]) -> dict[str, object]:
     names = {name: (-3, 3) for name in "abcd"}
     trials = search(
@@ -106,6 +123,27 @@ def test_knowledge_is_for_the_trust_region() -> None:
         search(lambda x: x["a"], {"a": (-1, 1)}, method="random", trials=4, expected={"a": (0.5, 0.5)})
     with pytest.raises(InputError, match=r"expected\.b: not in the space"):
         search(lambda x: x["a"], {"a": (-1, 1)}, trials=4, expected={"b": (0.5, 0.5)})
+    with pytest.raises(InputError, match="earlier: give finite points"):
+        search(lambda x: x["a"], {"a": (-1, 1)}, trials=4, earlier=EarlierTrials(np.zeros((4, 0)), np.zeros(4), 0.1))
+
+
+def test_interactions_of_the_earlier_search_keep_their_size() -> None:
+    """With five columns, of which four are searched now, interactions have another prior."""
+    points = np.random.default_rng(3).uniform(-1, 1, (60, 5))
+    losses = bowl(points[:, :2]) + 0.8 * points[:, 0] * points[:, 1]
+    prior, _ = of_earlier(points, losses, 0.001, 4)
+    found = fit(points[:1, :4], losses[:1], 0.001, [prior])
+    share = found.mean.hessian / found.mean.hessian[0, 0]
+    assert share[0, 1] == pytest.approx(0.8, abs=0.05)
+    assert share[1, 1] == pytest.approx(1.0, abs=0.15)
+
+
+def test_an_unknown_noise_is_fitted() -> None:
+    rng = np.random.default_rng(4)
+    points = rng.uniform(-1, 1, (12, 2))
+    losses = bowl(points) + rng.normal(0, 0.3, 12)
+    sure, unsure = (of_earlier(points, losses, noise, 2)[0].root for noise in (0.0, None))
+    assert np.linalg.det(unsure @ unsure.T) > 2 * np.linalg.det(sure @ sure.T)
 
 
 def test_expectations_are_distances_from_the_values_as_trained(tiny: Recipe) -> None:
@@ -157,12 +195,17 @@ def test_earlier_trials_are_points_of_the_new_space(folder: Path, tiny: Recipe) 
     # A recipe with twice the lr starts an octave higher.
     higher, _ = earlier_trials(folder, space(tiny.replace({LR: 2 * tiny.hyperparameters.lr}), LR))
     assert higher.points[:, 0] == pytest.approx(np.array([0, 1, -1, 0.5, 2]) - 1)
+    # Values that are not searched now count from this recipe too, in steps of their scale.
+    decayed = tiny.replace({BATCH: 2 * tiny.batch.tokens, "why": {**tiny.why, BATCH: "study earlier, trial 1"}})
+    best = json.loads((folder / "study.json").read_text()) | {"octaves": {LR: 0.0, BATCH: 1.0}}
+    (folder / "study.json").write_text(json.dumps(best))
+    after, _ = earlier_trials(folder, space(decayed.replace({"scaling.base": tiny.base.model_dump()}), LR))
+    assert after.points[:, 1] == pytest.approx(np.array([0, 0, 1, -0.5, 0]) - 1)
     # The global lr moves the lr of every module.
     modules, _ = earlier_trials(folder, space(tiny, "hyperparameters.modules.*.lr"))
     lrs = modules.points[:, :-2]
     assert lrs.shape[1] > 3
     assert lrs == pytest.approx(np.tile([[0.0], [1.0], [-1.0], [0.5], [2.0]], lrs.shape[1]))
-    assert trials.digest != higher.digest
 
 
 def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recipe, tmp_path: Path) -> None:
@@ -176,6 +219,14 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
     (folder / "study.json").write_text(json.dumps(document | {"trials": document["trials"][:3]}))
     with pytest.raises(InputError, match="3 finished trials, fewer than 4"):
         earlier_trials(folder, searched)
+
+
+def test_zeros_and_multipliers_of_betas_are_compared_or_refused_in_one_line(folder: Path, tiny: Recipe) -> None:
+    whole, _ = earlier_trials(folder, space(tiny, "per-module-full,hyperparameters.beta1"))
+    assert np.isfinite(whole.points).all()
+    write_recipe(tiny.replace({DECAY: 0.0}), folder / "centre.toml")
+    with pytest.raises(InputError, match="cannot be compared with this recipe"):
+        earlier_trials(folder, space(tiny, DECAY))
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -192,5 +243,30 @@ def test_a_study_keeps_its_knowledge(folder: Path, tiny: Recipe, tmp_path: Path)
     # The noise of the earlier study is used, so that no run measures it.
     assert not [trial for trial in state.trials if trial.purpose == "noise"]
     assert state.noise_floor == 0.02
-    with pytest.raises(InputError, match="another noise"), study(None):
-        pass
+    assert state.informed is not None
+    # It resumes without the option, also if the earlier study is gone; but knowledge cannot be added later.
+    (folder / "study.json").unlink()
+    with study(None) as opened:
+        again = opened.run(8, 1)
+    assert opened.space.earlier is not None
+    assert again.trials[:6] == state.trials
+    informed = space(short, LR).knowing({LR: (0.5, 0.5)}, None)
+    with pytest.raises(InputError, match=r"was created without --prior"):
+        Study(tmp_path / "study", short, informed, "trust-region", tokens).__enter__()
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_says_what_laws_expect(tiny_file: Path, tmp_path: Path) -> None:
+    options = ["--study", str(tmp_path / "study"), "--trials", "4", "--workers", "1"]
+    options += ["--set", "data.tokens=1024", "--set", "schedule.warmup_tokens=128"]
+
+    def tune(*more: str) -> Result:
+        return CliRunner().invoke(app, ["tune", str(tiny_file), *options, *more])
+
+    done = tune("--space", LR, "--prior", "laws")
+    assert done.exit_code == 0
+    assert f"expected: {LR} " in done.stderr
+    assert "prior      " in done.stdout
+    none = tune("--space", "hyperparameters.beta1", "--prior", "laws")
+    assert "none of these is searched" in str(none.exception)
+    assert "there is only laws" in str(tune("--prior", "law").exception)

@@ -188,7 +188,10 @@ def _with_prior(space: "Space", prior: str | None) -> "Space":
     from leaven.scaling.table import resolve
 
     recipe = space.recipe
-    informed = space.expecting(expectations(Case(recipe, resolve(recipe).rows)))
+    known = expectations(Case(recipe, resolve(recipe).rows))
+    informed = space.expecting(known)
+    if not any(each.expected for each in informed.dimensions):
+        raise InputError(f"--prior laws: there are laws for {', '.join(known)} only, and none of these is searched")
     for each in informed.dimensions:
         if each.expected and isinstance(each.centre, float):
             value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]

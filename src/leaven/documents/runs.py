@@ -75,10 +75,19 @@ class BestTrial(Entry):
     recipe: str  # path of the recipe file
 
 
+class OutlookRow(Entry):
+    trials: int  # as many further trials as the search has run
+    flops: float  # their cost
+    gain: float | None  # nats that they are expected to gain; null after too few trials
+    pair: list[str] | None  # paths of the two values that alone bring the most of the predicted gain; null if unknown
+    pair_share: float  # of the predicted gain
+
+
 class TuneDocument(Document, schema="tune/1"):
     """The result of ``leaven tune RECIPE --study DIR``. study.json in the study's folder lists every trial."""
 
     best: BestTrial | None
+    outlook: OutlookRow | None  # of a trust-region search that has ended
     trials: int  # number of trials that have ended
     failed: int  # number of trials that diverged or failed
     noise_floor: float | None  # standard deviation of the loss between seeds, nats

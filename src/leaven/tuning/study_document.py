@@ -6,13 +6,13 @@ are in nats per token. A point maps each path to a distance from the start, in t
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from leaven.documents.runs import BestTrial, TuneDocument
+from leaven.documents.runs import BestTrial, OutlookRow, TuneDocument
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
@@ -161,6 +161,8 @@ class Answer(BaseModel):
     idle: tuple[str, ...] = ()
     gain: float | None = None  # the start's loss minus the best's, over runs that did not choose the best
     outlook: Outlook | None = None  # of a trust-region search that has ended
+    # Whether the search uses what was known before it; False if the trials contradict it, None if nothing was known.
+    informed: bool | None = None
     advice: str = ""  # if all trials diverged: which value to lower
     dimensions: tuple[Dimension, ...] = ()  # what was searched
 
@@ -201,6 +203,7 @@ class StudyDocument(Answer):
         best = self.best
         return TuneDocument(
             best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),
+            outlook=self.outlook and OutlookRow(**asdict(self.outlook) | {"pair": self.outlook.pair}),
             trials=self.ended,
             failed=sum(trial.state in {"diverged", "failed"} for trial in self.trials),
             noise_floor=self.noise_floor,

@@ -97,6 +97,7 @@ def answer(
         fewest_cost=_cost(seen, near, point)[0],
         idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
         gain=confirmed.gain if confirmed is not None else None,
+        informed=seen.region.surrogate.informed if axes.expected or axes.earlier else None,
         outlook=_outlook(seen, axes, point) if confirmed is not None and by_surrogate else None,
         dimensions=tuple(dimensions),
     )

@@ -1,8 +1,8 @@
 """Knowledge from before a search, as distributions of the surrogate's coefficients (``surrogate.Prior``).
 
-- An *expectation* says where the optimum of one value is and how far it may be from there, from laws and published
-  runs. It changes the prior of the slope: b_i ~ N(-m_i h, (w_i h)^2) puts the optimum m_i +- w_i steps from the start
-  where the curvature is h.
+- An *expectation* says where the optimum of each value is, m_i +- w_i steps from the start, from laws and published
+  runs. The slope at the start then follows from the curvatures H, which are unknown: b = -H m + e with
+  e_i ~ N(0, (w_i h)^2).
 - An *earlier search*, of another size or space, gives the posterior of its own surrogate. The two losses differ, so
   each coefficient gets a further standard deviation of one of ``DIFFERENCES`` times h; the evidence decides which.
 """
@@ -37,9 +37,15 @@ class EarlierTrials:
 def of_expectations(centre: Array, width: Array) -> Prior:
     """Return the prior for optima at ``centre`` +- ``width`` (D,) steps from the start."""
     plain, d = Prior.plain(len(centre)), len(centre)
-    mean, deviations = plain.mean.copy(), np.diag(plain.root).copy()
-    mean[:d], deviations[:d] = -centre, width
-    return Prior(mean, np.diag(deviations))
+    mean, root = plain.mean.copy(), plain.root.copy()
+    mean[:d] = -centre
+    root[np.arange(d), np.arange(d)] = width
+    root[np.arange(d), d + np.arange(d)] = -centre
+    if len(mean) > 2 * d:
+        i, j = np.triu_indices(d, 1)
+        pair = 2 * d + np.arange(len(i))
+        root[i, pair], root[j, pair] = -interaction(d) * centre[j], -interaction(d) * centre[i]
+    return Prior(mean, root)
 
 
 def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:

@@ -216,7 +216,7 @@ class Region:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
         unmoved = np.flatnonzero(self.never & number)
-        if d <= DESIGNED and len(unmoved) and not self.surrogate.informed:
+        if d <= DESIGNED and len(unmoved):
             wanted = self.features.of(self.incumbent)
             step = rng.choice([-1.0, 1.0]) * rng.uniform(*DESIGN)  # simultaneous proposals differ
             wanted[rng.choice(unmoved)] += step * self.radius / RADIUS

@@ -36,7 +36,9 @@ def check_method(method: str) -> None:
 def check_informed(method: str, axes: Axes) -> None:
     """Raise InputError if there is knowledge from before the search and the method does not use it."""
     if method != "trust-region" and (axes.expected or axes.earlier):
-        raise InputError(f"method {method} uses no knowledge from before the search; give method trust-region")
+        raise InputError(
+            f"method {method} uses no knowledge from before the search; leave that out, or use method trust-region"
+        )
 
 
 def grid(axes: Axes, trials: int) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import optuna
 from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -81,8 +82,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             the box while the best points lie at its edge.
         expected: where the optimum of a value is expected: octaves from the start, and their standard deviation. The
             trust region drops what its trials contradict.
-        earlier: trials of an earlier search over the same values, e.g. for a smaller model, which the trust region
-            uses in the same way.
+        earlier: trials of an earlier search over the same values, e.g. for a smaller model, in octaves from the start
+            of this search, which the trust region uses in the same way.
         noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
@@ -170,7 +171,7 @@ class SearchArguments(BaseModel):
     start: dict[str, float]
     scales: dict[str, Annotated[float, Field(ge=FINEST, le=OCTAVES)]]
     near: dict[str, Limits]
-    expected: dict[str, tuple[float, Positive]]
+    expected: dict[str, tuple[Annotated[float, Field(allow_inf_nan=False)], Positive]]
     earlier: EarlierTrials | None
     trials: Count | None
     flops: Positive | None
@@ -205,6 +206,11 @@ class SearchArguments(BaseModel):
             for name in named:
                 if name not in self.space:
                     raise ValueError(f"{what}.{name}: not in the space, which has {', '.join(self.space)}")
+        if self.earlier is not None:
+            points, losses = np.asarray(self.earlier.points), np.asarray(self.earlier.losses)
+            right = points.ndim == 2 and losses.shape == points.shape[:1] and points.shape[1:] >= (len(self.space),)
+            if not (right and len(losses) and np.isfinite(points).all() and np.isfinite(losses).all()):
+                raise ValueError("earlier: give finite points (n, D), octaves from the start, and finite losses (n,)")
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)
             if isinstance(limits, range) and name in self.near:

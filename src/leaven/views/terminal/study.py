@@ -292,6 +292,9 @@ def answer_text(answer: Answer, width: int | None = None) -> list[str]:
     if unsure := [each.gain for each in answer.unsure]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
         lines.append(f"unsure     {len(unsure)} not known to have gained more than the noise: {gains}")
+    if answer.informed is not None:
+        verdict = "used" if answer.informed else "dropped, because the trials contradict it"
+        lines.append(f"prior      {verdict}: what laws or an earlier study said before the search")
     if answer.outlook is not None:
         lines += _outlook(answer.outlook, answer.noise_floor)
     return lines
@@ -302,7 +305,9 @@ def _outlook(outlook: Outlook, noise: float | None) -> list[str]:
     lines = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
-        lines.append(f"outlook    {outlook.trials} more trials are expected to gain {outlook.gain:.4f} nats{against}")
+        cost = f" ({outlook.flops:.2g} FLOPs)" if outlook.flops else ""
+        gain = f"are expected to gain {outlook.gain:.4f} nats{against}"
+        lines.append(f"outlook    {outlook.trials} more trials{cost} {gain}")
     if outlook.pair is not None:
         names = " and ".join(map(short_path, outlook.pair))
         lines.append(f"two values {names} alone bring {outlook.pair_share:.0%} of the predicted gain")
