@@ -81,7 +81,8 @@ def main() -> None:
                     every = {two: share_of(function, d, two) for two in itertools.combinations(range(d), 2)}
                     shares = pair[2], every[min(pair[:2]), max(pair[:2])], max(every.values())
                 rows.append((expected, gain, *shares))
-            mean = np.nanmean(np.array(rows, float), 0) if d > 2 and d <= PAIRS else np.mean(np.array(rows, float), 0)
+            columns = [column[np.isfinite(column)] for column in np.array(rows, float).T]
+            mean = [float(column.mean()) if len(column) else np.nan for column in columns]
             texts = (f"{share:.0%}" if np.isfinite(share) else "" for share in mean[2:])
             print(f"| {d} | {trials} | {mean[0]:.4f} | {mean[1]:.4f} | {' | '.join(texts)} |", flush=True)
 

@@ -6,8 +6,8 @@ prior has one typical curvature and expects as much in directions that are flat.
 fast it converges, so at most as much is left as the second half of its trials has gained.
 
 After n trials a regression leaves a regret of about 1 / n, so as many trials again gain half of what is left. On
-landscapes with a known optimum the mean of this estimate is right for 9 and 25 values, and several times too high for
-2 to 4; for a single search it is a guess (docs/concepts/search.md).
+landscapes with a known optimum the mean of this estimate is within a factor of two for 9 and 25 values, and several
+times too high for 2 to 4; for a single search it is a guess (docs/concepts/search.md).
 """
 
 import itertools
