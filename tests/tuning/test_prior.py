@@ -244,6 +244,7 @@ def test_a_study_keeps_its_knowledge(folder: Path, tiny: Recipe, tmp_path: Path)
     assert not [trial for trial in state.trials if trial.purpose == "noise"]
     assert state.noise_floor == 0.02
     assert state.informed is not None
+    assert opened.out.joinpath("best.toml").read_text().count("the search used what laws") == state.informed
     # It resumes without the option, also if the earlier study is gone; but knowledge cannot be added later.
     (folder / "study.json").unlink()
     with study(None) as opened:

@@ -127,6 +127,7 @@ def tune(
     from leaven.recipe.units import parse_quantity
     from leaven.training.device import default_device
     from leaven.tuning.algorithm.trust_region import Axes
+    from leaven.tuning.earlier_study import earlier_trials
     from leaven.tuning.service.search_plan import known_runs
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import Study
@@ -145,6 +146,8 @@ def tune(
         raise InputError(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
         )
+    if from_study is not None:
+        earlier_trials(from_study, searched)  # likewise for a folder without a study
     on_cpu = default_device().type == "cpu"
     workers = workers or (cores() if on_cpu else 1)
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched

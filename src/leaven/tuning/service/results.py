@@ -100,6 +100,8 @@ def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = Fals
         f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
         f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
     ]
+    if state.informed:
+        parts += ["the search used what laws or an earlier study said"]
     if fewest:
         parts += ["the fewest changes that are as good within the noise"]
     if not point[path]:
