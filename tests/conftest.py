@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -113,7 +114,9 @@ def tiny_file(tiny_text: str, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials train in threads: starting a process takes seconds."""
+    """Trials train in threads, because starting a process takes seconds; one at a time, because files that are being
+    written have the number of their process in their names."""
+    one_at_a_time = Lock()
 
     class Pool(nullcontext[Any]):
         def __enter__(self) -> "Pool":
@@ -121,7 +124,8 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def submit(self, function: Callable[..., Any], *arguments: object, **named: object) -> "Future[Any]":
             future: Future[Any] = Future()
-            future.set_result(function(*arguments, **named))
+            with one_at_a_time:
+                future.set_result(function(*arguments, **named))
             return future
 
     for user in ("leaven.tuning.service.study", "leaven.verification.runs"):
