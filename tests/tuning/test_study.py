@@ -35,6 +35,7 @@ from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
+from leaven.views.study_page import tune_command
 
 SHORT = {"data.tokens": 1024, "schedule.warmup_tokens": 128}
 LR, BEST = "hyperparameters.lr", Path("best.toml")
@@ -377,6 +378,9 @@ def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[
     assert {trial.purpose for trial in state.trials} == {"search"}  # no gain can be above so much noise
     assert state.best is not None
     assert not any(state.octaves.values())
+    # The page's command has the noise, without which the study would refuse it.
+    page = read_study(tmp_path / "study")
+    assert "--noise 0.5" in tune_command(page, "centre.toml", ".")
     assert (state.noise_floor, state.noise_runs) == (0.5, GIVEN)
     assert read_study(tmp_path / "study").noise_floor == 0.5
     with pytest.raises(InputError, match=r"has another noise: 0.5 there, none here"), study("trust-region"):

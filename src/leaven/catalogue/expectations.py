@@ -5,7 +5,6 @@ are compared as trained, after the scaling rule, because laws and runs state the
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import pstdev
 
@@ -22,8 +21,7 @@ class Expectation:
     """Where the best value is expected, as a distance from the recipe's value."""
 
     octaves: float
-    deviation: float  # octaves: the standard deviation of the votes
-    votes: int  # laws and runs
+    deviation: float  # octaves: the standard deviation of the votes of laws and runs
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
@@ -52,11 +50,7 @@ def expectations(case: Case) -> dict[str, Expectation]:
         if by:
             found[path] = own, near.middle({id: by[id] for id in by if id != "tau"} or by).value, list(by.values())
     return {
-        path: Expectation(math.log2(expected / own), _spread(votes), len(votes))
+        path: Expectation(math.log2(expected / own), pstdev(map(math.log2, votes)))
         for path, (own, expected, votes) in found.items()
         if own > 0
     }
-
-
-def _spread(votes: Iterable[float]) -> float:
-    return pstdev(map(math.log2, votes))

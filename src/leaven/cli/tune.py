@@ -126,7 +126,6 @@ def tune(
     from leaven.planning.this_machine import cores
     from leaven.recipe.units import parse_quantity
     from leaven.training.device import default_device
-    from leaven.tuning.algorithm.trust_region import Axes
     from leaven.tuning.earlier_study import earlier_trials
     from leaven.tuning.service.search_plan import known_runs
     from leaven.tuning.service.stores import StoreGone
@@ -141,7 +140,7 @@ def tune(
         trials = TRIALS
     one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
     # This raises InputError for a wrong budget or method before anything is written.
-    known_runs(Axes.of(searched.dimensions), method, Budget(trials, flops, hours, one), noise)
+    known_runs(searched.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
         raise InputError(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"

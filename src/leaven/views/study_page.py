@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from leaven.recipe.recipe import split_path
+from leaven.tuning.algorithm.noise_estimate import GIVEN
 from leaven.tuning.study_document import UNDER_WAY, Coordinate, Dimension
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import ACCENT, Figure
@@ -217,11 +218,13 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the command that made a study, with its space, method and number of trials."""
+    """Return the command that made a study, with its space, method, number of trials and given noise."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
     if study.durations:
         options += ["--durations", ",".join(map(str, study.durations))]
+    if study.noise_runs == GIVEN:
+        options += ["--noise", repr(study.noise_floor)]
     return shlex.join(["leaven", "tune", recipe, *options])
 
 

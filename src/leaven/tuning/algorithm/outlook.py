@@ -57,8 +57,8 @@ def further_gain(
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
     """Return the two values that bring the most of the predicted gain if only they move, and their share of it.
 
-    The others stay at the start, choices too. The result is None if less than three values are searched, if there are
-    fewer than ``PER_VALUE`` trials for each, or if the gain is not above the noise.
+    The others stay at the start, choices too. The result is None if fewer than three values are searched, if there
+    are fewer than ``PER_VALUE`` trials for each, or if the gain is not above the noise.
 
     Args:
         points: (n, D), the trials. The two values stay between the settings that were tried.
