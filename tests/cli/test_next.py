@@ -93,6 +93,8 @@ def test_printed_commands_of_plan_export_import_and_transfer_work(leaven: Verb, 
     assert shlex.split(train)[:5] == ["leaven", "train", str(tuned), "--run", "runs/wheat-tuned"]
     write_recipe(read_recipe(recipe), tuned)
     (train,) = printed(leaven("plan", recipe, "--gpus", "cpu")[1])
+    (tune,) = printed(leaven("plan", road / "wheat-proxy.toml", "--gpus", "cpu")[1])
+    assert tune.startswith("leaven tune ")
     assert shlex.split(train)[:5] == ["leaven", "train", str(recipe), "--run", "runs/wheat"]
     assert read_recipe(recipe, [w for w in shlex.split(train)[5:] if w != "--set"])
     code, out, _ = leaven("export", "config", recipe, "--to", "transformers", "-o", "hf", "--lossy", "--json")

@@ -92,6 +92,7 @@ REFUSED = {
     "transfer tiny.toml --like target.toml --width 32 -o OUT": "--like",
     "transfer tiny.toml --like nowhere.toml -o OUT": "nowhere.toml: no such file",
     "transfer tiny.toml --like target.toml --set model.vocab_size=640 -o OUT": "model.vocab_size is 320",
+    "transfer tiny.toml --like target.toml --set hyperparameters.lr=0.1 -o OUT": "takes this value from tiny.toml",
     "transfer tiny.toml --tokens 1 -o OUT": "less than one batch",
     "transfer tiny.toml --width 1e9 -o OUT": "the widest published model",
     "transfer tiny.toml --width 24 -o OUT": "width 24 is not a multiple",

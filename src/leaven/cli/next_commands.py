@@ -75,10 +75,13 @@ def after_import(output: Path | None, recipe: Recipe) -> list[str]:
 
 def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
     """Return the commands after the plan of a recipe: train it in the planned layout, if it fits and leaven supports
-    it. A recipe with a proxy that was not tuned yet is tuned first, unless ``overrides`` make it another recipe."""
+    it. A proxy is tuned instead. A recipe with an untuned proxy is tuned first, unless ``overrides`` make it another
+    recipe."""
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
         return []
+    if path.stem.endswith(PROXY):
+        return after_coordinates(path, recipe, overrides)
     own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
     planned = how.layout.model_dump() | {"micro_batch": how.micro_batch}
     changes = [

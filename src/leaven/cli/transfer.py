@@ -12,7 +12,7 @@ from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, warnings
-from leaven.scaling.transfer import transfer, transfer_like
+from leaven.scaling.transfer import searched_paths, transfer, transfer_like
 from leaven.views.terminal.recipe import parameter_table
 
 app = typer.Typer(add_completion=False)
@@ -75,6 +75,9 @@ def transfer_(
         )
     else:
         before = load(like, overrides)
+        for path in (item.partition("=")[0].strip() for item in overrides or ()):
+            if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
+                raise InputError(f"--set {path}: --like takes this value from {recipe}; change it there")
         big = transfer_like(small, before)
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:
