@@ -1,4 +1,4 @@
-"""What laws and published runs expect of a recipe's values: how far away the best is, and how sure that is.
+"""Predict the best values of a recipe from laws and published runs, with their uncertainty.
 
 A search can begin from this knowledge (``leaven tune --prior laws``). The votes are those of ``leaven new``. Values
 are compared as trained, after the scaling rule, because laws and runs state the values that were applied.
@@ -25,9 +25,10 @@ class Expectation:
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return what is expected of learning rate, batch, weight decay and init std, by their paths.
+    """Return the expected best learning rate, batch, weight decay and init std, by path.
 
-    A value without votes, or that is 0 in the recipe, is left out.
+    Values without votes, and values that are 0 in the recipe, are left out.
+
     """
     near = neighbours(case.params, case.tokens, qk_norm=case.recipe.model.qk_norm)
     at = StarterScale(near, case.recipe.model, case.tokens)

@@ -70,7 +70,7 @@ class Stream:
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the numbers of ``count`` samples from the ``first`` on. Samples in the ranges ``skip`` are neither
+    """Return the numbers of ``count`` samples, starting at ``first``. Samples in the ranges ``skip`` are neither
     counted nor returned."""
     numbers = np.arange(first, first + count)
     for start, end in skip:

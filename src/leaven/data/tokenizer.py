@@ -87,7 +87,7 @@ class Encoder:
 
 
 def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
-    """Load a tokenizer from a file or from the Hub. Return None for "bpe", which has to be trained.
+    """Load a tokenizer from a file or from the Hub. Return None for "bpe", which is trained on the text.
 
     Raises:
         InputError: if the tokenizer cannot be loaded, has more tokens than ``vocab_size``, or no end-of-text token.

@@ -51,7 +51,8 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """Return the points of the grid: one seed each, but at the base all seeds, whose mean chooses the best lr."""
+        """Return the points of the grid. The base has all seeds, because its mean loss chooses the best lr; the other
+        widths have one seed."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter of which this process has a piece."""
+    """A parameter, and the piece of it that this process stores."""
 
     row: ParameterRow  # of the parameter table
     piece: Piece

@@ -25,8 +25,8 @@ def model_card(
 ) -> str:
     """Return the model card of a run's checkpoint as Markdown.
 
-    ``text`` is the recipe's file, ``tokens`` those of the checkpoint, and ``events`` are those of the run, from which
-    the newest validation loss up to the checkpoint is taken. ``licence`` is that of the data.
+    ``text`` is the text of the recipe file, ``tokens`` the number of tokens at which the checkpoint was written, and
+    ``licence`` the licence of the data. The validation loss is the last one in ``events`` up to the checkpoint.
     """
     measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
     if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:

@@ -41,7 +41,7 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    Its latency is that of two rings or of a tree over the nodes, whichever is shorter, as NCCL chooses.
+    The latency is the shorter one of two rings and a tree over the nodes, as NCCL chooses.
     """
     if ranks == 1:
         return 0.0

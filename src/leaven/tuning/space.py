@@ -170,7 +170,7 @@ class Space:
         return self.knowing(known, self.earlier)
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> "Space":
-        """Return the space with what is known before the search, see :class:`Axes`."""
+        """Return the space with prior knowledge added (see :class:`Axes`)."""
         told = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=told, earlier=earlier)
 

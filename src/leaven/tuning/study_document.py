@@ -173,7 +173,7 @@ class Answer(BaseModel):
 
     @property
     def unsure(self) -> list[Coordinate]:
-        """The changed values that are neither worth tuning nor idle: their gain may be noise."""
+        """The changed values whose gain may be noise: neither shown to gain nor shown to be without effect."""
         return [each for each in self.coordinates if each.best and not each.worth and each.path not in self.idle]
 
     def dimension(self, path: str) -> Dimension:

@@ -61,7 +61,7 @@ class Check:
     far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
 
     def read(self, case: Case) -> Reading | None:
-        """Return what this check compares in a recipe, or None if there is nothing to compare.
+        """Return the quantity that this check compares, or None if the recipe has none.
 
         If `quantities` has a function with the check's name, that function reads the quantity, and the entry in
         ``checks.toml`` fills in what the function leaves out.
@@ -161,7 +161,8 @@ def _all(case: Case) -> list[FindingRow]:
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return what a check finds in a recipe, or None if the value is usual. The suggestions are not tried."""
+    """Return a check's finding in a recipe, or None if the value is usual. Suggestions are included without
+    testing that they help."""
     reading = check.read(case)
     if reading is None:
         return None

@@ -1,4 +1,4 @@
-"""What a larger budget would gain, and which two values to search if there is money for a few runs only.
+"""Predict what a larger budget would gain, and which two values to search with a budget of a few runs.
 
 What is left to gain is the median, over quadratics drawn from the posterior of the surrogate, of the loss at the best
 point above the quadratic's minimum in the trust region. With few values (``DESIGNED``) that is too much, because the

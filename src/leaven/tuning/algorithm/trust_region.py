@@ -127,7 +127,7 @@ class Axes:
 
     @cached_property
     def knowledge(self) -> list[Prior]:
-        """The priors of the surrogate from what is known before the search."""
+        """Return the surrogate's priors: what laws or an earlier study say before the first trial."""
         features = Features(np.zeros(len(self.limits)), self.scale, self.levels)
         found = []
         if self.earlier is not None:

@@ -98,9 +98,9 @@ def distributions(axes: Axes) -> Distributions:
 def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
     """Return the Optuna sampler that proposes points, set up for many dimensions and few trials.
 
-    CMA-ES is separable, because some hundreds of trials do not determine a covariance of 90 dimensions. Its start and
-    initial width equal the trust region's. The sampler is not used by a trust-region search, nor by a grid until its
-    points have run (``search_plan.py``).
+    CMA-ES is separable, because a few hundred trials do not determine a full covariance in 90 dimensions. Its start
+    and initial width equal the trust region's. A trust-region search does not use this sampler. A grid search uses it
+    after all points of the grid have run (``search_plan.py``).
     """
 
     def optunas(seed: int) -> BaseSampler:

@@ -43,7 +43,10 @@ def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> 
 
 
 def knowledge(axes: Axes) -> dict[str, Any]:
-    """Return what is known before a search, for the store: laws and an earlier study may change until it resumes."""
+    """Return what is known before a search, to be stored with the study.
+
+    A resumed search reads it from the store, because laws and the earlier study may have changed in between.
+    """
     found: dict[str, Any] = (
         {EXPECTED: {name: list(both) for name, both in axes.expected.items()}} if axes.expected else {}
     )
