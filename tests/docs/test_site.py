@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.site_pages import commands_page, recipe_page
+from safetensors.torch import load_file
 
 from leaven.cli import VERBS
 from leaven.recipe.recipe import Recipe
@@ -16,28 +17,44 @@ ROOT = Path(__file__).parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial" / "first-model.md"
 
 
-def commands(page: str) -> list[str]:
-    """Return the leaven commands in the code blocks of a page, without those of its variant for a GPU."""
-    blocks = re.findall(r"```\n(leaven .*?)```", page.partition("## The same with 50 million")[0], re.DOTALL)
-    return [line for block in blocks for line in block.splitlines()]
+LARGE = "## The same with 50 million"
+
+
+def commands(text: str) -> list[str]:
+    """Return the leaven commands in the code blocks of a text."""
+    return [line for block in re.findall(r"```\n(leaven .*?)```", text, re.DOTALL) for line in block.splitlines()]
+
+
+def run_all(lines: list[str], folder: Path) -> list[str]:
+    """Run commands in a folder, each of which has to succeed, and return their verbs."""
+    for line in lines:
+        subprocess.run(
+            line.replace("leaven", f"{sys.executable} -m leaven", 1),
+            shell=True,
+            check=True,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "LEAVEN_CACHE": str(folder / "cache")},
+        )
+    return [line.split()[1] for line in lines]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_commands_of_the_tutorial_work(tmp_path: Path) -> None:
-    verbs = []
-    for command in commands(TUTORIAL.read_text(encoding="utf-8")):
-        subprocess.run(
-            command.replace("leaven", f"{sys.executable} -m leaven", 1),
-            shell=True,
-            check=True,
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "LEAVEN_CACHE": str(tmp_path / "cache")},
-        )
-        verbs.append(command.split()[1])
+    verbs = run_all(commands(TUTORIAL.read_text(encoding="utf-8").partition(LARGE)[0]), tmp_path)
     assert verbs == ["new", "recipes", "check", "tune", "transfer", "train", "report", "sample", "export"]
     assert (tmp_path / "crumb-hf" / "model.safetensors").exists()
     assert (tmp_path / "crumb.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_commands_of_the_tutorial_work_with_50_million_parameters(tmp_path: Path) -> None:
+    rehearsal = TUTORIAL.read_text(encoding="utf-8").partition("### A rehearsal")[2]
+    assert run_all(commands(rehearsal), tmp_path) == ["new", "tune", "transfer", "train", "sample", "export"]
+    weights = load_file(tmp_path / "slice-hf" / "model.safetensors")
+    assert 45e6 < sum(tensor.numel() for tensor in weights.values()) < 55e6
+    assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_every_verb_is_in_the_page_of_commands() -> None:

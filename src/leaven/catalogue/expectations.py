@@ -28,7 +28,6 @@ def expectations(case: Case) -> dict[str, Expectation]:
     """Return the expected best learning rate, batch, weight decay and init std, by path.
 
     Values without votes, and values that are 0 in the recipe, are left out.
-
     """
     near = neighbours(case.params, case.tokens, qk_norm=case.recipe.model.qk_norm)
     at = StarterScale(near, case.recipe.model, case.tokens)
