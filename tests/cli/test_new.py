@@ -45,6 +45,19 @@ def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: 
     assert leaven(*plan)[0] == 0
 
 
+def test_force_replaces_both_recipes_and_leaves_no_proxy_of_another(leaven: Verb, tmp_path: Path) -> None:
+    path, size = tmp_path / "wheat.toml", ("--tokens", "1B", "--params")
+    proxy = path.with_stem("wheat-proxy")
+    assert leaven("new", path, *size, "50M", "--proxy", "2M")[0] == 0
+    before = proxy.read_bytes()
+    code, _, err = leaven("new", path, *size, "60M", "--proxy", "none", "--force")
+    assert (code, err.count("\n"), "remove that file" in err) == (2, 1, True)
+    assert (read_recipe(path).model.params < 55e6, proxy.read_bytes()) == (True, before)
+    assert leaven("new", path, *size, "60M", "--proxy", "2M", "--force")[0] == 0
+    assert read_recipe(path).model.params > 55e6
+    assert proxy.read_bytes() != before
+
+
 def test_the_recipe_trains_as_written(leaven: Verb, tmp_path: Path, corpus: Path) -> None:
     recipe, run = tmp_path / "tiny.toml", tmp_path / "run"
     small = ("--params", "100k", "--tokens", "40k", "--seq-len", "16", "--vocab", "320")

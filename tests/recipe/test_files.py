@@ -20,6 +20,12 @@ def test_comments_and_order_survive_a_change(tiny: Recipe, tiny_text: str) -> No
     assert text.index("[data]") < text.index("[batch]") < text.index("[why]")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tiny: Recipe, tiny_text: str, tmp_path: Path) -> None:
+    path = tmp_path / "marked.toml"
+    path.write_text(tiny_text, encoding="utf-8-sig")
+    assert read_recipe(path) == tiny
+
+
 def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
     rich = tiny.replace(
         {

@@ -76,12 +76,17 @@ def new(
     ] = "python-stdlib",
     vocab: Annotated[int | None, count_option("Vocabulary size.", "chosen by size")] = None,
     seq_len: Annotated[int | None, count_option("Sequence length in tokens.", "chosen by size")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite OUT.toml and OUT-proxy.toml if they exist.")
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
+    if output.is_dir():
+        raise InputError(f"{output} is a folder; give the name of a file, for example {output / 'mine.toml'}")
     proxy_output = output.with_stem(f"{output.stem}-proxy")
     for file in (output, proxy_output):
-        if file.exists():
-            raise InputError(f"{file} exists; give another name")
+        if file.exists() and not (force and file.is_file()):
+            raise InputError(f"{file} exists; give another name, or add --force to overwrite it")
     if not output.parent.is_dir():
         raise InputError(f"the folder {output.parent} of {output} does not exist; create it, or give another name")
     if output.stem.endswith((next_commands.PROXY, next_commands.TUNED)):
@@ -93,6 +98,7 @@ def new(
     if from_weights is not None:
         shape = {"--params": params, "--proxy": proxy, "--from": from_run, "--gpus": gpus}
         require_alone("--from-weights", shape | {"--vocab": vocab, "--seq-len": seq_len})
+        _require_no_proxy(proxy_output)
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
     if from_run is not None and params is None:
@@ -119,12 +125,20 @@ def new(
         cluster,
     )
     warn(each.message for each in warnings(started.target))
+    if started.proxy is None:
+        _require_no_proxy(proxy_output)
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
     following = next_commands.road(output, started.proxy, started.target)
     document = started.document(output, proxy_output, following)
     hand_over(document, derived(document, files), json_output)
+
+
+def _require_no_proxy(path: Path) -> None:
+    """Raise InputError if an earlier recipe has left a proxy there, which would be tuned for the new recipe."""
+    if path.exists():
+        raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 
 
 def _proxy_params(text: str | None) -> int | None:

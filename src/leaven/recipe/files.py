@@ -29,7 +29,7 @@ def read_recipe(path: Path | str, overrides: Iterable[str] = ()) -> Recipe:
 
 def read_text(path: Path | str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -61,7 +61,7 @@ class Parameter:
 class ModelShape(Part):
     """The shape of a decoder-only, pre-norm transformer: counts and choices of architecture."""
 
-    n_layers: int = Field(gt=0)
+    n_layers: int = Field(gt=0, le=2_000)
     d_model: int = Field(gt=0)
     n_heads: int = Field(gt=0)
     n_kv_heads: int = Field(gt=0)
