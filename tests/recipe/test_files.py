@@ -26,6 +26,11 @@ def test_a_byte_order_mark_is_no_part_of_a_recipe(tiny: Recipe, tiny_text: str, 
     assert read_recipe(path) == tiny
 
 
+def test_an_overridden_value_loses_its_reason(tiny: Recipe) -> None:
+    text = render(tiny.replace({"why": {"hyperparameters.lr": "study x", "batch.tokens": "laws"}}))
+    assert parse_recipe(text, "text", ["hyperparameters.lr=0.5"]).why == {"batch.tokens": "laws"}
+
+
 def test_modules_depth_stages_and_why_round_trip(tiny: Recipe) -> None:
     rich = tiny.replace(
         {

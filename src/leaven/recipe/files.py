@@ -51,6 +51,8 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
         if not separator or not path.strip():
             raise InputError(f"--set {override}: write it as key.subkey=value")
         _override(document, path.strip(), value.strip())
+        if isinstance(why := document.get("why"), dict):
+            why.pop(path.strip(), None)  # the reason of the value that was replaced
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
