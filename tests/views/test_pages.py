@@ -19,6 +19,7 @@ from leaven.documents.planning import Price
 from leaven.recipe.errors import InputError
 from leaven.views.catalogue_page import catalogue_page
 from leaven.views.check_page import check_page
+from leaven.views.comparison import comparison_page
 from leaven.views.demo import headline
 from leaven.views.page import folder_page
 from leaven.views.plan_page import plan_page
@@ -36,6 +37,7 @@ PAGES: dict[str, tuple[str, set[str]]] = {
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
+    "comparison": ("runs/moved has the lowest validation loss, 2.8101", RUN),
     "plan": ("It fits: ", {"memory", "passes", "layouts", "ramp"}),
 }  # fmt: skip
 
@@ -51,6 +53,7 @@ def write(name: str, folders: Path, folder: Path) -> Path:
         "catalogue": lambda: catalogue_page(load_runs()),
         "check of slopes": lambda: check_page(slopes_check()),
         "check of runs": lambda: folder_page(write_losses_check(folder / "check")),
+        "comparison": lambda: comparison_page([folders / "runs/copied", folders / "runs/moved"], out)[0],
         "plan": lambda: plan_page(plan, plan.document(price=price), "rye-7b", f"leaven plan '{HOSTILE}'"),
     }
     out.write_text(made[name](), encoding="utf-8")

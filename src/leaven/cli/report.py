@@ -16,9 +16,14 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def report(
-    path: Annotated[
-        Path | None,
-        typer.Argument(metavar="PATH", help="The folder of a run, a study, a check or a demo.", show_default=False),
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH...",
+            help="The folder of a run, a study, a check or a demo; or the folders of several runs, to compare them "
+            "with the first.",
+            show_default=False,
+        ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     catalogue: Annotated[
@@ -26,17 +31,25 @@ def report(
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
-    if catalogue and path is not None:
-        raise InputError(f"--catalogue and {path} cannot be combined; leave one of them out")
-    if catalogue:
+    if catalogue and paths:
+        raise InputError(f"--catalogue and {paths[0]} cannot be combined; leave one of them out")
+    if not catalogue and not paths:
+        raise InputError("PATH is missing; give the folder of a run, a study, a check or a demo, or --catalogue")
+    if paths and len(paths) > 1:
+        from leaven.views.comparison import comparison_page
+        from leaven.views.terminal.files import comparison_screen
+
+        html, document = comparison_page(paths, output)
+        write_text(output, html)
+        hand_over(document, comparison_screen(document), json_output)
+        return
+    if paths:
+        from leaven.views.page import folder_page
+
+        html = folder_page(paths[0])
+    else:
         from leaven.views.catalogue_page import catalogue_page
 
         html = catalogue_page(load_runs())
-    elif path is not None:
-        from leaven.views.page import folder_page
-
-        html = folder_page(path)
-    else:
-        raise InputError("PATH is missing; give the folder of a run, a study, a check or a demo, or --catalogue")
     write_text(output, html)
     hand_over(ReportDocument(path=str(output)), [f"wrote {output}"], json_output)

@@ -176,6 +176,33 @@ class ReportDocument(Document, schema="report/1"):
     path: str
 
 
+class ComparedRun(Entry):
+    path: str
+    name: str  # of the recipe
+    finished: bool
+    loss: float | None  # last validation loss, nats per token
+    difference: float | None  # loss - loss of the first run; null for the first run
+    speedup: float | None  # tokens of the first run / tokens after which this run had the first run's last loss
+    tokens: int
+    seconds: float | None
+    tokens_per_second: float | None  # median over the steps
+    rollbacks: int
+
+
+class ComparedValue(Entry):
+    path: str  # path of the value in the recipe
+    values: list[Any]  # of each run, in order; null if it is not set
+
+
+class ComparisonDocument(Document, schema="comparison/1"):
+    """The result of ``leaven report RUN RUN...``."""
+
+    path: str  # the page
+    runs: list[ComparedRun]  # the first is the one that the others are compared with
+    different: list[ComparedValue]  # the values in which the recipes differ
+    warnings: list[str]  # why losses or speeds of these runs may not be comparable
+
+
 class DemoModel(Entry):
     width: int
     params: int  # all parameters

@@ -1,5 +1,5 @@
-"""Draw the charts of a run over tokens: loss, the second half of the loss, learning rate, batch size, gradient norm
-and noise scale."""
+"""Draw the charts of one or more runs over tokens: loss, the second half of the loss, learning rate, batch size,
+gradient norm and noise scale."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,82 +12,102 @@ from leaven.views.folders import RunView
 LOSS = "loss, nats per token"
 
 Points = list[tuple[float, float]]  # (tokens consumed, value)
+Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
-def run_charts(run: RunView) -> dict[str, Figure | None]:
-    """Return charts by name. A chart is None if the run has not written its quantity."""
+def run_charts(*runs: RunView) -> dict[str, Figure | None]:
+    """Return charts by name, each with the lines of all runs. A chart is None if no run has written its quantity."""
+    coloured = list(zip(runs, colours(len(runs)), strict=True))
     return {
-        "loss": _loss(run),
-        "last": _second_half(run),
-        "lr": _over_tokens(run, "lr", "learning rate of the hidden weights", _evenly, y={"exponentformat": "e"}),
-        "batch": _batch(run),
-        "gradient": _gradient(run),
-        "noise": _noise_scale(run),
+        "loss": _loss(coloured),
+        "last": _second_half(coloured),
+        "lr": _over_tokens(coloured, "lr", "learning rate of the hidden weights", _evenly, y={"exponentformat": "e"}),
+        "batch": _batch(coloured),
+        "gradient": _gradient(coloured),
+        "noise": _noise_scale(coloured),
     }
 
 
-def _loss(run: RunView) -> Figure:
+def colours(count: int) -> list[str]:
+    """Return the colours of that many runs in charts and tables. A single run has the colour of the page."""
+    return [ACCENT] if count == 1 else list(map(charts.hue, range(count)))
+
+
+def _loss(runs: Coloured) -> Figure:
     """Draw the loss: the loss of every step as a faint line, the smoothed loss as a strong line, and validation
     losses as dots."""
-    found = _points(run, "loss")
-    kept = [found[i] for i in thin([x for x, _ in found], 900)]
-    faint = charts.line([x for x, _ in kept], [y for _, y in kept], ACCENT, 1, opacity=0.4)
-    strong = _line(run, _log_spaced(_smoothed(found)), " nats per token")
-    return charts.figure("tokens consumed", LOSS, [faint, strong, _dots(run, run.validation)], x=_log_tokens(run))
+    faint, strong, dots = [], [], []
+    for run, colour in runs:
+        found = _points(run, "loss")
+        kept = [found[i] for i in thin([x for x, _ in found], 900)]
+        faint.append(charts.line([x for x, _ in kept], [y for _, y in kept], colour, 1, opacity=0.4 / len(runs)))
+        strong.append(_line((run, colour), _log_spaced(_smoothed(found)), " nats per token"))
+        dots.append(_dots(run, colour, run.validation))
+    return charts.figure("tokens consumed", LOSS, [*faint, *strong, *dots], x=_log_tokens(runs))
 
 
-def _second_half(run: RunView) -> Figure:
-    """Draw the loss over the second half of the run, where it changes by hundredths."""
-    end = run.tokens
-    line = [point for point in _evenly(_smoothed(_points(run, "loss"))) if point[0] >= end / 2]
-    dots = [(float(tokens), loss) for tokens, loss in run.validation if tokens >= end / 2]
-    seen = [loss for _, loss in line + dots]
+def _second_half(runs: Coloured) -> Figure:
+    """Draw the loss over the second half of the longest run, where it changes by hundredths."""
+    end = max(run.tokens for run, _ in runs)
+    lines, dots, seen = [], [], []
+    for run, colour in runs:
+        line = [point for point in _evenly(_smoothed(_points(run, "loss"))) if point[0] >= end / 2]
+        late = [(float(tokens), loss) for tokens, loss in run.validation if tokens >= end / 2]
+        seen += [loss for _, loss in line + late]
+        lines.append(_line((run, colour), line, " nats per token", width=1.5))
+        dots.append(_dots(run, colour, late))
     room = (0.06 * (max(seen) - min(seen)) or 0.1) if seen else 0.0
     y = {"range": [min(seen) - room, max(seen) + room]} if seen else {}
-    traces = [_line(run, line, " nats per token", width=1.5), _dots(run, dots)]
-    return charts.figure("tokens consumed", LOSS, traces, x=charts.linear_axis(end / 2, end, numbers.tick), y=y)
+    x = charts.linear_axis(end / 2, end, numbers.tick)
+    return charts.figure("tokens consumed", LOSS, [*lines, *dots], x=x, y=y)
 
 
 def _over_tokens(
-    run: RunView, quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
+    runs: Coloured, quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
 ) -> Figure:
     """Draw a scheduled quantity over tokens. Both axes begin at 0."""
-    line = _line(run, keep(_points(run, quantity)), **style)
-    x = charts.linear_axis(0, run.tokens, numbers.tick)
-    return charts.figure("tokens consumed", title, [line], x=x, y={"rangemode": "tozero"} | y)
+    lines = [_line((run, colour), keep(_points(run, quantity)), **style) for run, colour in runs]
+    x = charts.linear_axis(0, max(run.tokens for run, _ in runs), numbers.tick)
+    return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
 
 
-def _batch(run: RunView) -> Figure:
-    largest = max((step.batch_tokens or 0.0 for step in run.steps), default=1.0)
+def _batch(runs: Coloured) -> Figure:
+    largest = max((step.batch_tokens or 0.0 for run, _ in runs for step in run.steps), default=1.0)
     axis = charts.linear_axis(0, largest, numbers.tick, most=4) | {"range": [0, 1.12 * largest]}
     style = {"unit": " tokens", "spell": ",.0f", "shape": "vh"}
     return _over_tokens(
-        run, "batch_tokens", "batch, tokens per step",
+        runs, "batch_tokens", "batch, tokens per step",
         lambda points: [points[i] for i in corners([y for _, y in points])], y=axis, **style,
     )  # fmt: skip
 
 
-def _gradient(run: RunView) -> Figure | None:
-    found = [(x, math.log(y)) for x, y in _points(run, "grad_norm") if y > 0]
-    if not found:
+def _gradient(runs: Coloured) -> Figure | None:
+    lines, seen = [], []
+    for run, colour in runs:
+        found = [(x, math.log(y)) for x, y in _points(run, "grad_norm") if y > 0]
+        norms = _log_spaced([(x, math.exp(y)) for x, y in _smoothed(found)])
+        seen += [y for _, y in norms]
+        lines.append(_line((run, colour), norms))
+    if not seen:
         return None
-    norms = _log_spaced([(x, math.exp(y)) for x, y in _smoothed(found)])
-    y = charts.log_axis(min(y for _, y in norms), max(y for _, y in norms), numbers.value, pad=0.06)
-    title = "gradient norm, before clipping"
-    return charts.figure("tokens consumed", title, [_line(run, norms)], x=_log_tokens(run), y=y)
+    y = charts.log_axis(min(seen), max(seen), numbers.value, pad=0.06)
+    return charts.figure("tokens consumed", "gradient norm, before clipping", lines, x=_log_tokens(runs), y=y)
 
 
-def _noise_scale(run: RunView) -> Figure | None:
+def _noise_scale(runs: Coloured) -> Figure | None:
     """Draw the measured noise scale, and the batch size as a dotted line."""
-    scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])
-    if not scales:
+    lines, seen = [], []
+    for run, colour in runs:
+        scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])
+        at = {x for x, _ in scales}
+        batches = [(x, y) for x, y in _points(run, "batch_tokens") if x in at]
+        seen += [y for _, y in scales + batches]
+        lines.append(_line((run, colour), scales, " tokens"))
+        lines.append(_line((run, colour), batches, " tokens a batch", dash="dot", shape="vh"))
+    if not seen:
         return None
-    at = {x for x, _ in scales}
-    batches = [(x, y) for x, y in _points(run, "batch_tokens") if x in at]
-    traces = [_line(run, scales, " tokens"), _line(run, batches, " tokens a batch", dash="dot", shape="vh")]
-    seen = [y for _, y in scales + batches]
     y = charts.log_axis(min(seen), max(seen), numbers.quantity, pad=0.06)
-    return charts.figure("tokens consumed", "tokens", traces, x=_log_tokens(run), y=y)
+    return charts.figure("tokens consumed", "tokens", lines, x=_log_tokens(runs), y=y)
 
 
 def _points(run: RunView, quantity: str) -> Points:
@@ -108,26 +128,28 @@ def _evenly(points: Points) -> Points:
     return [points[i] for i in thin([x for x, _ in points], 500, logarithmic=False)]
 
 
-def _log_tokens(run: RunView) -> Figure:
-    return charts.log_axis(run.steps[0].tokens, run.tokens, numbers.tick, most=8)
+def _log_tokens(runs: Coloured) -> Figure:
+    first, last = min(run.steps[0].tokens for run, _ in runs), max(run.tokens for run, _ in runs)
+    return charts.log_axis(first, last, numbers.tick, most=8)
 
 
 def _line(
-    run: RunView, points: Points, unit: str = "", spell: str = ".4~g", width: float = 2, **style: Any
+    of: tuple[RunView, str], points: Points, unit: str = "", spell: str = ".4~g", width: float = 2, **style: Any
 ) -> Figure:
+    run, colour = of
     hover = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}<br>at %{{customdata}} tokens<extra></extra>"
     x, y = [x for x, _ in points], [y for _, y in points]
     style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": hover}
-    return charts.line(x, y, ACCENT, width, name=charts.text(run.title), **style)
+    return charts.line(x, y, colour, width, name=charts.text(run.title), **style)
 
 
-def _dots(run: RunView, points: Sequence[tuple[float, float]]) -> Figure:
+def _dots(run: RunView, colour: str, points: Sequence[tuple[float, float]]) -> Figure:
     return charts.scatter(
         [tokens for tokens, _ in points],
         [loss for _, loss in points],
         "markers",
         name=charts.text(run.title),
-        marker={"color": ACCENT, "size": 7, "line": {"color": PAPER, "width": 1.5}},
+        marker={"color": colour, "size": 7, "line": {"color": PAPER, "width": 1.5}},
         customdata=[numbers.quantity(tokens) for tokens, _ in points],
         hovertemplate="<b>%{fullData.name}</b>, validation<br>%{y:.4f} nats per token<br>at %{customdata} tokens"
         "<extra></extra>",

@@ -9,6 +9,7 @@ from rich.text import Text
 from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import DifferenceRow, NearRun, RecipeDifference, RunSummary
+from leaven.documents.runs import ComparedValue
 from leaven.recipe.units import format_number, format_quantity
 from leaven.views import numbers
 from leaven.views.tables import Column, Table, folded
@@ -152,14 +153,19 @@ def value_lines(value: Any) -> list[str]:
             return [numbers.NONE]
         case bool():
             return ["true" if value else "false"]
-        case int():
-            return [f"{value:,}"]
+        case int() | float():
+            return [f"{value:,}" if isinstance(value, int) else f"{value:.6g}"]
         case dict():
             return [", ".join(f"{key} {inner}" for key, inner in value.items())]
         case list() | tuple():
             return [line for inner in value for line in value_lines(inner)]
         case _:
             return [str(value)]
+
+
+def value_rows(different: Sequence[ComparedValue]) -> list[list[str]]:
+    """Return the rows of a table of values that differ between runs: the path, and the value of each run."""
+    return [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in different]
 
 
 def _sources(sources: Sequence[str], width: int, indent: int) -> Iterator[Text]:

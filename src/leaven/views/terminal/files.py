@@ -1,15 +1,29 @@
-"""Show the results of commands that write files: ``leaven new`` and ``export``."""
+"""Show the results of commands that write files: ``leaven new``, ``export`` and ``report`` of several runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from leaven.documents.planning import NewRecipe
-from leaven.documents.runs import ConfigDocument, WeightsDocument
+from leaven.documents.runs import ComparisonDocument, ConfigDocument, WeightsDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
-from leaven.views.tables import LABEL, Facts
+from leaven.views import numbers
+from leaven.views.tables import LABEL, Column, Facts, Table
+from leaven.views.terminal.catalogue import value_rows
+
+_COMPARED = (
+    Column("run", lambda run: run.path, align="left"),
+    Column("loss", lambda run: numbers.loss(run.loss), "nats/token"),
+    Column("difference", lambda run: numbers.delta(run.difference), "nats/token"),
+    Column("fewer tokens", lambda run: numbers.NONE if run.speedup is None else numbers.ratio(run.speedup), drop=1),
+    Column("tokens", lambda run: numbers.quantity(run.tokens)),
+    Column("time", lambda run: numbers.seconds(run.seconds), drop=2),
+    Column("speed", lambda run: numbers.quantity(run.tokens_per_second), "tokens/s", drop=3),
+    Column("rollbacks", lambda run: str(run.rollbacks), drop=4),
+)
 
 
 def wrote(path: Path, recipe: Recipe) -> str:
@@ -53,3 +67,18 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
     for note in export.notes:
         yield f"note   {note}"
     yield f"wrote {export.path}"
+
+
+def comparison_screen(document: ComparisonDocument) -> Iterator[RenderableType]:
+    """Yield the screen of ``leaven report RUN RUN...``: a line for each run, and the values that differ."""
+    yield Table.of(_COMPARED, document.runs)
+    if document.different:
+        heads = [Column("value", align="left")]
+        heads += [Column(run.path, align="left", free=True) for run in document.runs]
+        yield ""
+        yield Table(heads, value_rows(document.different))
+    else:
+        yield "the recipes are the same"
+    for warning in document.warnings:
+        yield Text(f"attention: {warning}", style="yellow")
+    yield f"wrote {document.path}"

@@ -1,0 +1,140 @@
+"""Compare training runs: their losses, the tokens that they needed for the same loss, and their recipes."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from leaven.catalogue.findings import Case
+from leaven.catalogue.terms import diff_in_terms
+from leaven.documents.runs import ComparedRun, ComparedValue, ComparisonDocument
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import resolve
+from leaven.views.folders import RunView, read_folder
+from leaven.views.render import render
+from leaven.views.run_charts import colours, run_charts
+from leaven.views.terminal.catalogue import value_rows
+
+MOST_RUNS = 9  # the number of colours of the charts
+_COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
+    "texts": lambda recipe: sorted((source.source, source.weight) for source in recipe.data.sources),
+    "tokenizers": lambda recipe: recipe.data.tokenizer,
+    "vocabulary sizes": lambda recipe: recipe.model.vocab_size,
+    "sequence lengths": lambda recipe: recipe.model.seq_len,
+    "numbers of validation tokens": lambda recipe: recipe.evaluation.tokens,
+}
+"""The values of a recipe that decide what its validation loss is a loss of."""
+
+
+def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
+    """Return an HTML page that compares runs with the first of them, and its document.
+
+    Raises:
+        InputError: if a folder is not a run with steps, is given twice, or there are too many.
+    """
+    if len(folders) > MOST_RUNS:
+        raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
+    runs = []
+    for folder in folders:
+        if sum(folder.resolve() == other.resolve() for other in folders) > 1:
+            raise InputError(f"{folder} is given twice; give different runs")
+        run = read_folder(folder)
+        if not isinstance(run, RunView):
+            raise InputError(f"{folder} is not a training run; only runs can be compared, so give it alone")
+        runs.append(replace(run, title=str(folder)))
+    document = compare(runs, output)
+    page = render(
+        "comparison.html.j2",
+        run_charts(*runs),
+        kind="comparison",
+        title=f"{len(runs)} runs",
+        comparison=document,
+        rows=list(zip(document.runs, colours(len(runs)), strict=True)),
+        different=value_rows(document.different),
+    )
+    return page, document
+
+
+def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
+    """Return the comparison of runs, whose titles are their folders, with the first run."""
+    first = runs[0]
+    return ComparisonDocument(
+        path=str(output),
+        runs=[
+            ComparedRun(
+                path=run.title,
+                name=run.recipe.name,
+                finished=run.finished,
+                loss=run.loss,
+                difference=None if run is first or run.loss is None or first.loss is None else run.loss - first.loss,
+                speedup=None if run is first else speedup(run.validation, first.validation),
+                tokens=run.tokens,
+                seconds=run.seconds,
+                tokens_per_second=run.tokens_per_second,
+                rollbacks=sum(event.event == "rollback" for event in run.returns),
+            )
+            for run in runs
+        ],
+        different=_different([run.recipe for run in runs]),
+        warnings=list(_warnings(runs)),
+    )
+
+
+def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
+    """Return how many times fewer tokens a run needed than the first run for the same validation loss.
+
+    The loss is the last one of the worse of the two runs. Between two validations the loss is interpolated over the
+    logarithm of tokens. None if a run has fewer than two validations, or reached the loss before its first one.
+
+    Args:
+        run: the validation losses of a run as (tokens, loss), by tokens.
+        first: the validation losses of the first run.
+    """
+    if min(len(run), len(first)) < 2:
+        return None
+    if run[-1][1] <= first[-1][1]:
+        tokens = _tokens_at(run, first[-1][1])
+        return None if tokens is None else first[-1][0] / tokens
+    tokens = _tokens_at(first, run[-1][1])
+    return None if tokens is None else tokens / run[-1][0]
+
+
+def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
+    """Return the tokens after which a run that reaches a loss first had it; None if it had it at its first
+    validation."""
+    for (before, above), (after, below) in pairwise(validation):
+        if above <= loss:
+            return None
+        if below <= loss:
+            share = (above - loss) / (above - below)
+            return math.exp(math.log(before) + share * (math.log(after) - math.log(before)))
+    return None
+
+
+def _different(recipes: Sequence[Recipe]) -> list[ComparedValue]:
+    """Return the values in which recipes differ from the first one."""
+    own: dict[str, Any] = {}
+    others: list[dict[str, Any]] = []
+    for recipe in recipes[1:]:
+        rows = diff_in_terms(recipes[0], recipe, lambda one: Case(one, resolve(one).rows).as_trained)
+        own |= {row.path: row.a for row in rows}
+        others.append({row.path: row.b for row in rows})
+    return [
+        ComparedValue(path=path, values=[value, *(other.get(path, value) for other in others)])
+        for path, value in own.items()
+    ]
+
+
+def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
+    for run in runs:
+        if not run.finished:
+            share = run.tokens / run.recipe.data.tokens
+            yield f"{run.title} is not finished: it has trained {share:.0%} of its tokens"
+    for what, value in _COMPARABLE.items():
+        if any(value(run.recipe) != value(runs[0].recipe) for run in runs):
+            yield f"the {what} differ, so the losses are not losses of the same text"
+    if any(run.recipe.data.seed != runs[0].recipe.data.seed for run in runs):
+        yield "the seeds differ, so the differences include the noise between seeds"

@@ -1,0 +1,96 @@
+"""Comparisons of runs: losses, tokens for the same loss, values that differ, and what makes losses incomparable."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from leaven.cli import main
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_recipe, write_recipe
+from leaven.views.comparison import comparison_page, speedup
+
+
+def power_law(offset: float, tokens: list[int]) -> list[tuple[int, float]]:
+    return [(at, 2 + offset - math.log(at)) for at in tokens]
+
+
+def test_the_speedup_of_a_line_over_log_tokens_is_exact():
+    # loss = c - ln(tokens): a loss that is lower by ln 2 everywhere needs half of the tokens.
+    first, better = power_law(0, [100, 300, 1000, 4000]), power_law(-math.log(2), [150, 700, 4000])
+    assert speedup(better, first) == pytest.approx(2)
+    assert speedup(first, better) == pytest.approx(1 / 2)
+    assert speedup(first, first) == pytest.approx(1)
+
+
+def test_a_loss_that_was_reached_before_the_first_validation_has_no_speedup():
+    first = power_law(0, [100, 1000])
+    assert speedup(power_law(-10, [100, 1000]), first) is None
+    assert speedup([(1000, 1.0)], first) is None
+
+
+def test_a_curve_that_rises_again_counts_from_where_it_first_was_low_enough():
+    assert speedup([(10, 3.0), (20, 1.0), (40, 2.0)], [(10, 4.0), (80, 2.0)]) == pytest.approx(80 / (10 * 2**0.5))
+
+
+@pytest.fixture
+def runs(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(folders / "runs", tmp_path / "runs"))
+
+
+def test_report_of_two_runs_compares_them(runs, capsys, monkeypatch):
+    def leaven(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["leaven", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
+        return capsys.readouterr().out
+
+    document = json.loads(leaven("report", "runs/copied", "runs/moved", "--json"))
+    copied, moved = document["runs"]
+    assert (copied["difference"], copied["speedup"]) == (None, None)
+    assert moved["difference"] == pytest.approx(moved["loss"] - copied["loss"])
+    assert moved["speedup"] > 1
+    different = {row["path"]: row["values"] for row in document["different"]}
+    assert different["hyperparameters.lr"] == [0.004, pytest.approx(0.0012131, rel=1e-4)]
+    assert document["warnings"] == []
+    assert "runs/moved has the lowest validation loss" in Path("report.html").read_text(encoding="utf-8")
+    out = leaven("report", "runs/copied", "runs/moved")
+    assert "−0.1400" in out
+    assert "hyperparameters.lr" in out
+
+
+def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
+    recipe = read_recipe(runs / "moved/recipe.toml")
+    write_recipe(recipe.replace({"data.source": "other.txt", "data.seed": 5}), runs / "moved/recipe.toml")
+    events = runs / "moved/events.jsonl"
+    kept = [line for line in events.read_text().splitlines() if json.loads(line)["event"] != "finish"]
+    events.write_text("\n".join(kept) + "\n")
+    _, document = comparison_page([runs / "copied", runs / "moved"], Path("out.html"))
+    unfinished, texts, seeds = document.warnings
+    assert "moved is not finished" in unfinished
+    assert "the texts differ" in texts
+    assert "the seeds differ" in seeds
+
+
+@pytest.mark.parametrize(
+    ("paths", "says"),
+    [
+        (["runs/copied", "runs/../runs/copied"], "is given twice"),
+        (["runs/copied", "runs"], "contains no run"),
+        (["runs/copied", "absent"], "no such folder"),
+        ([f"runs/{n}" for n in range(10)], "give at most 9"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(runs, paths, says):
+    with pytest.raises(InputError, match=says):
+        comparison_page([Path(path) for path in paths], Path("out.html"))
+
+
+def test_a_study_is_no_run(runs, folders):
+    with pytest.raises(InputError, match="only runs can be compared"):
+        comparison_page([runs / "copied", folders / "proxy"], Path("out.html"))
