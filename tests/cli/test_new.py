@@ -45,6 +45,23 @@ def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: 
     assert leaven(*plan)[0] == 0
 
 
+@pytest.mark.parametrize("gpus", [(), ("--gpus", "1xRTX-4090")])
+def test_a_text_a_machine_and_an_evening_are_enough(
+    gpus: tuple[str, ...], leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("It is not the words that count. " * 20_000, encoding="utf-8")
+    code, said, err = leaven("new", "mine.toml", "--source", "mine.txt", "--time", "3h", *gpus)
+    assert (code, err) == (0, "")
+    recipe = read_recipe(Path("mine.toml"))
+    assert recipe.data.tokens == pytest.approx(4 * 640_000 / 3.75, rel=0.01)
+    assert "the text has about 171 k tokens, too few for the given time" in said
+    plan, check, *_ = (shlex.split(line.removeprefix("next"))[1:] for line in said.splitlines()[-3:])
+    assert plan == ["plan", "mine.toml", "--gpus", *(["1xRTX-4090-24GB"] if gpus else ["cpu", "--measure"])]
+    assert leaven(*plan[:4])[0] == 0
+    assert leaven(*check)[0] == 0
+
+
 def test_force_replaces_both_recipes_and_leaves_no_proxy_of_another(leaven: Verb, tmp_path: Path) -> None:
     path, size = tmp_path / "wheat.toml", ("--tokens", "1B", "--params")
     proxy = path.with_stem("wheat-proxy")

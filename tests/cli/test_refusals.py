@@ -70,6 +70,8 @@ REFUSED = {
     # new
     "new OUT": "--from-weights DIR",
     "new OUT --params 1B": "--tokens 20000000000",
+    "new OUT --time 3h --params 1B": "--time cannot be combined with --params",
+    "new OUT --time 3 --gpus 1xA10": "--time 3: not a time in h, d or w",
     "new OUT --params 1B --from-weights x": "cannot be combined with --params",
     "new OUT --params 0 --tokens 1B": "--params 0",
     f"new OUT {SIZE} --gpus 8xZ9": "Z9",

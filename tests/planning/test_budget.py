@@ -8,7 +8,7 @@ from leaven.catalogue.laws import FRONTIERS
 from leaven.documents.planning import BudgetDocument, Price
 from leaven.planning import budget as module
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.budget import OVER_TRAINED, budget, parse_budget
+from leaven.planning.budget import OVER_TRAINED, budget, parse_budget, size_for_time
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
@@ -97,3 +97,33 @@ def test_laws_by_which_nothing_fits_are_refused_with_a_reason() -> None:
     found = budget("1xA10 x 0.05h", mfu=0.4)
     assert found.rows
     assert all("increase the time" in each.why for each in found.refused)
+
+
+def test_a_time_gives_the_size_and_tokens_that_the_budget_gives() -> None:
+    row = next(row for row in budget("1xRTX-4090 x 3h").rows if row.law == "20 tokens a parameter")
+    cluster = parse_cluster("1xRTX-4090")
+    for text_tokens in (None, 10**12):
+        params, tokens, fit = size_for_time(cluster, "3h", text_tokens)
+        assert (params, tokens) == (pytest.approx(row.params, rel=0.05), pytest.approx(row.tokens, rel=0.05))
+        assert tokens == pytest.approx(20 * params, rel=0.01)
+        assert (fit.cluster, fit.seconds, fit.text_tokens) == (str(cluster), 3 * 3600, None)
+
+
+def test_a_short_text_is_repeated_four_times_at_most_and_ends_the_run_earlier() -> None:
+    cluster = parse_cluster("1xRTX-4090")
+    params, tokens, fit = size_for_time(cluster, "3h", 10**7)
+    assert (params, tokens, fit.text_tokens) == (2 * 10**6, 4 * 10**7, 10**7)
+    assert 0 < fit.seconds < 3 * 3600 / 100
+    tiny, few, _ = size_for_time(cluster, "3h", 10**5)
+    assert (tiny, few) == (250_000, 4 * 10**5)
+
+
+@pytest.mark.parametrize("time", ["3", "h", "0h", "-2h", "3m", "1e3h", ""])
+def test_what_is_not_a_time_is_refused(time: str) -> None:
+    with pytest.raises(InputError, match="write for example 3h or 2d"):
+        size_for_time(parse_cluster("1xRTX-4090"), time, None)
+
+
+def test_a_time_that_is_too_short_is_refused() -> None:
+    with pytest.raises(InputError, match=r"--time 0\.000001h: .* increase the time"):
+        size_for_time(parse_cluster("1xA10"), "0.000001h", None)

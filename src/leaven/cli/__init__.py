@@ -32,7 +32,7 @@ VERBS = {
     "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",
     "bench": "Measure tokens/s, MFU and memory at several batch sizes, and propose where a batch ramp starts.",
-    "report": "Write a self-contained HTML page about a run, a study, a check, a demo or the published runs, or compare runs.",
+    "report": "Write a self-contained HTML page about a run, study, check or demo, or one that compares runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
     "demo": "Show in minutes how a small model's best learning rate fares at larger widths, copied and moved.",
 }

@@ -9,9 +9,11 @@ from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, count_option, hand_over, recipe_name, require_alone
 from leaven.data.corpus import estimated_tokens
-from leaven.documents.planning import AdoptedRecipe
-from leaven.planning.hardware import parse_cluster
+from leaven.documents.planning import AdoptedRecipe, TimeFit
+from leaven.planning.budget import size_for_time
+from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.start import start
+from leaven.planning.this_machine import gpus_here
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.units import parse_quantity
@@ -35,6 +37,15 @@ def new(
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
     tokens: Annotated[
         int | None, count_option("Length of the run in tokens, e.g. 20B.", "20 per parameter with --from-weights")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Instead of --params and --tokens: choose both for this training time, e.g. 3h or 2d, on --gpus. "
+            "Without --gpus: on this machine's processor.",
+            show_default=False,
+        ),
     ] = None,
     proxy: Annotated[
         str | None,
@@ -96,19 +107,14 @@ def new(
         )
     name = recipe_name(output, "new")
     if from_weights is not None:
-        shape = {"--params": params, "--proxy": proxy, "--from": from_run, "--gpus": gpus}
+        shape = {"--params": params, "--time": time, "--proxy": proxy, "--from": from_run, "--gpus": gpus}
         require_alone("--from-weights", shape | {"--vocab": vocab, "--seq-len": seq_len})
         _require_no_proxy(proxy_output)
         _adopted(output, name, from_weights, tokens, source, json_output)
         return
-    if from_run is not None and params is None:
-        reference = find_reference(from_run)
-        params, tokens = reference.params_total, tokens or reference.tokens
-    if params is None:
-        raise InputError("no size is given; type --params COUNT --tokens COUNT, or --from-weights DIR")
-    if tokens is None:
-        raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
     cluster = parse_cluster(gpus) if gpus else None
+    text_tokens = None if source == "python-stdlib" else estimated_tokens(source)
+    params, tokens, fit = _size(params, tokens, time, from_run, cluster, text_tokens)
     started = start(
         StarterRequest(
             name,
@@ -120,7 +126,7 @@ def new(
             reference=from_run,
             gpus=cluster.gpus if cluster else 1,
             proxy=_proxy_params(proxy),
-            text_tokens=None if source == "python-stdlib" else estimated_tokens(source),
+            text_tokens=text_tokens,
         ),
         cluster,
     )
@@ -131,8 +137,34 @@ def new(
     for file, recipe in files:
         write_recipe(recipe, file)
     following = next_commands.road(output, started.proxy, started.target)
-    document = started.document(output, proxy_output, following)
+    if fit is not None:
+        following = [next_commands.plan_of_new(output, cluster), *following]
+    document = started.document(output, proxy_output, following).model_copy(update={"fit": fit})
     hand_over(document, derived(document, files), json_output)
+
+
+def _size(
+    params: int | None,
+    tokens: int | None,
+    time: str | None,
+    from_run: str | None,
+    cluster: Cluster | None,
+    text_tokens: int | None,
+) -> tuple[int, int, TimeFit | None]:
+    """Return parameters and tokens as given, of the published run, or for the time."""
+    if time is not None:
+        require_alone("--time", {"--params": params, "--tokens": tokens, "--from": from_run})
+        if cluster is None and gpus_here():
+            raise InputError("--gpus is missing; name this machine's GPUs, for example --gpus 1xRTX-4090")
+        return size_for_time(cluster or parse_cluster("cpu"), time, text_tokens)
+    if from_run is not None and params is None:
+        reference = find_reference(from_run)
+        params, tokens = reference.params_total, tokens or reference.tokens
+    if params is None:
+        raise InputError("no size is given; type --params COUNT --tokens COUNT, --time TIME or --from-weights DIR")
+    if tokens is None:
+        raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
+    return params, tokens, None
 
 
 def _require_no_proxy(path: Path) -> None:

@@ -96,6 +96,12 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
     return [*first, launch]
 
 
+def plan_of_new(path: Path, cluster: Cluster | None) -> str:
+    """Return the command that plans the time of a new recipe on a cluster. Without a cluster it measures this
+    machine."""
+    return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
+
+
 def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
     """Return the command after the plan of a published run: write a recipe with the values of the run."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]

@@ -221,8 +221,14 @@ class ComparedRow(Entry):
     outside: bool  # whether the factor is larger than rounding explains
 
 
+class TimeFit(Entry):
+    cluster: str
+    seconds: float  # planned training time
+    text_tokens: int | None  # tokens of the text, if it is too short for the given time; null if the time is used
+
+
 class NewRecipe(Document, schema="new/1"):
-    """The result of ``leaven new OUT.toml --params --tokens``."""
+    """The result of ``leaven new OUT.toml`` for a new model."""
 
     path: str
     proxy_path: str | None
@@ -232,6 +238,7 @@ class NewRecipe(Document, schema="new/1"):
     proxy: ProxyRow | None
     tuning: str  # cost of tuning, and whether it is worth it
     compared: list[ComparedRow]  # values compared with published runs
+    fit: TimeFit | None = None  # with --time
     next: list[str]  # commands
 
 

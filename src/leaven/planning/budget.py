@@ -8,7 +8,7 @@ start from the speed of a similar size. Sizes within 5% of each other share one 
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from leaven.catalogue.laws import FRONTIERS
@@ -17,7 +17,9 @@ from leaven.catalogue.starter.batch import choose_batch
 from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
 from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOKENS, StarterRequest
 from leaven.catalogue.starter.shape import choose_shape
-from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow
+from leaven.catalogue.starter.starter import MOST_EPOCHS
+from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow, TimeFit
+from leaven.planning.calibration import CalibrationRecord, history
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job
@@ -26,15 +28,14 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 
-OVER_TRAINED = (20, 100, 500, 2000)
+RULE_OF_THUMB = 20
+OVER_TRAINED = (RULE_OF_THUMB, 100, 500, 2000)
 """Tokens per parameter: Chinchilla's rule of thumb, and values of models built for cheap inference (Llama 2 7B 290,
 Llama 3 8B 1,900)."""
 _SECONDS = {"h": 3_600, "d": 86_400, "w": 7 * 86_400}
-_BUDGET = re.compile(
-    r"(?P<cluster>.+?)\s*[x×*,]\s*(?P<time>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*"
-    r"(?P<unit>h|d|w)(?:ours?|rs?|ays?|eeks?|ks?)?\s*",
-    re.IGNORECASE,
-)
+_TIME = r"(?P<time>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>h|d|w)(?:ours?|rs?|ays?|eeks?|ks?)?"
+_BUDGET = re.compile(rf"(?P<cluster>.+?)\s*[x×*,]\s*{_TIME}\s*", re.IGNORECASE)
+_LEAST_FOR_TEXT = 250_000  # parameters; a smaller model is nearly all vocabulary, however short its text is
 _FIRST_MFU = 0.4
 _SAME = 0.05  # sizes this near share a plan; shapes have whole layers and widths, so they miss a size by up to 3%
 _STEPS = 4
@@ -106,6 +107,38 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
     )
 
 
+def size_for_time(cluster: Cluster, time: str, text_tokens: int | None) -> tuple[int, int, TimeFit]:
+    """Return parameters and tokens of the largest model that can be trained on 20 tokens per parameter in a time.
+
+    A short text shortens the run: it is not repeated more often than `MOST_EPOCHS` times. The speed is corrected by
+    earlier runs on the same accelerator.
+
+    Args:
+        time: in hours, days or weeks, such as ``3h``.
+        text_tokens: tokens of the text, or None if unknown.
+
+    Raises:
+        InputError: if the time cannot be read, or no model fits it.
+    """
+    match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)
+    if match is None or not float(match["time"]):
+        raise InputError(f"--time {time}: not a time in h, d or w; write for example 3h or 2d")
+    seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
+    speeds = _Speeds(cluster, seconds, records=history())
+    try:
+        full = speeds.row("", lambda flops: math.sqrt(flops / 6 / RULE_OF_THUMB))
+    except InputError as error:
+        raise InputError(f"--time {time}: {error}") from None
+    params, tokens = full.params, full.tokens
+    short = text_tokens is not None and tokens > MOST_EPOCHS * text_tokens
+    if text_tokens is not None and short:
+        tokens = MOST_EPOCHS * text_tokens
+        params = min(max(tokens / RULE_OF_THUMB, _LEAST_FOR_TEXT), params)
+        seconds = speeds.seconds(params, tokens)
+    fit = TimeFit(cluster=str(cluster), seconds=seconds, text_tokens=text_tokens if short else None)
+    return round(params), int(float(f"{tokens:.3g}")), fit
+
+
 def _answers() -> list[tuple[str, Callable[[float], float]]]:
     """Return the laws of the best model size by name, each as a function from FLOPs to parameters."""
     frontiers = [(frontier.name, frontier.sizes.optimal_params) for frontier in FRONTIERS]
@@ -119,8 +152,10 @@ def _answers() -> list[tuple[str, Callable[[float], float]]]:
 class _Speeds:
     """The planned speeds of one budget by model size; nearly equal sizes share a plan."""
 
-    def __init__(self, cluster: Cluster, seconds: float, mfu: float | None) -> None:
-        self._cluster, self._seconds, self._mfu = cluster, seconds, mfu
+    def __init__(
+        self, cluster: Cluster, seconds: float, mfu: float | None = None, records: Sequence[CalibrationRecord] = ()
+    ) -> None:
+        self._cluster, self._seconds, self._mfu, self._records = cluster, seconds, mfu, records
         self._planned: dict[float, BudgetSpeed] = {}
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
@@ -151,6 +186,10 @@ class _Speeds:
             layout=speed.plan and speed.plan.arrangement.to_json(),
         )
 
+    def seconds(self, params: float, tokens: float) -> float:
+        """Return the time in which the cluster trains a model of ``params`` parameters on ``tokens`` tokens."""
+        return 6 * params * tokens / self._at(params, tokens).flops
+
     def _at(self, params: float, tokens: float) -> BudgetSpeed:
         """Return the speed of a shape with about ``params`` parameters, trained on about ``tokens`` tokens."""
         for planned, speed in self._planned.items():
@@ -163,7 +202,8 @@ class _Speeds:
         shape = choose_shape(request, near)
         batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
         if self._mfu is None:
-            found = plan(Job(shape, batch, cluster), request.tokens)
+            compute = "fp32" if cluster.accelerator.name == "cpu" else "bf16"
+            found = plan(Job(shape, batch, cluster), request.tokens).calibrated(self._records, compute)
             mfu, rate = found.speed.mfu, found.speed.tokens_per_second
         else:
             found, mfu = None, self._mfu

@@ -9,7 +9,7 @@ from rich.text import Text
 from leaven.documents.planning import NewRecipe
 from leaven.documents.runs import ComparisonDocument, ConfigDocument, WeightsDocument
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.units import format_quantity
+from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views import numbers
 from leaven.views.tables import LABEL, Column, Facts, Table
 from leaven.views.terminal.catalogue import value_rows
@@ -33,6 +33,13 @@ def wrote(path: Path, recipe: Recipe) -> str:
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
     """Yield the screen of ``leaven new``: a line for each step, and then the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
+    if fit := document.fit:
+        yield f"training takes about {format_seconds(fit.seconds)} on {fit.cluster}, by the planned speed"
+        if fit.text_tokens is not None:
+            yield (
+                f"the text has about {format_quantity(fit.text_tokens)} tokens, too few for the given time; "
+                "more text allows a larger model"
+            )
     for path, recipe in files:
         yield wrote(path, recipe)
 
