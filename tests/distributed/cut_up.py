@@ -11,6 +11,7 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
 from leaven.distributed.process_group import ProcessGroup
+from leaven.training.callbacks import CheckpointManager, Saved
 from leaven.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -20,8 +21,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.checkpoint_manager import CheckpointManager, Saved
-from leaven.training.rewind import Rewind
+from leaven.training.spikes import Rewind
 
 
 def rows(step: int, rank: int, size: int) -> Checkpoint:

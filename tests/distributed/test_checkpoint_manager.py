@@ -15,8 +15,8 @@ from torch import Tensor
 import leaven.training.checkpoint as module
 from leaven.distributed.exchange import Exchange, NoReply
 from leaven.distributed.process_group import ProcessGroup
+from leaven.training.callbacks import CheckpointManager, Saved
 from leaven.training.checkpoint import read_checkpoint, write_checkpoint
-from leaven.training.checkpoint_manager import CheckpointManager, Saved
 
 
 def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
 from leaven.distributed.process_group import ProcessGroup
-from leaven.training import checkpoint_manager as keeping
+from leaven.training import callbacks as keeping
 from tests.distributed.cut_up import rows, saved
 
 class Forked(ProcessGroup):

@@ -27,7 +27,7 @@ from leaven.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from leaven.training.rewind import Rewind
+from leaven.training.spikes import Rewind
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from leaven.distributed.lean_stage import LeanStage, received
 from leaven.distributed.process_group import join_process_group
-from leaven.distributed.stage import Stage
+from leaven.model.transformer import Stage
 from leaven.recipe.recipe import Recipe
 
 MICRO_BATCHES = 6

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import TINY
 
 from leaven.data.tokens import TokenSet, prepare
-from leaven.distributed.stage import Stage
+from leaven.model.transformer import Stage
 from leaven.recipe.files import parse_recipe
 from leaven.training.run_folder import RunFolder
 from leaven.training.step_metrics import Step

@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import save_file
 from tests.distributed.cut_up import whole_checkpoint
 
+import leaven.training.callbacks as module
 import leaven.training.checkpoint as checkpoint_module
-import leaven.training.checkpoint_manager as module
 from leaven.recipe.errors import InputError
+from leaven.training.callbacks import CheckpointManager
 from leaven.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -26,8 +27,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.checkpoint_manager import CheckpointManager
-from leaven.training.rewind import Rewind
+from leaven.training.spikes import Rewind
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:

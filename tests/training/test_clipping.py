@@ -9,7 +9,7 @@ from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import resolve
-from leaven.training.clipping import Clipper
+from leaven.training.optimizer import Clipper
 
 Gradients = dict[str, torch.Tensor]
 

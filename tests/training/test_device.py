@@ -20,7 +20,7 @@ from leaven.model import kernels, transformer
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.training import clipping, noise
+from leaven.training import noise, optimizer
 from leaven.training import device as devices
 from leaven.training.device import (
     best_matmul,
@@ -122,7 +122,7 @@ def test_a_run_on_mps_makes_no_float64_tensor(
         }
     )
     tokens = prepare(recipe.data, recipe.model.vocab_size)
-    for module in (kernels, clipping, noise):
+    for module in (kernels, optimizer, noise):
         monkeypatch.setattr(module, "wide", lambda device: torch.float32)
     mode, positions_of = NoFloat64(), transformer.Positions.__init__
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from leaven.distributed.stage import Stage
+from leaven.model.transformer import Stage
 from leaven.planning import calibration as planning
 from leaven.planning.calibration import StepCost, history
 from leaven.recipe.errors import InputError

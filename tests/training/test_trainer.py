@@ -19,8 +19,8 @@ from tests.training.conftest import losses
 
 from leaven.data.stream import Stream, validation_windows
 from leaven.data.tokens import TokenSet
-from leaven.distributed.stage import Stage
 from leaven.model.initialise import build_model
+from leaven.model.transformer import Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from leaven.distributed.lean_stage import LeanStage
 from leaven.distributed.process_group import ProcessGroup
-from leaven.distributed.stage import Stage
+from leaven.model.transformer import Stage
 from leaven.planning.arrangement import scheduled
 from leaven.recipe.layout import Layout
 

@@ -36,7 +36,7 @@ from torch.func import functional_call
 
 from leaven.distributed.compat import quiet_about_views
 from leaven.distributed.loss import sharded_cross_entropy
-from leaven.distributed.stage import Stage
+from leaven.model.transformer import Stage
 
 SEQUENCE = 1  # the dimension T of (B, T, D)
 

@@ -25,7 +25,7 @@ from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.recipe.errors import InputError
 from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
-from leaven.training.rewind import Rewind, undone
+from leaven.training.spikes import Rewind, undone
 
 FORMAT, FORMAT_OF_MANY = 2, 3
 """Format numbers: of one process, and of several, where ``state.json`` lists the parts of each tensor."""

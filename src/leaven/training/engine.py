@@ -30,15 +30,13 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ramp_factors, resolve
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
-from leaven.training.clipping import Clipper
 from leaven.training.device import Peak, default_device, keep_freed_memory, known_peak, require_device
 from leaven.training.loop import Diverged
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.noise import NoiseMeasurement, NoiseScale
-from leaven.training.optimizer import MOMENTS, Optimizer
+from leaven.training.optimizer import MOMENTS, Clipper, Optimizer
 from leaven.training.precision import DTYPES, LossScale
-from leaven.training.rewind import Rewind, lr_factor, skipped
-from leaven.training.spikes import Limits
+from leaven.training.spikes import Limits, Rewind, lr_factor, skipped
 from leaven.training.step_metrics import Step, Telemetry
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from leaven.distributed import sharded
 from leaven.distributed.compat import pretend
-from leaven.distributed.parallelise import build_stage
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup, mesh_of
-from leaven.distributed.stage import LossFunction, Stage
+from leaven.distributed.sharded import build_stage
 from leaven.model import transformer
 from leaven.model.loss import CHUNK_ELEMENTS
+from leaven.model.transformer import LossFunction, Stage
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.allocation_tracker import AllocationTracker, BytesByPart
@@ -63,7 +63,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     try:
         with (
             patch.object(sharded, "build_stage", build),
-            patch.object(sharded, "initialise", lambda *_: None),
+            patch.object(sharded, "initialise_pieces", lambda *_: None),
         ):
             text: Any = NoText(recipe.model.vocab_size)
             training = Training(recipe, text, device="cpu", group=group)
