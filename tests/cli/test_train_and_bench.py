@@ -123,7 +123,7 @@ def test_a_stop_on_a_full_disk_says_where_the_run_resumes(
         save(tensors, path)
 
     monkeypatch.setattr(leaven_checkpoint, "save_file", full)
-    monkeypatch.setattr(verb, "stopping", after_six_steps)
+    monkeypatch.setattr(verb, "stop_on_signal", after_six_steps)
     code, _, err = leaven("train", tiny_file, "--run", run)
     assert code == 75
     message = "tokens, not saved (No space left on device); run the same command again to resume from 1,024 tokens"

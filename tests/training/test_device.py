@@ -20,8 +20,8 @@ from leaven.model import kernels, transformer
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.training import noise, optimizer
 from leaven.training import device as devices
+from leaven.training import noise, optimizer
 from leaven.training.device import (
     best_matmul,
     default_device,

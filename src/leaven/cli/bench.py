@@ -11,10 +11,10 @@ from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
-    hand_over,
-    load,
+    load_recipe,
     prepare_tokens,
-    stopping,
+    print_document,
+    stop_on_signal,
 )
 from leaven.documents.planning import RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
@@ -73,10 +73,10 @@ def bench_(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    loaded = load(recipe, overrides)
+    loaded = load_recipe(recipe, overrides)
     if noise_from is not None:
         ramp = _propose(loaded, recipe, overrides or [], noise_from, noise_multiple)
-        hand_over(ramp, ramp_screen(ramp, loaded.data.tokens), json_output)
+        print_document(ramp, ramp_screen(ramp, loaded.data.tokens), json_output)
         return
     micro_batches, global_batches = _sizes("--micro-batch", micro_batch), _sizes("--global-batch", global_batch)
 
@@ -85,7 +85,7 @@ def bench_(
 
     tokens = prepare_tokens(loaded)
     check_trainable(loaded, tokens)
-    with stopping() as stop, LiveScreen() as screen:
+    with stop_on_signal() as stop, LiveScreen() as screen:
         document = bench(
             loaded,
             tokens,
@@ -101,7 +101,7 @@ def bench_(
         following = next_commands.after_bench(recipe, document.choose.micro_batch)
         document = document.model_copy(update={"next": following})
     if document.rows or json_output:
-        hand_over(document, bench_screen(document, loaded.model.seq_len, share), json_output)
+        print_document(document, bench_screen(document, loaded.model.seq_len, share), json_output)
     if interrupted:
         errors.print(
             "stopped before everything was measured; nothing is saved, so the same command starts from the beginning"

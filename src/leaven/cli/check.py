@@ -20,7 +20,7 @@ from leaven.cli.check_options import (
     read_subject,
 )
 from leaven.cli.check_runs import COMMANDS
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, hand_over, load
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, load_recipe, print_document
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen
@@ -92,7 +92,7 @@ def coordinates(
         document = check.run(screen.counts("models"))
     if document.passed and not is_factory(subject):
         path = Path(subject)
-        following = next_commands.after_coordinates(path, load(path, overrides), overrides or ())
+        following = next_commands.after_coordinates(path, load_recipe(path, overrides), overrides or ())
         document = document.model_copy(update={"next": following})
     finish(document, output, json_output)
 
@@ -167,7 +167,7 @@ def memory(
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
-    laid_out = load(recipe, overrides)
+    laid_out = load_recipe(recipe, overrides)
     if layout is not None:
         laid_out = with_layout(laid_out, layout)
     short = rehearsal(laid_out)
@@ -175,7 +175,7 @@ def memory(
     with LiveScreen() as screen:
         screen.line(f"{arrangement(short)} · rank {', '.join(map(str, wanted))} of {short.layout.ranks}")
         check = check_memory(short, wanted, screen.counts("ranks"))
-    hand_over(check, memory_screen(check), json_output)
+    print_document(check, memory_screen(check), json_output)
     if not check.passed:
         raise typer.Exit(1)
 

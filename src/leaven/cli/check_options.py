@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leaven.cli.common import hand_over, load
+from leaven.cli.common import load_recipe, print_document
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
@@ -91,7 +91,7 @@ def read_subject(subject: str, overrides: list[str] | None, factory_options: dic
             raise InputError(
                 f"{option} applies only to module:factory; for a recipe use --set, e.g. --set data.tokens=1M"
             )
-    return load(Path(subject), overrides)
+    return load_recipe(Path(subject), overrides)
 
 
 def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
@@ -113,6 +113,6 @@ def finish(document: CheckDocument, output: Path | None, json_output: bool, foll
         write_text(output, check_page(document))
     more = [f"wrote {output}"] if output is not None else []
     more += [following] if following else []
-    hand_over(document, chain(check_screen(document), more), json_output)
+    print_document(document, chain(check_screen(document), more), json_output)
     if not document.passed:
         raise typer.Exit(1)

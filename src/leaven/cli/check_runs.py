@@ -21,7 +21,7 @@ from leaven.cli.check_options import (
     read_subject,
     scale_of,
 )
-from leaven.cli.common import JsonOption, SetOption, count_option, load, stopping
+from leaven.cli.common import JsonOption, SetOption, count_option, load_recipe, stop_on_signal
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
@@ -125,7 +125,7 @@ def duration(
     document = _train(lambda store: duration(family, size, ratios, grid, store, seeds=seeds), workers, run)
     measured, following = measured_exponent(document, run), None
     if write is not None and measured is not None:
-        recipe = load(Path(subject), overrides).replace(measured)
+        recipe = load_recipe(Path(subject), overrides).replace(measured)
         write_recipe(recipe, write, template=read_text(Path(subject)))
         following = f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"
     elif write is not None:
@@ -327,7 +327,11 @@ def _train(check: "Callable[[RunStore], CheckDocument]", workers: int | None, ru
     from leaven.verification.runs import ChecksStopped, RunStore
 
     workers = workers or os.cpu_count() or 1
-    with stopping() as stop, LiveScreen() as screen, RunStore(run, workers, screen.counts("runs"), stop) as store:
+    with (
+        stop_on_signal() as stop,
+        LiveScreen() as screen,
+        RunStore(run, workers, screen.counts("runs"), stop) as store,
+    ):
         try:
             return store.keep(check(store))
         except ChecksStopped as stopped:
@@ -343,7 +347,7 @@ def _require_token_exponent(subject: str, overrides: list[str] | None) -> None:
         raise InputError(
             f"--write applies only to recipes, not to {subject}; pass token_exponent to leaven.parametrize"
         )
-    rule = load(Path(subject), overrides).scaling.rule
+    rule = load_recipe(Path(subject), overrides).scaling.rule
     if "lr" not in RULES[rule].columns:
         raise InputError(
             f"--write needs a rule that scales with tokens, and {rule} does not; type --set scaling.rule=complete-d-p"

@@ -92,7 +92,7 @@ def _help(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-def load(recipe: Path, overrides: list[str] | None) -> Recipe:
+def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
     """Read a recipe file.
 
     Raises:
@@ -105,7 +105,9 @@ def load(recipe: Path, overrides: list[str] | None) -> Recipe:
     return read_recipe(recipe, overrides or ())
 
 
-def hand_over(document: Document | Sequence[Document], screen: Iterable[RenderableType], json_output: bool) -> None:
+def print_document(
+    document: Document | Sequence[Document], screen: Iterable[RenderableType], json_output: bool
+) -> None:
     """Print a document as JSON, or print its screen and then the commands to type next.
 
     In JSON, infinite numbers and NaN become null.
@@ -119,7 +121,7 @@ def hand_over(document: Document | Sequence[Document], screen: Iterable[Renderab
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. A second Ctrl-C stops at once."""
     requested = False
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import JsonOption, device_option, hand_over, stopping
+from leaven.cli.common import JsonOption, device_option, print_document, stop_on_signal
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import errors
 
@@ -46,10 +46,10 @@ def demo(
     size = "quick" if quick else size
     if size not in {None, *SIZES}:
         raise InputError(f"--size {size} does not exist; choose from {', '.join(SIZES)}")
-    with stopping() as stop:
+    with stop_on_signal() as stop:
         try:
             made = Demo(run, size, source, workers or cores(), stop).run()
         except DemoStopped:
             errors.print(f"stopped; run it again to resume ({run})")
             raise typer.Exit(75) from None
-    hand_over(made, demo_summary(made), json_output)
+    print_document(made, demo_summary(made), json_output)

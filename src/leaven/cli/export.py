@@ -13,8 +13,8 @@ from leaven.cli.common import (
     SetOption,
     TokensOption,
     group,
-    hand_over,
-    load,
+    load_recipe,
+    print_document,
 )
 from leaven.documents.runs import ConfigDocument, LossRow, WeightsDocument
 from leaven.recipe.errors import InputError
@@ -83,7 +83,7 @@ def weights(
         tokens=loaded.tokens,
         next=next_commands.after_export_weights(folder),
     )
-    hand_over(document, exported_weights(document, loaded.recipe.model.params, dtype), json_output)
+    print_document(document, exported_weights(document, loaded.recipe.model.params, dtype), json_output)
 
 
 @app.command()
@@ -121,7 +121,7 @@ def config(
     from leaven.interop.configs.export import export as export_recipe
 
     target(to)  # raises for an unknown target
-    read = load(recipe, overrides)
+    read = load_recipe(recipe, overrides)
     path = output or Path(default_path(to, read.name))
     require_free(path)
     export = export_recipe(to, read)
@@ -135,4 +135,4 @@ def config(
     lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
     following = next_commands.after_export_config(to, path)
     document = ConfigDocument(path=str(path), lost=lost, notes=export.notes, next=following)
-    hand_over(document, exported_config(document), json_output)
+    print_document(document, exported_config(document), json_output)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import JsonOption, hand_over
+from leaven.cli.common import JsonOption, print_document
 from leaven.planning.accelerators import accelerators
 from leaven.planning.hardware import find_accelerator, parse_cluster
 from leaven.views.terminal.hardware import accelerator_screen, accelerators_screen
@@ -27,7 +27,7 @@ def hardware(
     if name is not None:
         found = parse_cluster("cpu").accelerator if name.lower() == "cpu" else find_accelerator(name)
         row = found.document()
-        hand_over(row, accelerator_screen(row), json_output)
+        print_document(row, accelerator_screen(row), json_output)
         return
     rows = [each.document() for each in accelerators().values()]
-    hand_over(rows, accelerators_screen(rows), json_output)
+    print_document(rows, accelerators_screen(rows), json_output)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, group, hand_over, recipe_name
+from leaven.cli.common import JsonOption, group, print_document, recipe_name
 from leaven.documents.runs import ImportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
@@ -73,7 +73,7 @@ def config(
     )
     if output is not None or json_output:
         screen = [] if output is None else [wrote(output, found.recipe)]
-        hand_over(document, screen, json_output)
+        print_document(document, screen, json_output)
     else:
         typer.echo(render(found.recipe), nl=False)  # so that `> OUT.toml` writes a valid recipe
     if not json_output:

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.laws import compute_optimal, critical_batch, evaluate, lr_at_batch
-from leaven.cli.common import JsonOption, count_option, hand_over, require_alone
+from leaven.cli.common import JsonOption, count_option, print_document, require_alone
 from leaven.documents.catalogue import LawRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
@@ -41,7 +41,7 @@ def laws(
         others = {"--params": params, "--tokens": tokens, "--batch-tokens": batch_tokens}
         require_alone("--flops", others | {"--params-non-embedding": params_non_embedding})
         sizes = compute_optimal(flops)
-        hand_over(sizes, optimum_screen(sizes), json_output)
+        print_document(sizes, optimum_screen(sizes), json_output)
         return
     for name, value in (("--params", params), ("--tokens", tokens)):
         if value is None:
@@ -58,7 +58,7 @@ def laws(
     rows = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     if batch_tokens is not None:
         rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]
-    hand_over(rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding), json_output)
+    print_document(rows, laws_screen(rows, params, tokens, batch_tokens, params_non_embedding), json_output)
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:

@@ -7,7 +7,7 @@ import typer
 
 from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, count_option, hand_over, recipe_name, require_alone
+from leaven.cli.common import JsonOption, count_option, print_document, recipe_name, require_alone
 from leaven.data.corpus import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe, TimeFit
 from leaven.planning.budget import size_for_time
@@ -140,7 +140,7 @@ def new(
     if fit is not None:
         following = [next_commands.plan_of_new(output, cluster), *following]
     document = started.document(output, proxy_output, following).model_copy(update={"fit": fit})
-    hand_over(document, derived(document, files), json_output)
+    print_document(document, derived(document, files), json_output)
 
 
 def _size(
@@ -198,4 +198,4 @@ def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source:
         tokens=recipe.data.tokens,
         next=next_commands.road(output, None, recipe),
     )
-    hand_over(document, adopted(output, recipe, weights, document.architecture), json_output)
+    print_document(document, adopted(output, recipe, weights, document.architecture), json_output)

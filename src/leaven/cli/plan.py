@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, hand_over, load, require_alone, stopping
+from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document, require_alone, stop_on_signal
 from leaven.planning.calibration import history as past_runs
 from leaven.planning.hardware import parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe
@@ -125,7 +125,7 @@ def plan(
 
         sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
         sizes = sizes.model_copy(update={"next": next_commands.after_budget(sizes)})
-        hand_over(sizes, budget_screen(sizes), json_output)
+        print_document(sizes, budget_screen(sizes), json_output)
         return
     if recipe is None or gpus is None:
         missing = "RECIPE" if recipe is None else "--gpus"
@@ -147,7 +147,7 @@ def plan(
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
         following = next_commands.after_plan_of_run(name, found.cluster)
     else:
-        read = load(recipe, overrides)
+        read = load_recipe(recipe, overrides)
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
         following = next_commands.after_plan(recipe, read, found, overrides or ())
@@ -165,7 +165,7 @@ def plan(
         command = shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets])
         write_text(report, plan_page(found, document, name, command))
         screen = chain(screen, [f"wrote {report}"])
-    hand_over(document, screen, json_output)
+    print_document(document, screen, json_output)
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
@@ -181,7 +181,7 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
 
     from leaven.training.measured import measure as take_steps
 
-    with stopping() as stop, LiveScreen() as screen:
+    with stop_on_signal() as stop, LiveScreen() as screen:
         found = take_steps(recipe, gpus, on_step=screen.counts("measuring"), stop=stop)
     if found is None:
         errors.print(

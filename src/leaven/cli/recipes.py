@@ -21,8 +21,8 @@ from leaven.cli.common import (
     SetOption,
     count_option,
     group,
-    hand_over,
-    load,
+    load_recipe,
+    print_document,
     require_alone,
 )
 from leaven.documents import Document
@@ -84,7 +84,9 @@ def show(
 ) -> None:
     """Print all values of one published run, with their sources."""
     run = find_run(id)
-    hand_over(PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run, console.width), json_output)
+    print_document(
+        PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run, console.width), json_output
+    )
 
 
 @app.command("nearest")
@@ -124,7 +126,7 @@ def nearest_runs(
     other runs follow.
     """
     require_alone("--csv", {"--json": json_output or None} if csv_output else {})
-    recipe = load(like, None) if like else None
+    recipe = load_recipe(like, None) if like else None
     if recipe is not None:
         params = recipe.model.params if params is None else params
         tokens = recipe.data.tokens if tokens is None else tokens
@@ -161,7 +163,7 @@ def diff_runs(
 
         rows = diff_in_terms(left, right, lambda recipe: Case(recipe, resolve(recipe).rows).as_trained)
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
-    hand_over(rows, diff_screen(one, other, rows), json_output)
+    print_document(rows, diff_screen(one, other, rows), json_output)
 
 
 @app.command()
@@ -185,7 +187,7 @@ def check(
     from leaven.cli import next_commands
     from leaven.scaling.table import resolve
 
-    read = load(recipe, overrides)
+    read = load_recipe(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
         raise InputError(f"--corpus-tokens {corpus_tokens} is not positive; give at least 1, e.g. 25B")
     found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
@@ -201,7 +203,7 @@ def check(
         next=following,
     )
     chosen = set(read.why) - {override.partition("=")[0].strip() for override in overrides or ()}
-    hand_over(document, findings_screen(document, console.width, chosen), json_output)
+    print_document(document, findings_screen(document, console.width, chosen), json_output)
     if not passed:
         raise typer.Exit(1)
 
@@ -226,7 +228,7 @@ def _text_tokens(recipe: Recipe) -> int | None:
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
     """Print rows as JSON, as a table or as CSV. In CSV, unknown values are empty."""
     if not csv_output:
-        hand_over(rows, screen, json_output)
+        print_document(rows, screen, json_output)
     elif rows:
         plain = [row.model_dump() for row in rows]
         writer = csv.DictWriter(sys.stdout, list(plain[0]), lineterminator="\n")
@@ -235,4 +237,4 @@ def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_outpu
 
 
 def _run_or_recipe(written: str) -> PublishedRun | Recipe:
-    return load(Path(written), None) if written.endswith(".toml") else find_run(written)
+    return load_recipe(Path(written), None) if written.endswith(".toml") else find_run(written)

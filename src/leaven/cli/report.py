@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.catalogue.runs import load_runs
-from leaven.cli.common import JsonOption, hand_over
+from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ReportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
@@ -41,7 +41,7 @@ def report(
 
         html, document = comparison_page(paths, output)
         write_text(output, html)
-        hand_over(document, comparison_screen(document), json_output)
+        print_document(document, comparison_screen(document), json_output)
         return
     if paths:
         from leaven.views.page import folder_page
@@ -52,4 +52,4 @@ def report(
 
         html = catalogue_page(load_runs())
     write_text(output, html)
-    hand_over(ReportDocument(path=str(output)), [f"wrote {output}"], json_output)
+    print_document(ReportDocument(path=str(output)), [f"wrote {output}"], json_output)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, hand_over
+from leaven.cli.common import DeviceOption, JsonOption, RunArgument, TokensOption, print_document
 from leaven.documents.runs import SampleDocument
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors, say_damaged
@@ -74,7 +74,9 @@ def sample_(
             typer.echo()
     seconds = time.perf_counter() - began
     if json_output:
-        hand_over(SampleDocument(run=str(run), tokens=loaded.tokens, prompt=text, samples=drawn), [], json_output)
+        print_document(
+            SampleDocument(run=str(run), tokens=loaded.tokens, prompt=text, samples=drawn), [], json_output
+        )
         return
     count = sum(each.tokens for each in drawn)
     errors.print(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import JsonOption, hand_over
+from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ServeDocument
 from leaven.recipe.errors import InputError
 
@@ -62,7 +62,7 @@ def serve(
             ) from None
         url = f"http://127.0.0.1:{port}/?token={token}"
         document = ServeDocument(url=url, folders=[str(root) for root in roots])
-        hand_over(document, [f"open       {url}", "stop       Ctrl-C"], json_output)
+        print_document(document, [f"open       {url}", "stop       Ctrl-C"], json_output)
         server = uvicorn.Server(uvicorn.Config(application(roots, token), log_level="warning", server_header=False))
         with suppress(KeyboardInterrupt):  # Ctrl-C stops the server
             server.run([listener])

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, hand_over, load
+from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
 from leaven.documents.runs import RuleDocument, ShowDocument
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
@@ -39,14 +39,14 @@ def show(
         if rule not in RULES:
             raise InputError(f"--rule {rule} does not exist; choose from {', '.join(RULES)}")
         document = RuleDocument(**RULES[rule].document())
-        hand_over(document, rule_table(document), json_output)
+        print_document(document, rule_table(document), json_output)
         return
     if recipe is None:
         raise InputError("RECIPE is missing; type: leaven show RECIPE, or leaven show --rule NAME")
-    loaded = load(recipe, overrides)
+    loaded = load_recipe(recipe, overrides)
     found = warnings(loaded)
     shown = resolved(loaded, found, next_commands.after_show(recipe, overrides or ()))
-    hand_over(shown, recipe_screen(shown), json_output)
+    print_document(shown, recipe_screen(shown), json_output)
 
 
 def resolved(recipe: Recipe, found: list[Caution], following: list[str]) -> ShowDocument:

@@ -13,10 +13,10 @@ from leaven.cli.common import (
     RecipeArgument,
     SetOption,
     count_option,
-    hand_over,
-    load,
+    load_recipe,
     prepare_tokens,
-    stopping,
+    print_document,
+    stop_on_signal,
 )
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
@@ -76,7 +76,7 @@ def train_(
     values."""
     if skip_tokens is not None and rewind_to is None:
         raise InputError("--skip-tokens needs --rewind-to COUNT, which says where skipping begins")
-    loaded = load(recipe, overrides)
+    loaded = load_recipe(recipe, overrides)
     folder = run or Path("runs") / loaded.name
 
     from leaven.distributed.exchange import rank_zero_first
@@ -103,7 +103,7 @@ def train_(
     warn(each.message for each in [*warnings(loaded), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
         tokens = rank_zero_first(group, lambda: prepare_tokens(loaded))
-        with stopping() as stop, TrainScreen(loaded, log_every) as screen:
+        with stop_on_signal() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = train(
                     loaded,
@@ -122,7 +122,7 @@ def train_(
     following = next_commands.after_train(folder, loaded) if summary.finished else []
     document = summary.model_copy(update={"next": following})
     if (summary.finished or json_output) and rank() == 0:
-        hand_over(document, trained(document, folder), json_output)
+        print_document(document, trained(document, folder), json_output)
     if not summary.finished:
         saved = "saved; run the same command again to resume"
         if summary.unsaved is not None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, hand_over, load
+from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, load_recipe, print_document
 from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
@@ -60,7 +60,7 @@ def transfer_(
         raise InputError("--like takes all sizes from its recipe; leave out --like or the other sizes")
     if output is not None:
         _require_new(output, [recipe, *([like] if like else [])], force)
-    small = load(recipe, overrides if like is None else None)
+    small = load_recipe(recipe, overrides if like is None else None)
     if like is None:
         before = small
         big = transfer(
@@ -74,7 +74,7 @@ def transfer_(
             n_kv_heads=kv_heads,
         )
     else:
-        before = load(like, overrides)
+        before = load_recipe(like, overrides)
         for path in (item.partition("=")[0].strip() for item in overrides or ()):
             if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
                 raise InputError(f"--set {path}: --like takes this value from {recipe}; change it there")
@@ -84,7 +84,7 @@ def transfer_(
         write_recipe(big, output, template=read_text(like or recipe))
     shown = resolved(big, found, next_commands.after_transfer(output, big))
     wrote = [f"wrote {output}"] if output is not None else []
-    hand_over(shown, chain(parameter_table(shown), wrote), json_output)
+    print_document(shown, chain(parameter_table(shown), wrote), json_output)
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:

@@ -11,10 +11,10 @@ from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
-    hand_over,
-    load,
+    load_recipe,
     prepare_tokens,
-    stopping,
+    print_document,
+    stop_on_signal,
 )
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors
@@ -120,7 +120,7 @@ def tune(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    loaded = load(recipe, overrides)
+    loaded = load_recipe(recipe, overrides)
 
     from leaven.planning.flops import flops_per_token
     from leaven.planning.this_machine import cores
@@ -155,7 +155,7 @@ def tune(
         study_of = Study(
             folder, loaded, searched, method, tokens, url, durations=lengths, noise=noise, from_study=from_study
         )
-        with stopping() as stop, study_of as opened:
+        with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
             with TuneScreen(opened.state(), trials, workers, flops=flops, hours=hours) as screen:
@@ -168,7 +168,7 @@ def tune(
     document = state.summary(folder / "best.toml", following)
     if json_output or following:
         width = console.width if console.is_terminal else None
-        hand_over(document, answer_lines(state, folder, width, trials), json_output)
+        print_document(document, answer_lines(state, folder, width, trials), json_output)
     if interrupted:
         errors.print(f"stopped after {document.trials} trials; run the same command again to resume")
         raise typer.Exit(75)
