@@ -1,6 +1,7 @@
 """Compare training runs: their losses, the tokens that they needed for the same loss, and their recipes."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -54,6 +55,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
         comparison=document,
         rows=list(zip(document.runs, colours(len(runs)), strict=True)),
         different=value_rows(document.different),
+        command=shlex.join(["leaven", "report", *(run.title for run in runs), "-o", str(output)]),
     )
     return page, document
 

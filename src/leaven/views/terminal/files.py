@@ -34,7 +34,8 @@ def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> I
     """Yield the screen of ``leaven new``: a line for each step, and then the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     if fit := document.fit:
-        yield f"training takes about {format_seconds(fit.seconds)} on {fit.cluster}, by the planned speed"
+        tuning = "; tuning the proxy comes on top" if document.proxy else ""
+        yield f"training takes about {format_seconds(fit.seconds)} on {fit.cluster}, by the planned speed{tuning}"
         if fit.text_tokens is not None:
             yield (
                 f"the text has about {format_quantity(fit.text_tokens)} tokens, too few for the given time; "
