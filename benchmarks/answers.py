@@ -20,8 +20,7 @@ from optuna.storages import InMemoryStorage
 
 from leaven.tuning import search
 from leaven.tuning.algorithm.answer import answer
-from leaven.tuning.algorithm.confirmation import to_confirm
-from leaven.tuning.algorithm.noise_estimate import noise_between_seeds
+from leaven.tuning.algorithm.confirmation import noise_between_seeds, to_confirm
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.results import ped_anova
 from leaven.tuning.service.search_loop import Proposal

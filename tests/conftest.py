@@ -129,4 +129,4 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
             return future
 
     for user in ("leaven.tuning.service.study", "leaven.verification.runs"):
-        monkeypatch.setattr(f"{user}.Pool", Pool)
+        monkeypatch.setattr(f"{user}.WorkerPool", Pool)

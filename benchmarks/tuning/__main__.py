@@ -34,8 +34,8 @@ from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training.trial import train_trial
-from leaven.training.worker import Pool
-from leaven.tuning.algorithm.noise_estimate import t95
+from leaven.training.worker import WorkerPool
+from leaven.tuning.algorithm.confirmation import t95
 from leaven.tuning.point import BATCH
 from leaven.tuning.service.study import Study
 from leaven.tuning.space import space
@@ -130,7 +130,7 @@ def train(folder: Path, asked: Sequence[StudyJob], workers: int) -> None:
     done = {row["key"] for row in rows(folder)}
     missing = [job for job in asked if job.key not in done]
     print(f"{asked[0].scale}: {len(asked) - len(missing)} of {len(asked)} runs are there", flush=True)
-    with Pool(workers) as pool:
+    with WorkerPool(workers) as pool:
         futures = {
             pool.submit(train_trial, job.recipe, checkpoint=folder / "checkpoints" / job.key): job for job in missing
         }

@@ -11,8 +11,7 @@ import pytest
 from benchmarks.answers import judged
 
 from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, answer, finalists, front
-from leaven.tuning.algorithm.confirmation import Confirmation, confirm, to_confirm
-from leaven.tuning.algorithm.noise_estimate import pooled_noise
+from leaven.tuning.algorithm.confirmation import Confirmation, confirm, pooled_noise, to_confirm
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.service.results import ped_anova, reason
 from leaven.tuning.study_document import Answer, Dimension, StudyDocument, StudyTrial

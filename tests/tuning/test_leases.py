@@ -141,8 +141,8 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
             runs[chosen] |= {"last": number, "state": "running"}
             if action == "retry twice":
                 twin = begin(job=again.name, **dict(again.attributes))
-                assert trial_log.void(twin, trials)
-                assert not trial_log.void(number, trials)
+                assert trial_log.is_duplicate(twin, trials)
+                assert not trial_log.is_duplicate(number, trials)
         elif action in {"end", "stop"}:
             trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
             if chosen in of:

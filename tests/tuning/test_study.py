@@ -27,7 +27,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
-from leaven.tuning.algorithm.noise_estimate import GIVEN
+from leaven.tuning.algorithm.confirmation import GIVEN
 from leaven.tuning.service import study as study_module
 from leaven.tuning.service.results import write_results
 from leaven.tuning.service.stores import StoreGone, open_store
@@ -260,7 +260,7 @@ def test_a_run_whose_workers_die_fails_and_each_retry_gets_its_checkpoint(
             future.set_exception(BrokenProcessPool())
             return future
 
-    monkeypatch.setattr(study_module, "Pool", Pool)
+    monkeypatch.setattr(study_module, "WorkerPool", Pool)
     options = ["--study", str(tmp_path / "study"), "--trials", "2", "--workers", "1", "--space", LR]
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options])
     assert (done.exit_code, "diverged" in done.output) == (1, False)

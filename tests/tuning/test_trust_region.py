@@ -10,7 +10,7 @@ from benchmarks._landscapes import EXCESS, KINDS, landscape
 from optuna.trial import TrialState
 
 from leaven.tuning.algorithm import divergence, surrogate
-from leaven.tuning.algorithm.noise_estimate import interval, pooled, t95
+from leaven.tuning.algorithm.confirmation import interval_of_mean, pooled, t95
 from leaven.tuning.algorithm.trust_region import (
     RISK,
     TRUST,
@@ -337,7 +337,7 @@ def test_the_interval_is_students() -> None:
     assert pooled([[1.0], [2.0]]) == (None, 0)
     assert t95(4) == 2.776
     assert [t95(degrees) for degrees in (9, 20, 1000)] == pytest.approx([2.2622, 2.0860, 1.9623], abs=5e-4)
-    assert interval([1.0, 3.0], 0.5, 4) == pytest.approx((2 - 2.776 * 0.5 / 2**0.5, 2 + 2.776 * 0.5 / 2**0.5))
+    assert interval_of_mean([1.0, 3.0], 0.5, 4) == pytest.approx((2 - 2.776 * 0.5 / 2**0.5, 2 + 2.776 * 0.5 / 2**0.5))
 
 
 def test_one_lucky_trial_does_not_become_the_incumbent() -> None:

@@ -271,7 +271,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
 def test_transfer_from_the_command_line_resumes_and_has_a_report(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs, "Pool", InThisProcess)
+    monkeypatch.setattr(runs, "WorkerPool", InThisProcess)
     tiny = ("--lrs", "1,50,2500", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
     check = ("check", "transfer", "their_model:plain", "--run", "runs", "--scales", "16x1,32x1", *tiny)
     code = cli(monkeypatch, *check, "-o", "there.html")

@@ -170,7 +170,7 @@ def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
 
 
 def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "Pool", InThisProcess)
+    monkeypatch.setattr(runs, "WorkerPool", InThisProcess)
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     counted: list[tuple[int, int]] = []
     seeds = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]

@@ -11,7 +11,7 @@ from leaven.data.pool import ctrl_c_blocked, exit_with_parent
 Result = TypeVar("Result")
 
 
-def start() -> None:
+def initialise_worker() -> None:
     """Initialise a worker process: use one thread, and exit when the parent does."""
     import torch
 
@@ -19,7 +19,7 @@ def start() -> None:
     exit_with_parent()
 
 
-class Pool:
+class WorkerPool:
     """A pool of worker processes. If a worker dies, new workers are started."""
 
     def __init__(self, workers: int) -> None:
@@ -27,7 +27,7 @@ class Pool:
         self._executor = self._new()
 
     def _new(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=start)
+        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=initialise_worker)
 
     def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
         with ctrl_c_blocked():  # the executor may start a process
@@ -37,7 +37,7 @@ class Pool:
                 self._executor = self._new()
                 return self._executor.submit(function, *arguments, **named)
 
-    def __enter__(self) -> "Pool":
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -20,7 +20,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.micro_batch import even, rule_of_thumb
-from leaven.training.worker import Pool
+from leaven.training.worker import WorkerPool
 from leaven.verification.dry_run import StepMemory, dry_run
 
 LIMITS = {"between steps": 0.02, "peak": 0.05}
@@ -104,7 +104,7 @@ def check_memory(
     # torch keeps meshes and the rank for the life of a process, so each process runs one rank only.
     for first in range(0, len(ranks), cores()):
         some = ranks[first : first + cores()]
-        with Pool(len(some)) as pool:
+        with WorkerPool(len(some)) as pool:
             pending = {pool.submit(dry_run, recipe, rank): rank for rank in some}
             for future in as_completed(pending):
                 rank, taken = pending[future], future.result()

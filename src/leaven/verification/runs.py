@@ -19,7 +19,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import locked_folder
-from leaven.training.worker import Pool
+from leaven.training.worker import WorkerPool
 
 LINES = "runs.jsonl"
 VERDICT = "check.json"
@@ -68,7 +68,7 @@ class RunStore:
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._resources = ExitStack()
-        self._pool: Pool | None = None
+        self._pool: WorkerPool | None = None
         self._ended: dict[str, Outcome] = {}
 
     def __enter__(self) -> "RunStore":
@@ -112,11 +112,11 @@ class RunStore:
             raise ChecksStopped(f"{len(wanted.keys() & self._ended.keys())} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]
 
-    def _open(self) -> Pool:
+    def _open(self) -> WorkerPool:
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
             self._ended = _read(self.folder / LINES)
-            self._pool = self._resources.enter_context(Pool(self._workers))
+            self._pool = self._resources.enter_context(WorkerPool(self._workers))
         return self._pool
 
     def keep(self, document: CheckDocument) -> CheckDocument:

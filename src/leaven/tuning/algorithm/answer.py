@@ -21,8 +21,18 @@ from numpy.typing import NDArray
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
-from leaven.tuning.algorithm.confirmation import ALONE, RERUNS, Confirmation, Losses, Point, changes, confirm, gain
-from leaven.tuning.algorithm.noise_estimate import interval, noise_between_seeds
+from leaven.tuning.algorithm.confirmation import (
+    ALONE,
+    RERUNS,
+    Confirmation,
+    Losses,
+    Point,
+    changes,
+    confirm,
+    gain,
+    interval_of_mean,
+    noise_between_seeds,
+)
 from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
@@ -221,7 +231,11 @@ def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array
 
 def _best(seen: _Seen, point: Point, losses: Sequence[float], fresh: int) -> Best:
     number = min(run.number for run, x in zip(seen.trials, seen.points, strict=True) if tuple(x) == point)
-    around = interval(losses, seen.noise, seen.degrees) if fresh and seen.noise is not None else (-math.inf, math.inf)
+    around = (
+        interval_of_mean(losses, seen.noise, seen.degrees)
+        if fresh and seen.noise is not None
+        else (-math.inf, math.inf)
+    )
     return Best(number, statistics.fmean(losses), around, fresh, len(losses))
 
 

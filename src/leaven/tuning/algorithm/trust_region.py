@@ -30,7 +30,7 @@ All trials of a search share a seed, and with it the init and the data order, so
 between seeds (``noise``). But an improvement that holds for one seed only is useless. So the surrogate assumes at
 least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
 is small (docs/concepts/search.md). During the search this noise is pooled over all repeated points; the answer leaves
-out the runs that made a point a finalist (``noise_estimate.noise_between_seeds``).
+out the runs that made a point a finalist (``confirmation.noise_between_seeds``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,9 +40,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven.tuning.algorithm.confirmation import pooled_noise
 from leaven.tuning.algorithm.divergence import DivergenceModel
 from leaven.tuning.algorithm.divergence import fit as fit_divergence
-from leaven.tuning.algorithm.noise_estimate import pooled_noise
 from leaven.tuning.algorithm.prior import EarlierTrials, of_earlier, of_expectations
 from leaven.tuning.algorithm.surrogate import Prior, Quadratic, Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate

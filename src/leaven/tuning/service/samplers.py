@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial
 
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
-from leaven.tuning.service.trial_log import finished, loss_of, points_and_losses, turn
+from leaven.tuning.service.trial_log import finished, loss_of, points_and_losses, run_index
 
 Distributions = dict[str, BaseDistribution]
 
@@ -143,7 +143,7 @@ class SeededSampler(BaseSampler):
 
     def _of(self, trial: FrozenTrial) -> BaseSampler:
         if trial.number != self._number:
-            seed = np.random.SeedSequence([self._seed, turn(trial)]).generate_state(1)[0]
+            seed = np.random.SeedSequence([self._seed, run_index(trial)]).generate_state(1)[0]
             self._number, self._sampler = trial.number, self._make(int(seed))
         return self._sampler
 
@@ -178,7 +178,7 @@ class SeededSampler(BaseSampler):
         limits = param_distribution if self._everywhere else self._box(study)[param_name]
         drawn = self._of(trial).sample_independent(study, trial, param_name, limits)
         if self._everywhere and isinstance(limits, CategoricalDistribution) and (trials := finished(study)):
-            rng = np.random.default_rng([self._seed, turn(trial), list(self._axes.start).index(param_name)])
+            rng = np.random.default_rng([self._seed, run_index(trial), list(self._axes.start).index(param_name)])
             return min(trials, key=loss_of).params[param_name] if rng.random() < 1 / 2 else drawn
         return self._inside(param_name, drawn)
 

@@ -150,7 +150,7 @@ class SearchLoop:
             self._close(number)
         if taken:
             trials = self._study.get_trials(deepcopy=False)
-        self._turn = trial_log.begun(trials)
+        self._turn = trial_log.count_jobs(trials)
         return trial_log.runs(trials, len(self._plan.axes.start))
 
     def _begin(self, request: TrialRequest, runs: list[Evaluation]) -> None:
@@ -188,7 +188,7 @@ class SearchLoop:
         name = self._study.study_name
         trial_id = self._store.create_new_trial(self._store.get_study_id_from_name(name), template)
         number = self._store.get_trial_number_from_id(trial_id)
-        if trial_log.void(number, self._study.get_trials(deepcopy=False)):
+        if trial_log.is_duplicate(number, self._study.get_trials(deepcopy=False)):
             self._close(number)
             return None
         if request.point is not None:

@@ -19,9 +19,13 @@ import optuna
 
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Baseline, curve_of
-from leaven.tuning.algorithm import noise_estimate
 from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point, finalists, in_doubt
-from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, to_confirm
+from leaven.tuning.algorithm.confirmation import (
+    CONFIRMATIONS,
+    interval_of_mean,
+    noise_between_seeds,
+    to_confirm,
+)
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.service.samplers import grid
 from leaven.tuning.service.trial_log import (
@@ -253,7 +257,7 @@ class SearchPlan:
 
     def _noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
         """Return the noise between runs of one point, and its degrees of freedom."""
-        return noise_estimate.noise_between_seeds(self._records(runs), list(self.axes.start), self.noise)
+        return noise_between_seeds(self._records(runs), list(self.axes.start), self.noise)
 
     def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
         return [run.record(self.axes) for run in runs]
@@ -295,7 +299,7 @@ class SearchPlan:
             raise NothingFound(self._nothing(runs))
         interval = (-math.inf, math.inf)
         if noise is not None and chosen.fresh:
-            interval = noise_estimate.interval(chosen.losses, noise, degrees)
+            interval = interval_of_mean(chosen.losses, noise, degrees)
         trials = []
         for trial in finished(self.study):
             label, which = trial.user_attrs.get(FINALIST, ("", None))

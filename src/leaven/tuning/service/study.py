@@ -31,7 +31,7 @@ from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import describe_changes
 from leaven.training.trial import branches_of, cooldown_start, train_trial
-from leaven.training.worker import Pool
+from leaven.training.worker import WorkerPool
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service import trial_log
@@ -253,12 +253,14 @@ class Study:
         """Yield the objective of the search, which trains in ``count`` processes with one thread each."""
         with ExitStack() as held:
             # A pool breaks as a whole when a process dies, so each worker has one.
-            pools = [held.enter_context(Pool(1)) for _ in range(count)]
+            pools = [held.enter_context(WorkerPool(1)) for _ in range(count)]
             leaving = threading.Event()
             held.callback(leaving.set)
             yield lambda proposal: self._train(proposal, pools[proposal.worker], leaving, checkpoint_seconds)
 
-    def _train(self, proposal: Proposal, pool: Pool, leaving: threading.Event, checkpoint_seconds: float) -> Outcome:
+    def _train(
+        self, proposal: Proposal, pool: WorkerPool, leaving: threading.Event, checkpoint_seconds: float
+    ) -> Outcome:
         """Train the recipe at a proposal in a worker process.
 
         Raises:

@@ -2,7 +2,7 @@
 
 Each trial is created with its owner and its ``job``, a name for the work it does. There is no queue: the next job
 follows from the existing trials, so a crash cannot lose it. If two commands create a trial for the same job at once,
-the trial with the lower number runs and the other is void; every Optuna store numbers trials in order.
+the trial with the lower number runs and the other is a duplicate; every Optuna store numbers trials in order.
 
 A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run has
 failed. A trial that its owner released (Ctrl-C) does not count as dead.
@@ -135,8 +135,8 @@ def loss_of(trial: FrozenTrial) -> float:
     return float(loss)
 
 
-def turn(trial: FrozenTrial) -> int:
-    """Return the index of a run among all runs, without void trials and retries. Runs of the start come first."""
+def run_index(trial: FrozenTrial) -> int:
+    """Return the index of a run among all runs, without duplicates and retries. Runs of the start come first."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
@@ -180,13 +180,13 @@ def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
     return jobs
 
 
-def void(number: int, trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether a trial is void: a trial with a lower number has the same job."""
+def is_duplicate(number: int, trials: Sequence[FrozenTrial]) -> bool:
+    """Return whether a trial repeats a job that a trial with a lower number has. Two commands may ask at once."""
     job = trials[number].user_attrs.get(JOB)
     return job is not None and _jobs(trials)[job].number != number
 
 
-def begun(trials: Sequence[FrozenTrial]) -> int:
+def count_jobs(trials: Sequence[FrozenTrial]) -> int:
     """Return the number of distinct jobs, not counting retries: the index of the next run."""
     return sum(not job.startswith("retry:") for job in _jobs(trials))
 
