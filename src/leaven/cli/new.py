@@ -151,7 +151,7 @@ def _size(
     cluster: Cluster | None,
     text_tokens: int | None,
 ) -> tuple[int, int, TimeFit | None]:
-    """Return parameters and tokens as given, of the published run, or for the time."""
+    """Return parameters and tokens: as given, those of the published run, or those that fit the time."""
     if time is not None:
         require_alone("--time", {"--params": params, "--tokens": tokens, "--from": from_run})
         if cluster is None and gpus_here():

@@ -77,8 +77,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by ``factor``. That is the ratio of the new half-life of the moments, in steps, to
-        the old one."""
+        """Multiply the step counts by ``factor``, the ratio of the new half-life of the moments to the old one (in
+        steps)."""
         for state in self.adam.state.values():
             state["step"] *= factor
 

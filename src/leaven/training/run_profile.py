@@ -58,7 +58,7 @@ class RunProfile(Callback[Step]):
             self._memory[size] = step.memory_gib
 
     def fullest(self, memory_gib: float) -> None:
-        """Record the memory of the process that uses the most, in GiB."""
+        """Record the memory, in GiB, of the process that uses the most."""
         self._highest_memory = memory_gib
 
     def write(self) -> None:

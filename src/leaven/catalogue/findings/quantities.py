@@ -124,7 +124,7 @@ def qk_norm(case: Case) -> Reading | None:
 
 
 def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
-    """Return the published instabilities described with ``words``: the run, what happened, what was done."""
+    """Return the published instabilities whose description contains ``words``, as (run, what happened, remedy)."""
     return [
         (run, one.what, one.action) for run in load_runs() for one in run.instabilities if words in one.what.lower()
     ]

@@ -49,7 +49,7 @@ class Quadratic:
     least: float  # the least curvature along a column that a minimum is computed with
 
     def __call__(self, x: Array) -> Array:
-        """Return the function (m,) at points (m, D)."""
+        """Return the values (m,) of the function at points (m, D)."""
         return np.asarray(x @ self.slope + np.sum(x @ self.hessian * x, 1) / 2)
 
     def minimum(self, start: Array, low: Array, high: Array) -> Array:
@@ -207,10 +207,11 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
 
 
 def fitted_noise(points: Array, losses: Array) -> float:
-    """Return the noise that explains trials at ``points`` (n, D) with finite ``losses`` (n,) best.
+    """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
-    It is the noise with the highest evidence, together with h, but at most that of the lower half of the losses,
-    because the others may be far from a quadratic. It is for a few dozen trials: it takes about 100 n^3 operations.
+    Noise and curvature scale h are fitted together, by the evidence. Because losses far above the minimum may not
+    follow a quadratic, the noise of the lower half of the losses is an upper limit. This takes about 100 n^3
+    operations, so it is for a few dozen trials.
     """
     n, d = points.shape
     spread = float(np.std(losses))

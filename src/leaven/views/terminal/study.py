@@ -209,7 +209,7 @@ def headline(state: StudyDocument) -> list[str]:
 
 
 def _noise(state: StudyDocument, repeats: int = 2) -> str | None:
-    """Return the noise as text, or None before so many ``repeats`` have measured it."""
+    """Return the noise as text, or None if it was measured with fewer than ``repeats`` repeated runs."""
     if state.noise_floor is None or state.noise_runs < repeats:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeat{'s' if state.noise_runs > 1 else ''})"
