@@ -5,6 +5,7 @@ import math
 import pytest
 
 from leaven.catalogue.laws import FRONTIERS
+from leaven.catalogue.starter.request import StarterRequest
 from leaven.documents.planning import BudgetDocument, Price
 from leaven.planning import budget as module
 from leaven.planning.arrangement import Arrangement
@@ -12,7 +13,8 @@ from leaven.planning.budget import OVER_TRAINED, budget, parse_budget, size_for_
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
-from leaven.planning.plan import plan
+from leaven.planning.plan import plan, plan_recipe
+from leaven.planning.start import start
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
@@ -107,6 +109,14 @@ def test_a_time_gives_the_size_and_tokens_that_the_budget_gives() -> None:
         assert (params, tokens) == (pytest.approx(row.params, rel=0.05), pytest.approx(row.tokens, rel=0.05))
         assert tokens == pytest.approx(20 * params, rel=0.01)
         assert (fit.cluster, fit.seconds, fit.text_tokens) == (str(cluster), 3 * 3600, None)
+
+
+@pytest.mark.parametrize("options", [{}, {"seq_len": 4096}, {"vocab": 8192}])
+def test_the_plan_of_the_new_recipe_takes_the_time_that_was_asked_for(options: dict[str, int]) -> None:
+    cluster = parse_cluster("1xRTX-4090")
+    params, tokens, _ = size_for_time(cluster, "3h", None, **options)
+    started = start(StarterRequest("evening", params, tokens, proxy=0, **options), cluster).target
+    assert plan_recipe(started, "1xRTX-4090").seconds == pytest.approx(3 * 3600, rel=0.1)
 
 
 def test_a_short_text_is_repeated_four_times_at_most_and_ends_the_run_earlier() -> None:

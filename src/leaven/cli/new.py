@@ -9,9 +9,9 @@ from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, count_option, print_document, recipe_name, require_alone
 from leaven.data.corpus import estimated_tokens
-from leaven.documents.planning import AdoptedRecipe, TimeFit
+from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.budget import size_for_time
-from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.start import start
 from leaven.planning.this_machine import gpus_here
 from leaven.recipe.errors import InputError
@@ -114,7 +114,14 @@ def new(
         return
     cluster = parse_cluster(gpus) if gpus else None
     text_tokens = None if source == "python-stdlib" else estimated_tokens(source)
-    params, tokens, fit = _size(params, tokens, time, from_run, cluster, text_tokens)
+    fit = None
+    if time is not None:
+        require_alone("--time", {"--params": params, "--tokens": tokens, "--from": from_run})
+        if cluster is None and gpus_here():
+            raise InputError("--gpus is missing; name this machine's GPUs, for example --gpus 1xRTX-4090")
+        machine = cluster or parse_cluster("cpu")
+        params, tokens, fit = size_for_time(machine, time, text_tokens, vocab=vocab, seq_len=seq_len)
+    params, tokens = _size(params, tokens, from_run)
     started = start(
         StarterRequest(
             name,
@@ -136,27 +143,16 @@ def new(
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
-    following = next_commands.road(output, started.proxy, started.target)
+    following = next_commands.road(output, started.proxy, started.target, cluster)
     if fit is not None:
-        following = [next_commands.plan_of_new(output, cluster), *following]
+        first = next_commands.plan_of_new(output, cluster)
+        following = [first, *(each for each in following if each != first)]
     document = started.document(output, proxy_output, following).model_copy(update={"fit": fit})
     print_document(document, derived(document, files), json_output)
 
 
-def _size(
-    params: int | None,
-    tokens: int | None,
-    time: str | None,
-    from_run: str | None,
-    cluster: Cluster | None,
-    text_tokens: int | None,
-) -> tuple[int, int, TimeFit | None]:
-    """Return parameters and tokens: as given, those of the published run, or those that fit the time."""
-    if time is not None:
-        require_alone("--time", {"--params": params, "--tokens": tokens, "--from": from_run})
-        if cluster is None and gpus_here():
-            raise InputError("--gpus is missing; name this machine's GPUs, for example --gpus 1xRTX-4090")
-        return size_for_time(cluster or parse_cluster("cpu"), time, text_tokens)
+def _size(params: int | None, tokens: int | None, from_run: str | None) -> tuple[int, int]:
+    """Return parameters and tokens as given, or those of the published run."""
     if from_run is not None and params is None:
         reference = find_reference(from_run)
         params, tokens = reference.params_total, tokens or reference.tokens
@@ -164,7 +160,7 @@ def _size(
         raise InputError("no size is given; type --params COUNT --tokens COUNT, --time TIME or --from-weights DIR")
     if tokens is None:
         raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
-    return params, tokens, None
+    return params, tokens
 
 
 def _require_no_proxy(path: Path) -> None:

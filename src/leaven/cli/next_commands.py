@@ -167,18 +167,19 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
     return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, *sets)]
 
 
-def road(path: Path, proxy: Recipe | None, target: Recipe) -> list[str]:
+def road(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
     """Return all commands from ``leaven new``, which wrote a target at ``path``, to the training of the target. They
-    begin with the tuning of the proxy if there is one."""
+    begin with the tuning of the proxy if there is one. A target that is too large for this machine is planned on
+    ``cluster``."""
     if proxy is None:
-        return [_line("recipes", "check", path), *train(path, target)]
+        return [_line("recipes", "check", path), *train(path, target, cluster=cluster)]
     tuned = _beside(path, TUNED)
     return [
         _line("recipes", "check", _beside(path, PROXY)),
         *_tune_and_transfer(path, proxy, target),
         _line("recipes", "check", tuned),
         _line("check", "coordinates", tuned),
-        *train(tuned, target),
+        *train(tuned, target, cluster=cluster),
     ]
 
 
@@ -195,11 +196,11 @@ def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
     return [*tune(_beside(path, PROXY), proxy, target), transfer]
 
 
-def train(path: Path, recipe: Recipe, sets: Sequence[str] = ()) -> list[str]:
+def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
         return [_launch(path, recipe.layout.ranks, gpus_here() or recipe.layout.ranks, sets)]
-    return [_line("plan", path, "--gpus", cluster_for(recipe), *sets)]
+    return [_line("plan", path, "--gpus", cluster or cluster_for(recipe), *sets)]
 
 
 def again(*words: str) -> str:

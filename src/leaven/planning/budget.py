@@ -107,7 +107,9 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
     )
 
 
-def size_for_time(cluster: Cluster, time: str, text_tokens: int | None) -> tuple[int, int, TimeFit]:
+def size_for_time(
+    cluster: Cluster, time: str, text_tokens: int | None, *, vocab: int | None = None, seq_len: int | None = None
+) -> tuple[int, int, TimeFit]:
     """Return parameters and tokens of the largest model that can be trained on 20 tokens per parameter in a time.
 
     A short text shortens the run: it is not repeated more often than `MOST_EPOCHS` times. The speed is corrected by
@@ -116,6 +118,7 @@ def size_for_time(cluster: Cluster, time: str, text_tokens: int | None) -> tuple
     Args:
         time: in hours, days or weeks, such as ``3h``.
         text_tokens: tokens of the text, or None if unknown.
+        vocab: vocabulary size, by default chosen by size; ``seq_len`` likewise.
 
     Raises:
         InputError: if the time cannot be read, or no model fits it.
@@ -124,7 +127,7 @@ def size_for_time(cluster: Cluster, time: str, text_tokens: int | None) -> tuple
     if match is None or not float(match["time"]):
         raise InputError(f"--time {time}: not a time in h, d or w; write for example 3h or 2d")
     seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
-    speeds = _Speeds(cluster, seconds, records=history())
+    speeds = _Speeds(cluster, seconds, records=history(), vocab=vocab, seq_len=seq_len)
     try:
         full = speeds.row("", lambda flops: math.sqrt(flops / 6 / RULE_OF_THUMB))
     except InputError as error:
@@ -153,9 +156,17 @@ class _Speeds:
     """The planned speeds of one budget by model size; nearly equal sizes share a plan."""
 
     def __init__(
-        self, cluster: Cluster, seconds: float, mfu: float | None = None, records: Sequence[CalibrationRecord] = ()
+        self,
+        cluster: Cluster,
+        seconds: float,
+        mfu: float | None = None,
+        *,
+        records: Sequence[CalibrationRecord] = (),
+        vocab: int | None = None,
+        seq_len: int | None = None,
     ) -> None:
         self._cluster, self._seconds, self._mfu, self._records = cluster, seconds, mfu, records
+        self._vocab, self._seq_len = vocab, seq_len
         self._planned: dict[float, BudgetSpeed] = {}
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
@@ -196,7 +207,14 @@ class _Speeds:
             if abs(planned / params - 1) < _SAME:
                 return speed
         cluster = self._cluster
-        request = StarterRequest("budget", round(params), round(tokens), gpus=cluster.gpus)
+        request = StarterRequest(
+            "budget",
+            round(params),
+            round(tokens),
+            vocab=self._vocab,
+            seq_len=self._seq_len,
+            gpus=cluster.gpus,
+        )
         _check(request)
         near = neighbours(request.params, request.tokens)
         shape = choose_shape(request, near)
