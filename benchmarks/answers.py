@@ -22,8 +22,8 @@ from leaven.tuning import search
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.confirmation import noise_between_seeds, to_confirm
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service.results import ped_anova
 from leaven.tuning.service.search_loop import Proposal
+from leaven.tuning.service.study import ped_anova
 from leaven.tuning.service.trial_log import runs
 from leaven.tuning.study_document import Dimension, StudyTrial
 

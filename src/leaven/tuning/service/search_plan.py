@@ -22,6 +22,7 @@ from leaven.training.outcome import Baseline, curve_of
 from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point, finalists, in_doubt
 from leaven.tuning.algorithm.confirmation import (
     CONFIRMATIONS,
+    Confirmation,
     interval_of_mean,
     noise_between_seeds,
     to_confirm,
@@ -286,17 +287,29 @@ class SearchPlan:
         best = min(curves, key=loss_of)
         return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), noise)
 
-    def result(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> SearchResult:
-        """Return the result of the search. ``stopped`` says whether the user stopped it early.
+    def chosen(self, runs: Sequence[Evaluation]) -> Confirmation:
+        """Return the best point of a search that has ended, and the losses of its runs.
 
         Raises:
             NothingFound: if no run finished.
         """
-        noise, degrees = self._noise_of(runs)
-        by_surrogate = self.method == "trust-region"
-        chosen = best_point(self._records(runs), self.axes, self.noise, by_surrogate=by_surrogate)
-        if chosen is None:
+        found = best_point(self._records(runs), self.axes, self.noise, by_surrogate=self.method == "trust-region")
+        if found is None:
             raise NothingFound(self._nothing(runs))
+        return found
+
+    def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
+        """Return whether a search that was not stopped has budget left, because some rounds gained less than the
+        noise."""
+        return self._room([run for run in runs if not self._is_rerun(run)], now)
+
+    def result(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> SearchResult:
+        """Return what ``search`` returns. ``stopped`` says whether the user stopped it early.
+
+        Raises:
+            NothingFound: if no run finished.
+        """
+        chosen, (noise, degrees) = self.chosen(runs), self._noise_of(runs)
         interval = (-math.inf, math.inf)
         if noise is not None and chosen.fresh:
             interval = interval_of_mean(chosen.losses, noise, degrees)
@@ -315,8 +328,7 @@ class SearchPlan:
             interval=interval,
             fresh=chosen.fresh,
             noise=noise,
-            # Only a search without gains ends with budget left, unless it was stopped.
-            stalled=not stopped and self._room([run for run in runs if not self._is_rerun(run)], now),
+            stalled=not stopped and self.ended_early(runs, now),
             trials=tuple(trials),
         )
 

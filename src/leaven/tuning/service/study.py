@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +21,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import optuna
+from optuna.distributions import FloatDistribution
 
 from leaven.data.tokens import TokenSet
 from leaven.planning.flops import flops_per_token
@@ -32,13 +35,15 @@ from leaven.training.outcome import Outcome
 from leaven.training.run_folder import describe_changes
 from leaven.training.trial import branches_of, cooldown_start, train_trial
 from leaven.training.worker import WorkerPool
+from leaven.tuning.algorithm.answer import answer, front
+from leaven.tuning.algorithm.trust_region import RADIUS, Array
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service import trial_log
-from leaven.tuning.service.results import study_document, write_results
+from leaven.tuning.service.results import write_results
 from leaven.tuning.service.samplers import check_informed, check_method, sampler
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import NothingFound, SearchPlan, SearchResult
+from leaven.tuning.service.search_plan import NothingFound, SearchPlan, region_of
 from leaven.tuning.service.settings import (
     EARLIER,
     check_name,
@@ -49,7 +54,7 @@ from leaven.tuning.service.settings import (
     with_stored_knowledge,
 )
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
-from leaven.tuning.service.trial_log import Budget
+from leaven.tuning.service.trial_log import Budget, Evaluation
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument
 
@@ -58,6 +63,7 @@ OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was
 ANSWERED = "leaven:answered"  # an attribute of the study: a command has run it to its end
 POLL = 0.25  # seconds between looks at whether to stop
 NOTE_AFTER = 5.0  # seconds without the store before the screen says so
+FEWEST = 10  # trials for PED-ANOVA, whose best tenth must have one trial at least
 SAVING = 0.1  # the largest share of the time to spend on study.json, which takes seconds with thousands of trials
 
 
@@ -124,7 +130,8 @@ class Study:
         self._tokens, self._durations, self._noise = tokens, tuple(durations), noise
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
-        self._result: SearchResult | None = None
+        self._over = False  # whether ``run`` has run the search to its end
+        self._stalled = False  # whether it ended early because some rounds gained less than the noise
         self.nothing = ""  # why there is no best point, after a run of this command that found none
         self._screen: Screen | None = None
         self._stop: Callable[[], bool] = lambda: False
@@ -231,11 +238,13 @@ class Study:
         with self._workers(workers, checkpoint_seconds) as train:
             loop = SearchLoop(plan, self._store, train, workers, stop, self, lease_seconds)
             try:
-                result = plan.result(loop.run(), time.time(), stop())
-                self._result, self.nothing = None if stop() else result, ""
+                runs = loop.run()
+                plan.chosen(runs)  # raises NothingFound if there is no answer
+                self._over, self.nothing = not stop(), ""
+                self._stalled = self._over and plan.ended_early(runs, time.time())
             except NothingFound as nothing:
-                self._result, self.nothing = None, self.state().advice or str(nothing)
-        if self._result is not None:
+                self._over, self._stalled, self.nothing = False, False, self.state().advice or str(nothing)
+        if self._over:
             self._study.set_user_attr(ANSWERED, True)
         self._remove_checkpoints()
         try:
@@ -303,8 +312,7 @@ class Study:
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        runs = trial_log.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
-        ended = {f"{run.origin.number:06d}" for run in runs if run.failed or run.finished}
+        ended = {f"{run.origin.number:06d}" for run in self._runs() if run.failed or run.finished}
         for folder in (self.out / CHECKPOINTS).glob("*-*"):
             if folder.name.partition("-")[0] in ended:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -332,19 +340,77 @@ class Study:
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
     def state(self) -> StudyDocument:
-        """Return the study's document.
+        """Return the study's document: the answer of its search, and all its trials.
 
         Its ``best`` is None until a command has used up its budget. It stays set while a command with a larger budget
         runs.
         """
-        over = self._result is not None or bool(self._study.user_attrs.get(ANSWERED))
-        stalled = self._result is not None and self._result.stalled
-        return study_document(
-            self._study, self.space, self.method, self._noise, durations=self._durations, over=over, stalled=stalled
+        space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
+        over = self._over or bool(self._study.user_attrs.get(ANSWERED))
+        records = [run.record(axes) for run in self._runs()]
+        found = answer(
+            records,
+            space.dimensions,
+            self._noise,
+            over=over,
+            by_surrogate=by_surrogate,
+            optunas=ped_anova,
+            earlier=space.earlier,
         )
+        trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
+        radius = None
+        if by_surrogate:
+            radius = region_of(self._study, axes, self._noise).radius if trial_log.finished(self._study) else RADIUS
+        return StudyDocument(
+            **vars(found) | {"best": found.best if over else None, "dimensions": space.dimensions, "trials": trials},
+            name=self._study.study_name,
+            method=self.method,
+            space=space.paths,
+            radius=radius,
+            stalled=self._stalled,
+            durations=self._durations,
+            front=front(trials),
+        )
+
+    def _runs(self) -> list[Evaluation]:
+        return trial_log.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
 
     def save(self) -> StudyDocument:
         """Write the study's document and its recipes."""
         state = self.state()
         write_results(self.out, self.space, state)
         return state
+
+
+def ped_anova(points: Array, losses: Array) -> Array:
+    """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
+
+    For each value, PED-ANOVA compares its distribution in the best tenth of the trials with its distribution in all
+    trials (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With too few trials all
+    importances are 0. Optuna's other two methods need scikit-learn.
+    """
+    names = [str(i) for i in range(points.shape[1])]
+    ended = losses[np.isfinite(losses)]
+    if len(ended) < FEWEST or not points.any():
+        return np.zeros(len(names))
+    reach = float(np.abs(points).max())
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study()
+    optuna.logging.set_verbosity(verbosity)
+    study.add_trials(
+        optuna.trial.create_trial(
+            value=float(min(loss, ended.max())),
+            params=dict(zip(names, x.tolist(), strict=True)),
+            distributions={name: FloatDistribution(-reach, reach) for name in names},
+        )
+        for x, loss in zip(points, losses, strict=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # until Optuna 5
+        # If all losses are alike, all trials are the best tenth.
+        warnings.filterwarnings("ignore", "Target and region quantiles select the same set of trials")
+        shares = optuna.importance.get_param_importances(
+            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
+        )
+    return np.array([shares[name] for name in names])

@@ -91,7 +91,7 @@ class Evaluation:
         )
 
     def record(self, axes: Axes) -> StudyTrial:
-        """Return the run for the study's document, without the recipe's values, which results.py adds."""
+        """Return the run for the study's document, without the recipe's values, which study.py adds."""
         last, ran = self.last, self.last.user_attrs
         state = "failed" if self.failed else "waiting" if self.lost else "running"
         if self.finished:
