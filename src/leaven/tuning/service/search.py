@@ -14,17 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service.samplers import check_informed, check_method, sampler
+from leaven.tuning.service.samplers import check_informed, check_method
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
 from leaven.tuning.service.search_plan import SearchPlan, SearchResult, known_runs
-from leaven.tuning.service.settings import (
-    check_name,
-    check_same,
-    knowledge,
-    load_or_create,
-    search_settings,
-    with_stored_knowledge,
-)
+from leaven.tuning.service.settings import check_name, join_study
 from leaven.tuning.service.stores import open_store
 from leaven.tuning.service.trial_log import Budget
 
@@ -123,10 +116,17 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
     known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    store, here, what = open_store(storage), search_settings(method, axes, seed, noise), f"the stored study {name}"
-    study, there = load_or_create(store, name, sampler(method, axes, seed), here | knowledge(axes), what)
-    check_same(there, here, what, "give it another name")
-    axes = with_stored_knowledge(axes, there, what)
+    store = open_store(storage)
+    study, axes, _ = join_study(
+        store,
+        name,
+        f"the stored study {name}",
+        "give it another name",
+        method=method,
+        axes=axes,
+        seed=seed,
+        noise=noise,
+    )
     plan = SearchPlan(study, axes, method, seed, budget, noise, stop_at_noise)
     loop = SearchLoop(plan, store, objective, given.workers, stop, watch, given.lease_seconds)
     return plan.result(loop.run(), time.time(), stop())

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,11 @@ from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe, differences
+from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.service.samplers import sampler
 
 ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
 EXPECTED, EARLIER = "expected", "earlier"
@@ -31,7 +35,53 @@ def check_name(name: str) -> None:
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
 
 
-def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
+def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
+    """Raise InputError if the recipe of a study is not that of this command."""
+    if changes := differences(there, here):
+        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
+
+
+def join_study(
+    store: BaseStorage,
+    name: str,
+    what: str,
+    instead: str,
+    *,
+    method: str,
+    axes: Axes,
+    seed: int,
+    noise: float | None,
+    own_noise: bool = True,
+    recipe: Recipe | None = None,
+    shared: Settings = MappingProxyType({}),
+) -> tuple[optuna.Study, Axes, float | None]:
+    """Return the study of that name, the axes with the knowledge that it was created with, and its noise.
+
+    If there is no such study, it is created with this command's settings and knowledge.
+
+    Args:
+        what: the name of the study in messages.
+        instead: what to do if the study has other settings, in messages.
+        own_noise: whether ``noise`` must be the study's. If not, a study that knows an earlier one keeps its noise.
+        recipe: the recipe that all commands on the study must share.
+        shared: further settings that all commands on the study must share.
+
+    Raises:
+        InputError: if the study was created by another program, with other settings, or without knowledge of a kind
+            that this command gives.
+    """
+    here = _search_settings(method, axes, seed, noise) | dict(shared)
+    whole = here | _knowledge(axes) | ({"recipe": recipe.model_dump(mode="json")} if recipe is not None else {})
+    study, there = _load_or_create(store, name, sampler(method, axes, seed), whole, what)
+    if recipe is not None and "recipe" in there:
+        check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
+    if EARLIER in there and not own_noise:
+        here["noise"] = noise = there["noise"]
+    _check_same(there, here, what, instead)
+    return study, _with_stored_knowledge(axes, there, what), noise
+
+
+def _search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> dict[str, Any]:
     """Return the settings that all commands on a study must share."""
     space = {
         name: ["choice", len(limits), axes.start[name]] if isinstance(limits, range) else [*limits, axes.start[name]]
@@ -42,7 +92,7 @@ def search_settings(method: str, axes: Axes, seed: int, noise: float | None) -> 
     return {"method": method, "space": space, "scales": scales, "seed": seed, "noise": noise, **near}
 
 
-def knowledge(axes: Axes) -> dict[str, Any]:
+def _knowledge(axes: Axes) -> dict[str, Any]:
     """Return what is known before a search, to be stored with the study.
 
     A resumed search reads it from the store, because laws and the earlier study may have changed in between.
@@ -56,7 +106,7 @@ def knowledge(axes: Axes) -> dict[str, Any]:
     return found
 
 
-def with_stored_knowledge(axes: Axes, there: Settings, what: str) -> Axes:
+def _with_stored_knowledge(axes: Axes, there: Settings, what: str) -> Axes:
     """Return the axes with the knowledge that the study was created with, whether this command gives it or not.
 
     Raises:
@@ -72,7 +122,7 @@ def with_stored_knowledge(axes: Axes, there: Settings, what: str) -> Axes:
     return replace(axes, expected=expected, earlier=earlier)
 
 
-def load_or_create(
+def _load_or_create(
     store: BaseStorage, name: str, sampler: BaseSampler, here: Settings, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
     """Return the study of that name and its settings. If there is none, create it with the settings ``here``.
@@ -107,7 +157,7 @@ def load_or_create(
     return study, dict(study.user_attrs[ABOUT])
 
 
-def check_same(there: Settings, here: Settings, what: str, instead: str) -> None:
+def _check_same(there: Settings, here: Settings, what: str, instead: str) -> None:
     """Check that the settings of a stored study equal those of this command.
 
     Raises:

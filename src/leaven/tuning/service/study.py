@@ -29,10 +29,9 @@ from leaven.data.tokens import TokenSet
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder, read_recipe, write_recipe
-from leaven.recipe.recipe import Recipe, differences
+from leaven.recipe.recipe import Recipe
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
-from leaven.training.run_folder import describe_changes
 from leaven.training.trial import branches_of, cooldown_start, train_trial
 from leaven.training.worker import WorkerPool
 from leaven.tuning.algorithm.answer import answer, front
@@ -41,18 +40,10 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import write_results
-from leaven.tuning.service.samplers import check_informed, check_method, sampler
+from leaven.tuning.service.samplers import check_informed, check_method
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import NothingFound, SearchPlan, region_of
-from leaven.tuning.service.settings import (
-    EARLIER,
-    check_name,
-    check_same,
-    knowledge,
-    load_or_create,
-    search_settings,
-    with_stored_knowledge,
-)
+from leaven.tuning.service.settings import check_name, check_recipe, join_study
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import Budget, Evaluation
 from leaven.tuning.space import Space
@@ -147,13 +138,9 @@ class Study:
             raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
         centre = self.out / "centre.toml"
         if centre.exists():
-            self._check_recipe(read_recipe(centre), str(self.out))
+            check_recipe(read_recipe(centre), self.recipe, str(self.out))
         elif self.out.exists() and not all(any(fnmatch(e.name, own) for own in OURS) for e in self.out.iterdir()):
             raise InputError(f"{self.out} is not empty and contains no study; use another folder")
-
-    def _check_recipe(self, there: Recipe, what: str) -> None:
-        if changes := differences(there, self.recipe):
-            raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
 
     def __enter__(self) -> "Study":
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -167,19 +154,20 @@ class Study:
         self._check_store(
             lambda: name in stored and self._store.get_n_trials(self._store.get_study_id_from_name(name)) > 0
         )
-        # Commands on other machines have another folder, so the recipe is in the store, too.
-        axes, seed = self.space.axes, self.recipe.data.seed
-        here = search_settings(self.method, axes, seed, self._noise)
-        here |= {"text": self._tokens.fingerprint, "durations": list(self._durations)}
-        whole = here | knowledge(axes) | {"recipe": self.recipe.model_dump(mode="json")}
-        self._study, there = load_or_create(self._store, name, sampler(self.method, axes, seed), whole, self._name)
-        if "recipe" in there:
-            self._check_recipe(Recipe.model_validate(there["recipe"]), self._name)
-        if EARLIER in there and not self._noise_given:  # it has the noise of the earlier study
-            here["noise"] = self._noise = there["noise"]
-        check_same(there, here, self._name, "give it the same, or use another --study")
-        known = with_stored_knowledge(axes, there, self._name)
-        self.space = self.space.knowing(known.expected, known.earlier)
+        self._study, axes, self._noise = join_study(
+            self._store,
+            name,
+            self._name,
+            "give it the same, or use another --study",
+            method=self.method,
+            axes=self.space.axes,
+            seed=self.recipe.data.seed,
+            noise=self._noise,
+            own_noise=self._noise_given,
+            recipe=self.recipe,  # commands on other machines have another folder, so it is in the store, too
+            shared={"text": self._tokens.fingerprint, "durations": list(self._durations)},
+        )
+        self.space = self.space.knowing(axes.expected, axes.earlier)
         make_folder(self.out)
         if not (self.out / "centre.toml").exists():
             write_recipe(self.recipe, self.out / "centre.toml")
