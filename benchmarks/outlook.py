@@ -17,8 +17,8 @@ from benchmarks.small_budgets import Array, made_up
 from leaven.tuning import search
 from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
-from leaven.tuning.service.search_plan import SearchResult
 
 CASES = {2: (8, 16, 32), 4: (12, 24, 48), 9: (16, 32, 64), 25: (48, 96)}  # trials by the number of values
 NOISE = 0.01  # nats, of the functions of few values

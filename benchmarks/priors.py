@@ -18,7 +18,7 @@ from benchmarks.small_budgets import FAMILIES, FIRST, REACH, Array, Function, ma
 
 from leaven.tuning import search
 from leaven.tuning.algorithm.prior import EarlierTrials
-from leaven.tuning.service.search_plan import SearchResult
+from leaven.tuning.service.search import SearchResult
 
 CASES = (("bowl", 2), ("valley", 2), ("cliff", 3), ("bowl", 4), ("bowl", 6))
 SURE, SHIFT, EARLIER = 0.5, 0.3, 16  # octaves, octaves, trials

@@ -8,8 +8,8 @@ from leaven.tuning import search
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
+from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
-from leaven.tuning.service.search_plan import SearchResult
 from leaven.views.terminal.study import answer_text
 
 D = 9

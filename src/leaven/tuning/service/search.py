@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,18 +13,44 @@ from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leaven.recipe.errors import InputError
+from leaven.tuning.algorithm.confirmation import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import check_informed, check_method
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
-from leaven.tuning.service.search_plan import SearchPlan, SearchResult, known_runs
+from leaven.tuning.service.search_plan import SearchPlan, known_runs
 from leaven.tuning.service.settings import check_name, join_study
 from leaven.tuning.service.stores import open_store
-from leaven.tuning.service.trial_log import Budget
+from leaven.tuning.service.trial_log import FINALIST, Budget, Evaluation, finished, loss_of, purpose_of, seed_of
 
 OCTAVES = 1000.0  # the largest log2 multiplier: 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
 MOST = 10**12  # the largest count of trials or workers
+
+
+@dataclass(frozen=True)
+class SearchTrial:
+    """A trial with a result."""
+
+    number: int
+    params: dict[str, float]  # log2 multipliers
+    loss: float  # infinite if it diverged; the predicted loss if it was pruned
+    finalist: int | None = None  # index of the finalist that this trial reruns
+    purpose: str = "search"  # search | noise | rerun
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    params: dict[str, float]  # log2 multipliers
+    loss: float  # mean of the runs that were not used to choose the point, if there are any
+    interval: tuple[float, float]  # 95%, from the noise of all repeated points; infinite without fresh runs
+    fresh: int  # number of runs that were not used to choose the point
+    noise: float | None  # standard deviation between runs of one point
+    stalled: bool  # whether the search stopped early because some rounds gained less than the noise
+    trials: tuple[SearchTrial, ...]  # in the order of their results
 
 
 def search(  # noqa: PLR0917 - the first ones are natural by position
@@ -129,7 +156,36 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     )
     plan = SearchPlan(study, axes, method, seed, budget, noise, stop_at_noise)
     loop = SearchLoop(plan, store, objective, given.workers, stop, watch, given.lease_seconds)
-    return plan.result(loop.run(), time.time(), stop())
+    runs = loop.run()
+    return _result(plan, runs, stopped=stop())
+
+
+def _result(plan: SearchPlan, runs: Sequence[Evaluation], *, stopped: bool) -> SearchResult:
+    """Return the result of a search that has ended. ``stopped`` says whether the user stopped it early.
+
+    Raises:
+        NothingFound: if no run finished.
+    """
+    chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
+    interval = (-math.inf, math.inf)
+    if noise is not None and chosen.fresh:
+        interval = interval_of_mean(chosen.losses, noise, degrees)
+    trials = []
+    for trial in finished(plan.study):
+        label, which = trial.user_attrs.get(FINALIST, ("", None))
+        finalist = which if label == plan.budget.label else None
+        trials.append(
+            SearchTrial(trial.number, dict(trial.params), loss_of(trial), finalist, purpose_of(trial), seed_of(trial))
+        )
+    return SearchResult(
+        params=plan.params_of(runs, chosen.point),
+        loss=chosen.loss,
+        interval=interval,
+        fresh=chosen.fresh,
+        noise=noise,
+        stalled=not stopped and plan.ended_early(runs, time.time()),
+        trials=tuple(trials),
+    )
 
 
 def _limits(limits: Any) -> Any:

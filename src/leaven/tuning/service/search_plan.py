@@ -10,7 +10,6 @@
 """
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +22,6 @@ from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point,
 from leaven.tuning.algorithm.confirmation import (
     CONFIRMATIONS,
     Confirmation,
-    interval_of_mean,
     noise_between_seeds,
     to_confirm,
 )
@@ -40,7 +38,6 @@ from leaven.tuning.service.trial_log import (
     finished,
     loss_of,
     points_and_losses,
-    purpose_of,
     seed_of,
 )
 from leaven.tuning.study_document import Dimension, StudyTrial
@@ -55,31 +52,6 @@ Point = dict[str, float]
 
 class NothingFound(InputError):
     """The error of a search in which no run finished with a finite loss."""
-
-
-@dataclass(frozen=True)
-class SearchTrial:
-    """A trial with a result."""
-
-    number: int
-    params: dict[str, float]  # log2 multipliers
-    loss: float  # infinite if it diverged; the predicted loss if it was pruned
-    finalist: int | None = None  # index of the finalist that this trial reruns
-    purpose: str = "search"  # search | noise | rerun
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The result of a search."""
-
-    params: dict[str, float]  # log2 multipliers
-    loss: float  # mean of the runs that were not used to choose the point, if there are any
-    interval: tuple[float, float]  # 95%, from the noise of all repeated points; infinite without fresh runs
-    fresh: int  # number of runs that were not used to choose the point
-    noise: float | None  # standard deviation between runs of one point
-    stalled: bool  # whether the search stopped early because some rounds gained less than the noise
-    trials: tuple[SearchTrial, ...]  # in the order of their results
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
@@ -175,7 +147,7 @@ class SearchPlan:
         They cannot if all runs diverged, if there is no noise, or if the trust region is still at the start. A small
         budget spends none on a gain that is accepted without them, or if the noise is unknown.
         """
-        noise, _ = self._noise_of(runs)
+        noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.complete for run in runs)):
             return False
         if self.method != "trust-region":
@@ -245,25 +217,25 @@ class SearchPlan:
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
         """Yield confirmation runs of the chosen point and of the start, with the same seeds for both."""
-        point = to_confirm(self._records(runs), list(self.axes.start), self._noise_of(runs)[0])
+        point = to_confirm(self._records(runs), list(self.axes.start), self.noise_of(runs)[0])
         if point is None or self.budget.left(runs, now) < 1:
             return
         attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
         others = [run for run in runs if not run.origin.user_attrs.get(CONFIRMS)]
-        at, start = self._params(runs, point), dict(self.axes.start)
+        at, start = self.params_of(runs, point), dict(self.axes.start)
         for seed in _fresh(others, at, CONFIRMATIONS):
             yield TrialRequest("rerun", f"confirm:{list(point)}:{seed}", seed, at, attributes)
             if seed not in _seeds(others, start):
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
-    def _noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
+    def noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
         """Return the noise between runs of one point, and its degrees of freedom."""
         return noise_between_seeds(self._records(runs), list(self.axes.start), self.noise)
 
     def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
         return [run.record(self.axes) for run in runs]
 
-    def _params(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
+    def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
         """Return the log2 multipliers with which a point, given in octaves, was run."""
         return next(
             dict(run.last.params)
@@ -278,7 +250,7 @@ class SearchPlan:
         loss curve.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
-        noise, degrees = self._noise_of(runs)
+        noise, degrees = self.noise_of(runs)
         alike = (run for run in runs if all(run.origin.params.get(name) == point[name] for name in choices))
         ended = [run.last for run in alike if run.complete and seed_of(run.origin) == 0]
         curves = [trial for trial in ended if "curve" in trial.user_attrs]
@@ -302,35 +274,6 @@ class SearchPlan:
         """Return whether a search that was not stopped has budget left, because some rounds gained less than the
         noise."""
         return self._room([run for run in runs if not self._is_rerun(run)], now)
-
-    def result(self, runs: Sequence[Evaluation], now: float, stopped: bool) -> SearchResult:
-        """Return what ``search`` returns. ``stopped`` says whether the user stopped it early.
-
-        Raises:
-            NothingFound: if no run finished.
-        """
-        chosen, (noise, degrees) = self.chosen(runs), self._noise_of(runs)
-        interval = (-math.inf, math.inf)
-        if noise is not None and chosen.fresh:
-            interval = interval_of_mean(chosen.losses, noise, degrees)
-        trials = []
-        for trial in finished(self.study):
-            label, which = trial.user_attrs.get(FINALIST, ("", None))
-            finalist = which if label == self.budget.label else None
-            trials.append(
-                SearchTrial(
-                    trial.number, dict(trial.params), loss_of(trial), finalist, purpose_of(trial), seed_of(trial)
-                )
-            )
-        return SearchResult(
-            params=self._params(runs, chosen.point),
-            loss=chosen.loss,
-            interval=interval,
-            fresh=chosen.fresh,
-            noise=noise,
-            stalled=not stopped and self.ended_early(runs, now),
-            trials=tuple(trials),
-        )
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
         """Return the reason why the search has no answer."""
