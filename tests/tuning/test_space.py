@@ -12,8 +12,9 @@ from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
+from leaven.tuning.bounds import BOUNDS
 from leaven.tuning.point import recipe_at
-from leaven.tuning.space import REACH, SETS, space
+from leaven.tuning.space import SETS, space
 from leaven.tuning.study_document import Dimension
 from leaven.verification.recipe_family import RecipeTrial
 
@@ -191,15 +192,15 @@ def test_a_range_ends_where_recipes_become_invalid(tiny: Recipe) -> None:
 @pytest.mark.parametrize("quantity", ["lr", "init_std", "weight_decay", "beta1", "beta2", "eps", "residual"])
 def test_a_range_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantity: str) -> None:
     """Also the product of a global value and a module's multiplier stays within the bounds."""
-    reach, path = REACH[quantity], f"hyperparameters.{quantity}"
-    for start in (0.9 * reach.low + 0.1 * reach.high, 0.3 * reach.low + 0.7 * reach.high):
+    bounds, path = BOUNDS[quantity], f"hyperparameters.{quantity}"
+    for start in (0.9 * bounds.low + 0.1 * bounds.high, 0.3 * bounds.low + 0.7 * bounds.high):
         recipe = tiny.replace({"hyperparameters.weight_decay": 1e-3, path: start})
         module = f"hyperparameters.modules.mlp.out.{quantity}"
         for own in (path, module):
             low, high = (resolved(recipe, own, quantity, x) for x in sorted(space(recipe, own).limits[own]))
             if quantity not in {"lr", "weight_decay"}:  # whose product ends first
-                assert sorted((low, high)) == pytest.approx([reach.low, reach.high])
-            assert all(reach.low * (1 - 1e-9) <= end <= reach.high * (1 + 1e-9) for end in (low, high))
+                assert sorted((low, high)) == pytest.approx([bounds.low, bounds.high])
+            assert all(bounds.low * (1 - 1e-9) <= end <= bounds.high * (1 + 1e-9) for end in (low, high))
 
 
 def resolved(recipe: Recipe, path: str, quantity: str, x: float) -> float:

@@ -78,6 +78,11 @@ def unit_of(path: str) -> str:
     return "choice" if path in CHOICES else "tenth" if path in TENTHS else "octave"
 
 
+def quantity_of(path: str) -> str:
+    """Return the quantity of a path, without module and point of a depth profile, such as ``lr``."""
+    return path.rpartition(".")[2].partition("[")[0]
+
+
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
     """Return the levels of a choice, starting with the level in the recipe."""
     own = str(value_at(recipe, path))
@@ -102,7 +107,7 @@ def distance(path: str, value: float, to: float) -> float:
     """Return the distance from ``value`` to the value ``to``: the inverse of :func:`values`, up to rounding."""
     if path in TENTHS:
         return 10 * (to - value)
-    if path.rpartition(".")[2].partition("[")[0] in {"beta1", "beta2"}:
+    if quantity_of(path) in {"beta1", "beta2"}:
         return math.log2(math.log(to) / math.log(value))
     return math.log2(to / value)
 

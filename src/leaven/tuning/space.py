@@ -1,4 +1,4 @@
-"""Search spaces: which values of a recipe are searched, and how far (``REACH``).
+"""Search spaces: which values of a recipe are searched (how far: ``bounds.py``).
 
 ``global`` has the values that apply to all modules; ``global-full`` adds clipping, dropout, the end of the schedule
 and the choices of decay and optimizer. ``per-module`` has 25 to 35 values: lr, init_std and residual by module, which
@@ -21,19 +21,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import NamedTuple
-
-from pydantic import ValidationError
 
 from leaven.catalogue.expectations import Expectation
-from leaven.catalogue.findings import CHECKS
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.tuning import point
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.bounds import FINEST, bounds_of, reach, why_invalid
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
@@ -47,54 +43,12 @@ from leaven.tuning.point import (
     WARM_UP,
     WHOLE_RECIPE,
     Value,
-    recipe_at,
+    quantity_of,
     unit_of,
 )
 from leaven.tuning.study_document import Dimension
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
-LEAST_STEPS = 100  # the fewest steps of a run with a larger batch or fewer tokens
-_FINEST = 1 / 8  # octaves; a value that cannot move this far is not searched
-_SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 to 64
-
-
-class Reach(NamedTuple):
-    """The bounds of a searched value. For a multiplier they apply to its product with the global value."""
-
-    low: float  # in the unit of the value
-    high: float
-    near: float  # octaves or tenths to either side of the recipe: the initial box of a search
-    scale: float  # twice the first step; the step is 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
-    why: str  # the reason for the bounds, shown to the user
-    of_run: bool = False  # low and high are shares of data.tokens
-    natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
-
-
-# Beyond these ranges of the betas, `leaven recipes check` warns.
-_TRAINED = {check.hidden: check.trained for check in CHECKS if check.hidden and check.trained}
-# "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/log.md).
-REACH = {
-    "lr": Reach(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
-    "init_std": Reach(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
-    "residual": Reach(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
-    "weight_decay": Reach(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1, a hundred times less and more"),
-    "beta1": Reach(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, own: 0.53"),
-    "beta2": Reach(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
-    "eps": Reach(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it acts only where it comes near the gradients"),
-    "warmup_tokens": Reach(
-        0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
-    ),
-    "batch.tokens": Reach(
-        0.0, 1 / LEAST_STEPS, 2.0, 1.0, f"one sequence to what leaves {LEAST_STEPS} steps", True, (True, False)
-    ),
-    "data.tokens": Reach(1 / 8, 1.0, 2.0, 1.0, "where text is repeated: an earlier stop, never a longer run", True),
-    "grad_clip": Reach(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 is next to no clipping"),
-    "dropout": Reach(0.0, 0.5, 2.0, 1.0, "published: 0 to 0.1", False, (True, False)),
-    "min_lr_ratio": Reach(0.0, 1.0, 2.0, 1.0, "published: 0 to 0.1; 1 is no decay", False, (True, True)),
-    "decay_ratio": Reach(
-        0.01, 1.0, 2.0, 1.0, "0.2 (Hägele et al. 2024), published: 0.4; 1 is all of the run", False, (False, True)
-    ),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,7 +106,7 @@ class Space:
             return self
         high = held.high
         while high > 0 and float(self.values({path: high})[path]) >= limit:
-            high = max(math.ceil(high / _FINEST - 1) * _FINEST, 0.0)
+            high = max(math.ceil(high / FINEST - 1) * FINEST, 0.0)
         ends = held.ends if high == held.high else (held.ends[0], f"it stays below {limit:,g}")
         kept = replace(held, high=high, near=held.near and (held.near[0], min(held.near[1], high)), ends=ends)
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
@@ -294,7 +248,7 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
 
 def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     """Return the reason why a value cannot be searched, or None if it can."""
-    value, quantity, decay = point.value_at(recipe, path), _quantity(path), recipe.schedule.decay
+    value, quantity, decay = point.value_at(recipe, path), quantity_of(path), recipe.schedule.decay
     reason = None
     if value is None:
         reason = (
@@ -310,17 +264,17 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
         reason = f"hyperparameters.{quantity} is 0 in the recipe, and so is every multiple of it; set it above 0"
     elif path not in CHOICES:
-        for end in (-_FINEST, _FINEST):
-            if invalid := _why_invalid(recipe, path, end):
+        for end in (-FINEST, FINEST):
+            if invalid := why_invalid(recipe, path, end):
                 reason = reason or f"there is no valid recipe {end:+g} octaves from here: {invalid}"
     return reason
 
 
 def _fixed(recipe: Recipe, path: str) -> str | None:
     """Return the reason why a value cannot move within its bounds, or None if it can."""
-    if path in CHOICES or any(_bound(recipe, path, side)[0] for side in (0, 1)):
+    if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
-    return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {_reach(path).why}"
+    return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {bounds_of(path).why}"
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
@@ -332,14 +286,14 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     if isinstance(value, str):
         levels = point.levels(recipe, path)
         return Dimension(path, value, 0.0, len(levels) - 1.0, unit="choice", levels=levels, ends=("", ""))
-    reach, unit = _reach(path), unit_of(path)
+    bounds, unit = bounds_of(path), unit_of(path)
     assert value is not None
     if ends is None:
-        (low, below), (high, above) = (_bound(recipe, path, side) for side in (0, 1))
-        near = max(low, -reach.near), min(high, reach.near)
-        return Dimension(path, value, low, high, reach.scale, unit, near=near, ends=(below, above))
+        (low, below), (high, above) = (reach(recipe, path, side) for side in (0, 1))
+        near = max(low, -bounds.near), min(high, bounds.near)
+        return Dimension(path, value, low, high, bounds.scale, unit, near=near, ends=(below, above))
     for end in ends:
-        if reason := _why_invalid(recipe, path, end):
+        if reason := why_invalid(recipe, path, end):
             raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves do not give a valid recipe: {reason}")
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
@@ -349,63 +303,4 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     low, high = ends
     if unit == "tenth":  # not beyond the valid values
         low, high = max(low, point.distance(path, value, 0.0)), min(high, point.distance(path, value, TENTHS[path]))
-    return Dimension(path, value, low, high, reach.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)
-
-
-def _reach(path: str) -> Reach:
-    return REACH[path if path in REACH else _quantity(path)]
-
-
-def _bound(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a value may go down (``side`` 0) or up (1), and the text of what limits it.
-
-    The text is empty at a natural limit, such as dropout 0.
-    """
-    reach, run = _reach(path), recipe.data.tokens
-    value = point.value_at(recipe, path)
-    assert isinstance(value, float)
-    globally = None if path in WHOLE_RECIPE else getattr(recipe.hyperparameters, _quantity(path))
-    low, high = (share * (run if reach.of_run else 1) for share in (reach.low, reach.high))
-    if path == WARM_UP:
-        low = recipe.batch.tokens
-    elif path == BATCH:
-        low = recipe.model.seq_len
-    elif path == TOKENS:
-        low = max(low, LEAST_STEPS * recipe.batch.tokens, 2 * recipe.schedule.warmup_tokens)
-    elif path not in WHOLE_RECIPE and globally is None:
-        low, high = 1 / _SEPARATE, _SEPARATE
-    elif globally is not None:
-        value = globally**value if _quantity(path).startswith("beta") else globally * value
-    # The larger beta is fewer octaves of 1 - beta.
-    which = 1 - side if _quantity(path) in {"beta1", "beta2"} else side
-    end, natural = (low, high)[which], reach.natural[which]
-    x = point.distance(path, value, end)
-    x = max(x, 0.0) if side else min(x, 0.0)
-    reached = _reached(recipe, path, x)
-    if reached != x:
-        return reached, f"beyond it: {_why_invalid(recipe, path, reached + math.copysign(_FINEST, x))}"
-    return x, "" if natural else f"the bound, {end:,g}: {reach.why}"
-
-
-def _quantity(path: str) -> str:
-    return path.rpartition(".")[2].partition("[")[0]
-
-
-def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """Return ``end``, or else the farthest multiple of 1/8 towards it at which the recipe is valid."""
-    if not _why_invalid(recipe, path, end):
-        return end
-    steps = math.floor(abs(end) / _FINEST)
-    while steps and _why_invalid(recipe, path, math.copysign(steps * _FINEST, end)):
-        steps -= 1
-    return math.copysign(steps * _FINEST, end)
-
-
-def _why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    try:
-        recipe_at(recipe, {path: octaves})
-    except ValidationError as error:
-        return explain(error)
-    except ValueError as error:
-        return str(error)
-    return None
+    return Dimension(path, value, low, high, bounds.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)

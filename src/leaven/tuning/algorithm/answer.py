@@ -46,7 +46,7 @@ from leaven.tuning.algorithm.trust_region import (
     region,
     without_outliers,
 )
-from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Front, Outlook, SlicePoint, StudyTrial
+from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Outlook, SlicePoint, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -363,31 +363,6 @@ def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
     """Return the predicted loss at ``x`` minus that at ``best``, and the standard deviation of the difference."""
     here, there = seen.region.belief(np.array([x, best]))
     return float(here - there), float(seen.region.deviation(x[None], best)[0])
-
-
-def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Return the Pareto front of loss and FLOPs, the cheapest first.
-
-    Each branch of a run is a separate point of the front. Its cost is the run's FLOPs times the branch's share of the
-    tokens, as if the branch had been trained alone. Runs that differ only in their seed are averaged. Runs without
-    FLOPs, diverged runs and pruned runs are left out.
-    """
-    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
-    for trial in trials:
-        if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
-            point = tuple(sorted(trial.octaves.items()))
-            for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
-                cost = trial.flops * tokens / trial.tokens
-                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
-    means = []
-    for (_, tokens), of in runs.items():
-        numbers, costs, losses = zip(*of, strict=True)
-        means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
-    found: list[Front] = []
-    for each in sorted(means, key=lambda front: (front.flops, front.loss)):
-        if not found or each.loss < found[-1].loss:
-            found.append(each)
-    return tuple(found)
 
 
 def advice_when_all_diverged(

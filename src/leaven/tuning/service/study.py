@@ -9,6 +9,7 @@ import json
 import math
 import os
 import shutil
+import statistics
 import threading
 import time
 import warnings
@@ -34,7 +35,7 @@ from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.trial import branches_of, cooldown_start, train_trial
 from leaven.training.worker import WorkerPool
-from leaven.tuning.algorithm.answer import answer, front
+from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import RADIUS, Array
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
@@ -47,7 +48,7 @@ from leaven.tuning.service.settings import check_name, check_recipe, join_study
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import Budget, Evaluation
 from leaven.tuning.space import Space
-from leaven.tuning.study_document import UNDER_WAY, StudyDocument
+from leaven.tuning.study_document import UNDER_WAY, Front, StudyDocument, StudyTrial
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
@@ -368,6 +369,31 @@ class Study:
         state = self.state()
         write_results(self.out, self.space, state)
         return state
+
+
+def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
+    """Return the Pareto front of loss and FLOPs, the cheapest first.
+
+    Each branch of a run is a separate point of the front. Its cost is the run's FLOPs times the branch's share of the
+    tokens, as if the branch had been trained alone. Runs that differ only in their seed are averaged. Runs without
+    FLOPs, diverged runs and pruned runs are left out.
+    """
+    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
+    for trial in trials:
+        if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
+            point = tuple(sorted(trial.octaves.items()))
+            for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
+                cost = trial.flops * tokens / trial.tokens
+                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
+    means = []
+    for (_, tokens), of in runs.items():
+        numbers, costs, losses = zip(*of, strict=True)
+        means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
+    found: list[Front] = []
+    for each in sorted(means, key=lambda front: (front.flops, front.loss)):
+        if not found or each.loss < found[-1].loss:
+            found.append(each)
+    return tuple(found)
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
