@@ -26,7 +26,7 @@ from leaven.planning.arrangement import bubble
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 RANKS, MICRO_BATCHES = 4, 8
 FORWARD = 0.1  # s, of the layers of one rank
@@ -86,7 +86,7 @@ def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
 
     device, layout = torch.device("cpu"), recipe.layout
     with join_process_group(layout, device) as group, patch("leaven.distributed.pipeline.LeanStage", Sleeping):
-        table = resolve(recipe)
+        table = parameter_table(recipe)
         model = ShardedModel(
             recipe.model, table, seed=0, dtype=torch.float32, device=device, layout=layout, group=group
         )

@@ -10,7 +10,7 @@ from tests.catalogue.published import published
 from leaven.catalogue.findings import CHECKS, Case, FindingRow, find, findings
 from leaven.catalogue.runs import load_runs
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import warnings
 
 # 360 M parameters and 8 B tokens with common values.
@@ -37,7 +37,7 @@ def healthy(**changes: Any) -> Recipe:
 
 
 def found(recipe: Recipe, corpus_tokens: int | None = None) -> list[FindingRow]:
-    return findings(recipe, lambda one: resolve(one).rows, corpus_tokens)
+    return findings(recipe, lambda one: parameter_table(one).rows, corpus_tokens)
 
 
 def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
@@ -46,7 +46,7 @@ def outside(recipe: Recipe, corpus_tokens: int | None = None) -> set[str]:
 
 def severities(recipe: Recipe, corpus_tokens: int | None = None) -> dict[str, str]:
     """Return the severity of each finding by check, without trying the suggestions."""
-    case = Case(recipe, resolve(recipe).rows, corpus_tokens)
+    case = Case(recipe, parameter_table(recipe).rows, corpus_tokens)
     return {check.name: one.severity for check in CHECKS if (one := find(check, case))}
 
 
@@ -166,7 +166,9 @@ def test_values_are_compared_after_the_scaling_rule() -> None:
     too_high = moved.replace({"hyperparameters.lr": 0.16})
     (one,) = [one for one in found(too_high) if one.check == "lr"]
     assert one.value == pytest.approx(0.02)
-    assert resolve(too_high.replace(one.mends[0]))["layers.12.mlp.in.weight"].lr == pytest.approx(4e-4, rel=0.5)
+    assert parameter_table(too_high.replace(one.mends[0]))["layers.12.mlp.in.weight"].lr == pytest.approx(
+        4e-4, rel=0.5
+    )
     assert_suggestions_fix(too_high, one)
 
 
@@ -175,7 +177,9 @@ def test_the_suggestion_for_a_beta_is_a_value_at_the_base() -> None:
     moved = healthy(scaling__rule="complete-d-p", scaling__base=base)
     (one,) = [one for one in found(moved) if one.check == "beta1"]
     assert one.value == pytest.approx(0.9**8)
-    assert resolve(moved.replace(one.mends[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(0.9, abs=5e-3)
+    assert parameter_table(moved.replace(one.mends[0]))["layers.12.mlp.in.weight"].beta1 == pytest.approx(
+        0.9, abs=5e-3
+    )
 
 
 def test_without_near_runs_a_law_gives_at_most_a_note() -> None:

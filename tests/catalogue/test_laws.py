@@ -21,7 +21,7 @@ from leaven.catalogue.laws import (
 from leaven.catalogue.runs import find_run
 from leaven.documents.catalogue import LawRow
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 CHINCHILLA, REPLICATION = find_law("Chinchilla 2022 loss"), find_law("Besiroglu 2024 loss")
@@ -257,7 +257,7 @@ def test_the_complete_d_p_rule_has_the_exponents_of_the_law(tiny: Recipe) -> Non
         ("B", transfer(recipe, batch_tokens=4 * batch)),
         ("D", transfer(recipe, tokens=4 * tokens)),
     ):
-        assert resolve(moved)[name].lr / resolve(recipe)[name].lr == pytest.approx(4 ** stated[axis])
+        assert parameter_table(moved)[name].lr / parameter_table(recipe)[name].lr == pytest.approx(4 ** stated[axis])
 
 
 @pytest.mark.parametrize("size", [(64, 16), (16, 64), (32, 32)])

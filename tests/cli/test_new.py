@@ -10,7 +10,7 @@ from tests.cli.conftest import Verb
 
 from leaven.catalogue.runs import find_run
 from leaven.recipe.files import read_recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 
 def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_every_printed_command_works(leaven: Verb, tmp_path: Path, monkeypatch: 
     assert (code, err) == (0, "")  # no warning of what new itself proposed
     tuned = read_recipe(path.with_stem("new wheat-tuned"))
     assert (tuned.model, tuned.layout, tuned.batch) == (wheat.model, wheat.layout, wheat.batch)
-    assert resolve(tuned).rows == resolve(wheat).rows
+    assert parameter_table(tuned).rows == parameter_table(wheat).rows
     assert coordinates == ["check", "coordinates", str(path.with_stem("new wheat-tuned"))]
     assert leaven(*check_tuned)[0] == 0
     assert leaven(*plan)[0] == 0

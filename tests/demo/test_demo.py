@@ -19,7 +19,7 @@ from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import differences
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.training.trial import train_trial
 
 COMMAND = [sys.executable, small_demo.__file__, "demo", "--workers", "2", "--run"]
@@ -70,8 +70,8 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     copied, moved = (read_recipe(tmp_path / f"{name}.toml") for name in ("copied", "moved"))
     assert [path for path, _, _ in differences(copied, moved)] == ["scaling.rule"]
     hidden = "layers.0.mlp.in.weight"
-    assert resolve(copied)[hidden].lr == result.lr
-    assert resolve(moved)[hidden].lr == pytest.approx(result.lr / 2)
+    assert parameter_table(copied)[hidden].lr == result.lr
+    assert parameter_table(moved)[hidden].lr == pytest.approx(result.lr / 2)
     # Anybody can train the same runs: they do not depend on the demo.
     assert train_trial(moved).loss == result.moved[0]
     assert train_trial(copied.replace({"data.seed": 1})).loss == result.copied[1]

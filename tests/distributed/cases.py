@@ -14,7 +14,7 @@ from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup, join_process_group
 from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.training.checkpoint import write_checkpoint
 from leaven.training.engine import Training
 
@@ -34,7 +34,7 @@ def dtype_of(name: str) -> Iterator[None]:
 def sharded(recipe: Recipe, group: ProcessGroup, device: torch.device = CPU) -> ShardedModel:
     """Return the part of a model in fp32 that this process has."""
     how: dict[str, Any] = {"seed": 0, "dtype": torch.float32, "device": device, "layout": recipe.layout}
-    return ShardedModel(recipe.model, resolve(recipe), group=group, **how)
+    return ShardedModel(recipe.model, parameter_table(recipe), group=group, **how)
 
 
 def train(recipe: Recipe, tokens: TokenSet, steps: int, dtype: str = "float64") -> dict[str, Any]:

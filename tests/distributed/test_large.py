@@ -15,7 +15,7 @@ from leaven.distributed.sharded import ShardedModel
 from leaven.planning.stages import stage_layers
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 # Llama 3 70B (Grattafiori et al. 2024, arXiv 2407.21783, table 3) with 24 of its 80 layers.
 LLAMA_70B = {
@@ -47,7 +47,7 @@ def held(recipe: Recipe, among: tuple[int, ...]) -> Held:
     layout, rank = recipe.layout, among[int(os.environ["RANK"])]
     pretend(rank, layout.ranks)
     group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
-    device, table = torch.device("meta"), resolve(recipe)
+    device, table = torch.device("meta"), parameter_table(recipe)
     model = ShardedModel(recipe.model, table, seed=0, dtype=torch.bfloat16, device=device, layout=layout, group=group)
     if model._pipeline is not None:
         batch = recipe.batch.tokens // recipe.model.seq_len // layout.dp

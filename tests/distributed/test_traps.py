@@ -23,7 +23,7 @@ from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 FOUR = {"model.n_heads": 4, "model.n_kv_heads": 4, "model.d_head": 4, "model.n_layers": 4}
 RAMP = {"batch.ramp": {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 256}}
@@ -137,7 +137,7 @@ def test_recomputing_does_not_rename_parameters(tiny: Recipe) -> None:
     for recompute in ("none", "full"):
         recipe = tiny.replace({"layout.recompute": recompute})
         how: dict[str, Any] = {"layout": recipe.layout, "dtype": torch.float32, "device": torch.device("meta")}
-        stage = build_stage(recipe.model, resolve(recipe), (0, recipe.model.n_layers), **how)
+        stage = build_stage(recipe.model, parameter_table(recipe), (0, recipe.model.n_layers), **how)
         names.append([name for name, _ in stage.model.named_parameters()])
     assert names[0] == names[1]
     assert {*names[0]} == {parameter.name for parameter in tiny.model.parameters()}

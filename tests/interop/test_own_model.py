@@ -9,7 +9,7 @@ from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 GROWN = {"width": 32, "depth": 6, "batch_tokens": 512, "tokens": 71_680}
@@ -54,7 +54,7 @@ def test_groups_and_forward_are_those_of_the_table(tiny: Recipe, case: str, rule
     changes, grown = CASES[case]
     small = tiny.replace(changes | {"scaling.rule": rule, "scaling.alpha": 0.7, "scaling.token_exponent": 0.4})
     recipe = transfer(small, **grown)
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     model = Transformer(recipe.model)
     groups = leaven.parametrize(
         model,
@@ -90,6 +90,6 @@ def test_groups_and_forward_are_those_of_the_table(tiny: Recipe, case: str, rule
 
 def test_a_model_with_its_recipes_multipliers_is_refused(tiny: Recipe) -> None:
     recipe = transfer(tiny, depth=4)
-    model = build_model(recipe.model, resolve(recipe), 0)
+    model = build_model(recipe.model, parameter_table(recipe), 0)
     with pytest.raises(InputError, match=r"build it with Transformer\(shape\)"):
         leaven.parametrize(model, base=Transformer(tiny.model), hyperparameters=recipe.hyperparameters)

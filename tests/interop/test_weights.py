@@ -18,7 +18,7 @@ from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.scaling.transfer import transfer
 
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
@@ -40,7 +40,7 @@ def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> t
     changes = {f"model.{key}": value for key, value in shape.items()}
     stated = tiny.replace(changes | {"scaling.rule": rule, "hyperparameters.residual": 0.7})
     recipe = transfer(stated, width=64, depth=6, d_head=2 * stated.model.d_head)
-    return recipe, resolve(recipe)
+    return recipe, parameter_table(recipe)
 
 
 def random_model(recipe: Recipe, table: ParameterTable) -> Transformer:
@@ -102,7 +102,7 @@ def test_exported_weights_give_the_same_logits_there_and_back(
     assert plain.shape == mine.model_copy(update={"bias": True} if always_biased else {})
     back = recipe.replace({"model": plain.shape.model_dump(), "scaling.base": None, "hyperparameters.residual": 1.0})
     again = Transformer(back.model)
-    start_from(whole(again), back.model, resolve(back), folder)
+    start_from(whole(again), back.model, parameter_table(back), folder)
     assert_same_function(again, model)
     if not always_biased:  # under the rule whose multipliers were folded
         unfolded = random_model(recipe, table).requires_grad_(False)
@@ -176,9 +176,9 @@ def test_weights_of_transformers_give_the_same_logits(tiny: Recipe, tmp_path: Pa
     smaller["d_ff"] = 80
     for base in (None, smaller):
         recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
-        model = random_model(recipe, resolve(recipe))
+        model = random_model(recipe, parameter_table(recipe))
         assert model.has_multipliers is (base is not None)
-        start_from(whole(model), recipe.model, resolve(recipe), tmp_path)
+        start_from(whole(model), recipe.model, parameter_table(recipe), tmp_path)
         assert_same_function(model, theirs)
 
 
@@ -190,8 +190,8 @@ def test_checkpoints_of_older_versions_are_read(tiny: Recipe, tmp_path: Path) ->
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "model.safetensors")
     recipe = tiny.replace({"model": read_huggingface(tmp_path).shape.model_dump()})
-    model = random_model(recipe, resolve(recipe))
-    start_from(whole(model), recipe.model, resolve(recipe), tmp_path)
+    model = random_model(recipe, parameter_table(recipe))
+    start_from(whole(model), recipe.model, parameter_table(recipe), tmp_path)
     assert_same_function(model, theirs)
 
     config = change(tmp_path / "llama", "llama", rope_parameters=None, rope_theta=500.0, num_key_value_heads=6)
@@ -306,9 +306,9 @@ def test_a_shape_without_an_architecture_is_refused_with_the_keys_to_change(
     tiny: Recipe, tmp_path: Path, tokenizer_file: Path, shape: dict[str, Any], says: str
 ) -> None:
     recipe = tiny.replace({f"model.{key}": value for key, value in shape.items()})
-    model = random_model(recipe, resolve(recipe))
+    model = random_model(recipe, parameter_table(recipe))
     with pytest.raises(InputError) as refused:
-        export(tmp_path / "out", recipe, resolve(recipe), model, tokenizer_file)
+        export(tmp_path / "out", recipe, parameter_table(recipe), model, tokenizer_file)
     assert says in str(refused.value)
     assert not list(tmp_path.iterdir())
 
@@ -346,9 +346,13 @@ def test_start_weights_of_another_shape_are_refused(tiny: Recipe, tmp_path: Path
     ):
         recipe = tiny.replace({"model": shape.model_dump() | changes})
         with pytest.raises(InputError, match=says):
-            start_from(whole(random_model(recipe, resolve(recipe))), recipe.model, resolve(recipe), tmp_path)
+            start_from(
+                whole(random_model(recipe, parameter_table(recipe))), recipe.model, parameter_table(recipe), tmp_path
+            )
     foreign("llama", tmp_path / "rope")
     longer = read_huggingface(tmp_path / "rope").shape.model_dump()
     longer |= {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
     recipe = tiny.replace({"model": longer})
-    start_from(whole(random_model(recipe, resolve(recipe))), recipe.model, resolve(recipe), tmp_path / "rope")
+    start_from(
+        whole(random_model(recipe, parameter_table(recipe))), recipe.model, parameter_table(recipe), tmp_path / "rope"
+    )

@@ -11,7 +11,7 @@ from leaven.model.transformer import Transformer, alibi_slopes
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 BASE = {
@@ -171,9 +171,9 @@ def test_dropout_acts_in_training_only() -> None:
 
 def test_initial_values_are_those_of_the_table(tiny: Recipe) -> None:
     big = transfer(tiny, width=128, depth=2)
-    model = build_model(big.model, resolve(big), seed=0)
+    model = build_model(big.model, parameter_table(big), seed=0)
     values = dict(model.named_parameters())
-    for row in resolve(big).rows:
+    for row in parameter_table(big).rows:
         tensor = values[row.name]
         if row.init_std == 0:
             assert torch.all(tensor == row.init_mean)
@@ -192,7 +192,7 @@ def test_initial_values_are_those_of_a_published_init(tiny: Recipe, init: str) -
         | {"hyperparameters.init": init, "hyperparameters.init_std": None}
         | {"hyperparameters.modules": {"mlp.out": {"init_std": 2.0}}}
     )
-    values = dict(build_model(recipe.model, resolve(recipe), seed=3).named_parameters())
+    values = dict(build_model(recipe.model, parameter_table(recipe), seed=3).named_parameters())
     for parameter in recipe.model.parameters():
         if len(parameter.shape) == 2:
             tuned = 2.0 if parameter.module == "mlp.out" else 1.0
@@ -204,7 +204,7 @@ def test_initial_values_are_those_of_a_published_init(tiny: Recipe, init: str) -
 
 def test_initial_values_depend_only_on_seed_and_name(tiny: Recipe) -> None:
     def values(recipe: Recipe, seed: int) -> dict[str, torch.Tensor]:
-        return dict(build_model(recipe.model, resolve(recipe), seed).named_parameters())
+        return dict(build_model(recipe.model, parameter_table(recipe), seed).named_parameters())
 
     first, again, other = values(tiny, 0), values(tiny, 0), values(tiny, 1)
     deeper = values(tiny.replace({"model.n_layers": 3, "scaling.rule": "standard"}), 0)

@@ -10,7 +10,7 @@ from leaven.planning.start import StarterRecipes, start
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import Role
 from leaven.recipe.units import parse_quantity
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.tested_ranges import warnings
 from leaven.scaling.transfer import transfer_like
 
@@ -39,12 +39,12 @@ def test_what_new_proposes_passes_its_own_checks_at_proxy_and_target(
 ) -> None:
     started = starts[size]
     assert started.proxy
-    ratios = resolve(started.target).ratios
+    ratios = parameter_table(started.target).ratios
     assert (ratios.width <= 16, ratios.depth <= 32, ratios.tokens <= 100) == (True, True, True)
     assert min(ratios.width, ratios.depth, ratios.tokens) >= 1
     for recipe in (started.proxy, started.target):
         assert 19 <= recipe.model.d_model / recipe.model.n_layers <= 205  # the range of all published runs
-        found = findings(recipe, lambda one: resolve(one).rows)
+        found = findings(recipe, lambda one: parameter_table(one).rows)
         assert [one.check for one in found if one.severity != "note"] == []
         assert "z-loss" not in {one.check for one in found}
         assert warnings(recipe) == []
@@ -69,9 +69,9 @@ def test_proxy_and_target_are_one_recipe_at_two_scales(
         target.schedule.warmup_tokens / target.data.tokens, rel=1e-3
     )
     # At its own base a proxy gets what is written; published moments therefore stay published moments.
-    row = next(row for row in resolve(proxy).rows if row.role is Role.HIDDEN_WEIGHT)
+    row = next(row for row in parameter_table(proxy).rows if row.role is Role.HIDDEN_WEIGHT)
     assert (row.lr, row.beta1, row.beta2) == (target.hyperparameters.lr, 0.9, 0.95)
-    moved = next(row for row in resolve(target).rows if row.role is Role.HIDDEN_WEIGHT)
+    moved = next(row for row in parameter_table(target).rows if row.role is Role.HIDDEN_WEIGHT)
     assert moved.beta1 == pytest.approx(0.9, abs=0.02)
     if size in SIZES[:2]:  # a forced proxy costs more than leaven advises
         return
@@ -90,13 +90,13 @@ def test_proxy_and_target_are_one_recipe_at_two_scales(
 def test_where_tuning_costs_more_than_it_gains_the_published_values_are_used(params: str, tokens: str) -> None:
     started = new(params, tokens)
     assert started.proxy is None
-    found = findings(started.target, lambda one: resolve(one).rows)
+    found = findings(started.target, lambda one: parameter_table(one).rows)
     assert [one.check for one in found if one.severity != "note"] == []
     assert warnings(started.target) == []
     assert "tuning gained at most 24%" in started.derivation.tuning.reason
     target = started.target
     assert (target.base.width, target.base.tokens) == (target.model.d_model, target.data.tokens)
-    assert all(row.lr == target.hyperparameters.lr for row in resolve(target).rows)
+    assert all(row.lr == target.hyperparameters.lr for row in parameter_table(target).rows)
 
 
 def test_an_expensive_search_gets_fewer_trials() -> None:

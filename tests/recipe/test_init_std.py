@@ -14,7 +14,7 @@ from leaven.recipe.init_std import COMPARED, INITS, SCALES_BRANCHES, InitName
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Parameter, Role
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 LLAMA = {"n_layers": 4, "d_model": 64, "n_heads": 4, "n_kv_heads": 2, "d_head": 16, "d_ff": 144}
@@ -176,7 +176,7 @@ def test_init_and_rule_never_both_scale_the_std(tiny: Recipe, init: str, rule: s
                 transfer(start, **grown)
             continue
         big = transfer(start, **grown)
-        table = resolve(big)
+        table = parameter_table(big)
         for row in table.rows:
             if len(row.shape) == 2:
                 parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
@@ -187,13 +187,13 @@ def test_init_and_rule_never_both_scale_the_std(tiny: Recipe, init: str, rule: s
 
 
 def start_std(recipe: Recipe) -> float:
-    return resolve(recipe)["layers.1.attention.out.weight"].init_std
+    return parameter_table(recipe)["layers.1.attention.out.weight"].init_std
 
 
 def test_multipliers_of_modules_and_depth_multiply_a_named_init(tiny: Recipe) -> None:
     modules = {"attention.out": {"init_std": 3.0}, "unembedding": {"init_std": 0.0}}
-    plain = resolve(named(tiny, "mitchell"))
-    tuned = resolve(
+    plain = parameter_table(named(tiny, "mitchell"))
+    tuned = parameter_table(
         named(
             tiny,
             "mitchell",

@@ -5,7 +5,7 @@ import torch
 
 from leaven.model.transformer import Transformer
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import folding, resolve
+from leaven.scaling.table import folding, parameter_table
 from leaven.scaling.transfer import transfer
 
 SHAPES = {
@@ -27,7 +27,7 @@ def test_folded_weights_compute_the_same_function(tiny: Recipe, shape: dict[str,
         "hyperparameters.modules": {"mlp.out": {"residual": 1.7}},
     }
     recipe = transfer(tiny.replace(changes), width=64, depth=6, d_head=16)
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     made = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():

@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import COMPLETE_D_P, RULES, Rule
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 
@@ -30,7 +30,7 @@ def loss_of(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
 
 
 def trained(recipe: Recipe, steps: int, dtype: torch.dtype = torch.float32) -> tuple[Transformer, list[float]]:
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     model = build_model(recipe.model, table, 0).to(dtype)
     optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, "adamw")
     losses = []
@@ -49,7 +49,7 @@ def test_every_rule_at_its_base_is_plain_adamw_to_the_last_bit(tiny: Recipe, rul
     ours, losses = trained(recipe, steps=5)
     hp = recipe.hyperparameters
     plain = Transformer(recipe.model)
-    plain.load_state_dict(build_model(recipe.model, resolve(recipe), 0).state_dict())
+    plain.load_state_dict(build_model(recipe.model, parameter_table(recipe), 0).state_dict())
     gains = [p for name, p in plain.named_parameters() if "norm" in name]
     others = [p for name, p in plain.named_parameters() if "norm" not in name]
     adamw = torch.optim.AdamW(

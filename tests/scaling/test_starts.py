@@ -7,13 +7,13 @@ import pytest
 from leaven.recipe.init_std import COMPARED
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.describe import ModuleStart, describe, distances, starts
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 
 def test_one_entry_for_each_module_or_two_if_its_blocks_differ(tiny: Recipe) -> None:
     recipe = transfer(tiny, depth=5)
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     found = {(start.module, start.layers): start for start in starts(recipe, table)}
     assert [layers for module, layers in found if module == "attention.query"] == ["0-4"]
     assert [layers for module, layers in found if module == "attention.out"] == ["0", "4"]

@@ -6,12 +6,12 @@ import pytest
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 
 def test_twice_wider_three_times_deeper_four_times_longer_by_hand(tiny: Recipe) -> None:
-    table = resolve(transfer(tiny, width=32, depth=6, tokens=40_960))
+    table = parameter_table(transfer(tiny, width=32, depth=6, tokens=40_960))
     hidden, embedding = table["layers.3.mlp.out.weight"], table["embedding.weight"]
     readout, gain = table["unembedding.weight"], table["layers.0.norm.mlp.weight"]
     q = 1 / 4
@@ -37,7 +37,7 @@ def test_multipliers_of_one_change_nothing_to_the_last_bit(tiny: Recipe) -> None
     profile = dict.fromkeys(DepthProfile.model_fields, (1.0, 1.0, 1.0))
     for recipe in (tiny, transfer(tiny, width=48, depth=6, batch_tokens=768, tokens=71_680)):
         neutral = recipe.replace({"hyperparameters.modules": ones, "hyperparameters.depth": profile})
-        assert resolve(neutral).rows == resolve(recipe).rows
+        assert parameter_table(neutral).rows == parameter_table(recipe).rows
 
 
 def test_a_depth_profile_is_linear_in_the_logarithm() -> None:
@@ -66,7 +66,7 @@ def test_every_quantity_is_rule_times_module_times_depth(tiny: Recipe) -> None:
     depth = {quantity: (1.0, 1.5) for quantity in types}
     big = transfer(tiny, width=32, depth=4, tokens=40_960)
     both = big.replace({"hyperparameters.modules": {"mlp.out": types}, "hyperparameters.depth": depth})
-    plain, full = resolve(big), resolve(both)
+    plain, full = parameter_table(big), parameter_table(both)
     for layer in range(4):
         name = f"layers.{layer}.mlp.out.weight"
         at_depth = 1.5 ** (layer / 3)
@@ -87,12 +87,12 @@ def test_every_quantity_is_rule_times_module_times_depth(tiny: Recipe) -> None:
 def test_gains_and_biases_are_decayed_if_requested_with_multipliers_by_module(tiny: Recipe) -> None:
     layered = {"model.norm": "layernorm", "model.bias": True, "hyperparameters.decay_norm_and_bias": True}
     big = transfer(tiny.replace(layered), width=32, depth=4, tokens=40_960)
-    vectors = {row.module for row in resolve(big).rows if not row.role.is_matrix}
+    vectors = {row.module for row in parameter_table(big).rows if not row.role.is_matrix}
     assert {"norm.mlp", "norm.final", "biases"} <= vectors
     changed = big.replace(
         {"hyperparameters.modules": {"norm.mlp": {"weight_decay": 3.0}, "biases": {"weight_decay": 0.0}}}
     )
-    decay = {row.module: row.weight_decay for row in resolve(changed).rows}
+    decay = {row.module: row.weight_decay for row in parameter_table(changed).rows}
     assert decay["norm.final"] == pytest.approx(0.1 * math.sqrt(1 / 4))  # Table 1: Rest, and the token column
     assert decay["norm.mlp"] == pytest.approx(3 * decay["norm.final"])
     assert decay["biases"] == 0
@@ -126,13 +126,13 @@ def test_every_accepted_multiplier_changes_the_table(tiny: Recipe, quantity: str
             changed = recipe.replace({f"hyperparameters.modules.{module}.{quantity}": 2.0})
         except ValueError:
             continue
-        assert resolve(changed).rows != resolve(recipe).rows, module
+        assert parameter_table(changed).rows != parameter_table(recipe).rows, module
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 def test_qk_gains_shared_or_per_head(tiny: Recipe, per_head: bool) -> None:
     recipe = tiny.replace({"model.qk_norm_per_head": per_head})
-    small, large = (resolve(r)["layers.0.norm.key.weight"] for r in (recipe, transfer(recipe, width=64)))
+    small, large = (parameter_table(r)["layers.0.norm.key.weight"] for r in (recipe, transfer(recipe, width=64)))
     assert large.shape == ((4, 8) if per_head else (8,))
     assert large.init_mean == 1.0
     assert large.eps / small.eps == (1 / 4 if per_head else 1)

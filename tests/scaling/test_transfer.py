@@ -5,7 +5,7 @@ import pytest
 from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer, transfer_like
 
 
@@ -34,7 +34,7 @@ def test_changed_proportions_are_stated_in_the_base_and_scaled_by_tensor(tiny: R
     assert big.base_shape == tiny.model
     assert (big.base.d_ff, big.base.d_head, big.base.n_kv_heads) == (32, 8, 1)
     assert "d_ff / d_model 2 -> 3" in big.why["model.d_ff"]
-    small, large = resolve(tiny), resolve(big)
+    small, large = parameter_table(tiny), parameter_table(big)
 
     def moved(name: str) -> tuple[float, ...]:
         before, after = small[f"layers.0.{name}.weight"], large[f"layers.0.{name}.weight"]
@@ -51,7 +51,7 @@ def test_changed_proportions_are_stated_in_the_base_and_scaled_by_tensor(tiny: R
     assert small.attention_scale == pytest.approx(1 / math.sqrt(8))
     assert large.attention_scale == pytest.approx(math.sqrt(8) / 16)
     back = transfer(big, width=16, d_ff=32, d_head=8, n_kv_heads=1)
-    assert resolve(back).rows == small.rows
+    assert parameter_table(back).rows == small.rows
     assert back.base.d_ff is None  # the proportions are the target's own again
     further = transfer(big, width=64)  # proportions of the big one, base still the small one
     assert (further.model.d_ff, further.base_shape) == (192, tiny.model)
@@ -61,7 +61,7 @@ def test_two_transfers_with_changed_proportions_equal_one(tiny: Recipe) -> None:
     once = transfer(tiny, width=64, depth=6, d_ff=96, tokens=163_840)
     twice = transfer(transfer(tiny, width=32, d_head=16), width=64, depth=6, d_ff=96, d_head=8, tokens=163_840)
     assert once.model == twice.model
-    assert resolve(once).rows == resolve(twice).rows
+    assert parameter_table(once).rows == parameter_table(twice).rows
 
 
 def test_ramps_and_intervals_keep_their_share(tiny: Recipe) -> None:
@@ -126,7 +126,7 @@ def test_transfer_like_keeps_everything_of_the_target_but_tuned_values(tiny: Rec
     assert big.why["batch.tokens"] == "mine"
     # The same as by sizes: what a parameter gets is the rule's.
     by_sizes = transfer(tuned, width=64, depth=5, batch_tokens=1_024, tokens=163_840)
-    assert resolve(big).rows == resolve(by_sizes).rows
+    assert parameter_table(big).rows == parameter_table(by_sizes).rows
 
 
 def test_searched_warm_up_and_batch_move_with_the_scale(tiny: Recipe, target: Recipe) -> None:
@@ -180,8 +180,8 @@ def test_proportions_of_the_proxy_are_stated_in_the_base_of_the_target(tiny: Rec
     big = transfer_like(tiny, other)
     assert (big.base.d_ff, big.base_shape.d_ff) == (32, 32)
     assert (
-        resolve(big).rows
-        == resolve(transfer(tiny, width=64, depth=5, d_ff=192, batch_tokens=1_024, tokens=163_840)).rows
+        parameter_table(big).rows
+        == parameter_table(transfer(tiny, width=64, depth=5, d_ff=192, batch_tokens=1_024, tokens=163_840)).rows
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from leaven.distributed.sharded import ShardedModel
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.training.optimizer import Clipper
 
 Gradients = dict[str, torch.Tensor]
@@ -16,7 +16,7 @@ Gradients = dict[str, torch.Tensor]
 
 def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float, Gradients, Gradients]]:
     """Returns for each size a step: (returned norm, gradients before, gradients after), in float64."""
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     sharded = ShardedModel(
         recipe.model, table, seed=0, dtype=torch.float32, device=torch.device("cpu"), layout=recipe.layout
     )

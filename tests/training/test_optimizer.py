@@ -5,14 +5,14 @@ import torch
 
 from leaven.model.initialise import build_model
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer, parameter_groups
 
 
 def test_every_parameter_is_in_one_group_with_its_rows_values(tiny: Recipe) -> None:
     big = transfer(tiny, width=32, depth=4, tokens=40_960)
-    table = resolve(big)
+    table = parameter_table(big)
     groups = parameter_groups(dict(build_model(big.model, table, 0).named_parameters()), table.rows)
     names = [name for group in groups for name in group["param_names"]]
     assert sorted(names) == sorted(row.name for row in table.rows)
@@ -31,7 +31,7 @@ def test_every_parameter_is_in_one_group_with_its_rows_values(tiny: Recipe) -> N
 
 
 def test_a_missing_or_doubled_parameter_is_an_error(tiny: Recipe) -> None:
-    table = resolve(tiny)
+    table = parameter_table(tiny)
     model = build_model(tiny.model, table, 0)
     with pytest.raises(ValueError, match=r"differ in embedding.weight"):
         parameter_groups(dict(model.named_parameters()), table.rows[1:])
@@ -46,7 +46,7 @@ def test_a_missing_or_doubled_parameter_is_an_error(tiny: Recipe) -> None:
 def test_steps_follow_the_formula(tiny: Recipe, kind: str) -> None:
     """Kingma and Ba 2015, algorithm 1; decay decoupled (Loshchilov and Hutter 2019, algorithm 2) or in the loss."""
     big = transfer(tiny.replace({"hyperparameters.eps": 1e-3}), width=32, tokens=40_960)
-    table = resolve(big)
+    table = parameter_table(big)
     model = build_model(big.model, table, 0).double()
     optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, kind)
     generator = torch.Generator().manual_seed(0)

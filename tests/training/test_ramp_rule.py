@@ -13,7 +13,7 @@ from torch import Tensor
 from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import BATCH_RULES, Recipe
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ramp_factors, resolve
+from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.engine import StopRequested, Training
 from leaven.training.optimizer import Optimizer, parameter_groups
 from leaven.training.precision import DTYPES
@@ -75,7 +75,7 @@ def test_a_scaled_ramp_is_adamw_with_the_values_of_each_step(
     for step in range(STEPS):
         batch = recipe.batches.batch_at(training.progress.tokens)
         batches.add(batch)
-        result, table = training.step(), resolve(at_its_batch(recipe, batch))
+        result, table = training.step(), parameter_table(at_its_batch(recipe, batch))
         multiplier = recipe.schedule.multiplier(training.progress.tokens, recipe.data.tokens)
         assert result.lr == pytest.approx(table["layers.0.mlp.out.weight"].lr * multiplier, rel=1e-12)
         for name, taken in seen[step].items():
@@ -99,7 +99,7 @@ def test_a_fixed_ramp_is_torchs_adamw_to_the_last_bit(tiny: Recipe, tokens: Toke
     recipe = ramped(tiny, "fixed")
     training = Training(recipe, tokens, "cpu")
     weights = {name: p.detach().clone().requires_grad_() for name, p in training.model.named_parameters()}
-    adam = torch.optim.AdamW(parameter_groups(weights, resolve(recipe).rows), fused=True)
+    adam = torch.optim.AdamW(parameter_groups(weights, parameter_table(recipe).rows), fused=True)
     for step in range(STEPS):
         training.step()
         for name, gradient in seen[step].items():
@@ -145,7 +145,7 @@ def test_an_abandoned_step_leaves_no_trace_where_the_batch_grows(tiny: Recipe, t
 def test_the_running_norm_forgets_by_tokens(tiny: Recipe, tokens: TokenSet) -> None:
     """Its mean square is the weighted mean of the squares that it has seen, by the betas of their own steps."""
     recipe = ramped(tiny, "scaled", **{"hyperparameters.grad_clip": {"mode": "running", "limit": 1e6}})
-    training, beta = Training(recipe, tokens, "cpu"), resolve(recipe).beta2
+    training, beta = Training(recipe, tokens, "cpu"), parameter_table(recipe).beta2
     mean = weight = 0.0
     for step in range(STEPS):
         now = ramp_factors(recipe, step)[0].beta(beta)

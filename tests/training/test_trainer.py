@@ -24,7 +24,7 @@ from leaven.model.transformer import Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.training import precision
 from leaven.training.checkpoint import read_checkpoint
 from leaven.training.engine import Training
@@ -295,7 +295,7 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch(tiny: Recipe, tokens
     """Against one plain forward over the batch, float64; 3 does not divide 8, so the last micro-batch is smaller."""
     training = Training(tiny.replace({"batch.micro_batch": 3, "hyperparameters.grad_clip": 0.0}), tokens)
     training.model.double()
-    model = build_model(tiny.model, resolve(tiny), tiny.data.seed).double()
+    model = build_model(tiny.model, parameter_table(tiny), tiny.data.seed).double()
     windows = torch.from_numpy(Stream(tokens.train, 32, 0).batch(0, 8))
     loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
     loss.backward()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leaven.recipe.files import parse_recipe, render
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.tuning.point import recipe_at, values
 from leaven.tuning.space import space
 
@@ -79,7 +79,7 @@ def test_a_point_in_the_space_is_a_valid_recipe_unless_the_decay_is_too_large(oc
     there = recipe_at(RECIPE, octaves)
     assert parse_recipe(render(there, render(RECIPE)), "x") == there
     assert values(there, dict.fromkeys(octaves, 0.0)) == stated
-    for row in resolve(there).rows:
+    for row in parameter_table(there).rows:
         numbers = (row.lr, row.init_std, row.weight_decay, row.eps, row.multiplier)
         assert all(math.isfinite(number) and number >= 0 for number in numbers)
         assert 0 < row.beta1 < 1
@@ -109,7 +109,7 @@ def test_a_value_moves_by_its_distance_and_nothing_else_moves(dimension, data: s
 def test_a_multiplier_moves_the_rows_of_its_module(quantity: str) -> None:
     module, of = "mlp.out", {"residual": "multiplier"}.get(quantity, quantity)
     there = recipe_at(RECIPE, {f"hyperparameters.modules.{module}.{quantity}": 1.5})
-    before, after = resolve(RECIPE), resolve(there)
+    before, after = parameter_table(RECIPE), parameter_table(there)
     for row in after.rows:
         factor = 2**1.5 if row.module == module else 1.0
         assert getattr(row, of) == pytest.approx(factor * getattr(before[row.name], of), rel=1e-12), row.name
@@ -120,7 +120,7 @@ def test_a_multiplier_moves_the_rows_of_its_module(quantity: str) -> None:
 @pytest.mark.parametrize("beta", ["beta1", "beta2"])
 def test_a_multiplier_of_beta_moves_one_module(beta: str) -> None:
     there = recipe_at(RECIPE, {f"hyperparameters.modules.embedding.{beta}": 1.0})
-    before, after = column(resolve(RECIPE), beta), column(resolve(there), beta)
+    before, after = column(parameter_table(RECIPE), beta), column(parameter_table(there), beta)
     for name, was in before.items():
         expected = was**2 if name == "embedding.weight" else was
         assert after[name] == pytest.approx(expected, rel=1e-12)
@@ -133,7 +133,7 @@ def test_a_multiplier_of_beta_moves_one_module(beta: str) -> None:
 )
 def test_a_point_of_a_depth_profile_moves_the_blocks_near_it(point: int, shares: tuple[float, ...]) -> None:
     there = recipe_at(RECIPE, {f"hyperparameters.depth.lr[{point}]": 1.0})
-    before, after = resolve(RECIPE), resolve(there)
+    before, after = parameter_table(RECIPE), parameter_table(there)
     for row in after.rows:
         factor = 1.0 if row.layer is None else 2 ** shares[row.layer]  # twice the lr at the point itself
         assert row.lr == pytest.approx(factor * before[row.name].lr, rel=1e-12), row.name
@@ -164,7 +164,7 @@ def test_stages_move_with_the_batch() -> None:
 def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
     plain = RECIPE.replace({"scaling.base": None, "scaling.rule": "complete-d-p"})
     there = recipe_at(plain, {"batch.tokens": 2.0})
-    before, after = resolve(plain), resolve(there)
+    before, after = parameter_table(plain), parameter_table(there)
     assert there.batch.tokens == 4 * plain.batch.tokens
     assert there.base == plain.base
     for row in after.rows:
@@ -172,4 +172,6 @@ def test_the_rule_moves_lr_and_betas_with_the_batch() -> None:
         assert row.lr == pytest.approx(2 * before[row.name].lr), row.name
         assert math.log(row.beta2) == pytest.approx(4 * math.log(before[row.name].beta2))
     common = plain.replace({"scaling.rule": "standard"})
-    assert column(resolve(recipe_at(common, {"batch.tokens": 2.0})), "lr") == column(resolve(common), "lr")
+    assert column(parameter_table(recipe_at(common, {"batch.tokens": 2.0})), "lr") == column(
+        parameter_table(common), "lr"
+    )

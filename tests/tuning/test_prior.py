@@ -18,7 +18,7 @@ from leaven.data.tokens import prepare
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.tuning import search
 from leaven.tuning.algorithm.prior import DIFFERENCES, EarlierTrials, of_earlier, of_expectations
 from leaven.tuning.algorithm.surrogate import fit
@@ -148,14 +148,14 @@ def test_an_unknown_noise_is_fitted() -> None:
 
 def test_expectations_are_distances_from_the_values_as_trained(tiny: Recipe) -> None:
     def found(recipe: Recipe) -> dict[str, float]:
-        every = expectations(Case(recipe, resolve(recipe).rows))
+        every = expectations(Case(recipe, parameter_table(recipe).rows))
         return {path: each.octaves for path, each in every.items()}
 
     first, doubled = found(tiny), found(tiny.replace({LR: 2 * tiny.hyperparameters.lr}))
     assert {LR, BATCH, DECAY} <= first.keys()
     assert doubled[LR] == pytest.approx(first[LR] - 1)
     assert doubled[BATCH] == pytest.approx(first[BATCH])
-    informed = space(tiny, f"{LR},{BATCH}").expecting(expectations(Case(tiny, resolve(tiny).rows)))
+    informed = space(tiny, f"{LR},{BATCH}").expecting(expectations(Case(tiny, parameter_table(tiny).rows)))
     for each in informed.dimensions:
         assert each.expected is not None
         assert each.low <= each.expected[0] <= each.high

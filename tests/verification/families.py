@@ -8,7 +8,7 @@ from pathlib import Path
 from leaven.documents.checks import CheckDocument, VerdictRow
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterRow, ParameterTable, resolve
+from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table
 from leaven.verification.batches import synthetic
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.recipe_family import RecipeFamily
@@ -89,4 +89,4 @@ def hidden_lr_of_alpha_one_half(row: ParameterRow, recipe: Recipe) -> ParameterR
 
 
 def _base_row(row: ParameterRow, recipe: Recipe) -> ParameterRow:
-    return resolve(recipe.replace({"scaling.base": None}))[row.name]
+    return parameter_table(recipe.replace({"scaling.base": None}))[row.name]

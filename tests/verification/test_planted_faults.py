@@ -9,7 +9,7 @@ from tests.verification.families import DEPTHS, WIDTHS, failed, family
 
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.gradients import GradientCheck
 from leaven.verification.recipe_family import RecipeFamily
@@ -97,7 +97,7 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool):
     right = family(grow_heads=True)
 
     def by_the_root(recipe: Recipe) -> ParameterTable:
-        return replace(resolve(recipe), attention_scale=recipe.model.d_head**-0.5)
+        return replace(parameter_table(recipe), attention_scale=recipe.model.d_head**-0.5)
 
     checked = right if divided_by_d else RecipeFamily(right.recipe, right.batches, by_the_root, grow_heads=True)
     verdict = CoordinateCheck(checked, WIDTHS, (2,), seeds=1).run()

@@ -1,13 +1,13 @@
 import pytest
 from written import proxy, target
 
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.views.parameters import at_base, groups, reason
 
 
 def test_layers_with_equal_values_are_one_group():
     recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    found = groups(resolve(recipe).rows)
+    found = groups(parameter_table(recipe).rows)
     assert [(g.label, g.layers) for g in found if g.label in {"embedding", "mlp.in"}] == [
         ("embedding", ""),
         ("mlp.in", "0-7"),
@@ -17,7 +17,7 @@ def test_layers_with_equal_values_are_one_group():
 
 def test_a_row_is_beside_the_base_row_at_its_relative_depth():
     small = proxy()
-    found = {(g.label, g.first): g for g in groups(resolve(target(small)).rows, resolve(small))}
+    found = {(g.label, g.first): g for g in groups(parameter_table(target(small)).rows, parameter_table(small))}
     assert found["mlp.in", 0].base.layer == 0
     assert found["mlp.in", 7].base.layer == 3
     assert found["embedding", None].base.shape == (4096, 64)
@@ -27,7 +27,7 @@ def test_the_base_of_a_transferred_recipe_is_the_recipe_it_came_from():
     small = proxy()
     found = at_base(target(small))
     assert found.model == small.model
-    assert resolve(found).rows == resolve(small).rows
+    assert parameter_table(found).rows == parameter_table(small).rows
     assert at_base(small) is None
 
 
@@ -36,9 +36,9 @@ def test_the_factor_in_a_reason_is_target_over_base(quantity):
     """The printed factor is the ratio between the resolved values of target and base."""
     small = proxy().replace({"hyperparameters.depth": {}})
     recipe = target(small)
-    for group in groups(resolve(recipe).rows, resolve(small)):
+    for group in groups(parameter_table(recipe).rows, parameter_table(small)):
         mine, base = getattr(group.row, quantity), getattr(group.base, quantity)
-        text = reason(recipe, resolve(recipe), group.row, quantity)
+        text = reason(recipe, parameter_table(recipe), group.row, quantity)
         if base and " = " in text:
             assert float(text.rpartition(" = ")[2]) == pytest.approx(mine / base, rel=6e-3)
         elif base:

@@ -11,7 +11,7 @@ import studied
 from studied import replace
 
 from leaven.recipe.units import parse_quantity
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.tuning.space import space
 from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
@@ -65,7 +65,7 @@ def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     best = study.best_recipe
     plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
     assert recipe_view.multiplier_kinds(best, study.space) == ["lr", "init_std", "residual"]
-    mine, without = resolve(best), resolve(plain)
+    mine, without = parameter_table(best), parameter_table(plain)
     compared = 0
     for row, neutral in zip(mine.rows, without.rows, strict=True):
         for kind in ("lr", "init_std"):

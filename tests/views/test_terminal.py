@@ -18,7 +18,7 @@ from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import ShowDocument
 from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views.terminal import console
 from leaven.views.terminal.checks import check_screen
@@ -90,7 +90,7 @@ def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
     assert "(a step)" in text
     (row,) = [line.split() for line in lines if line.startswith("attention.out ")]
     assert (row[1], row[-1]) == ("0-7", "0.5")
-    assert float(row[-6]) == pytest.approx(resolve(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
+    assert float(row[-6]) == pytest.approx(parameter_table(recipe)["layers.3.attention.out.weight"].lr, rel=1e-2)
 
 
 def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:

@@ -159,9 +159,9 @@ def diff_runs(
         rows = diff(left, right)
     else:
         from leaven.catalogue.findings import Case
-        from leaven.scaling.table import resolve
+        from leaven.scaling.table import parameter_table
 
-        rows = diff_in_terms(left, right, lambda recipe: Case(recipe, resolve(recipe).rows).as_trained)
+        rows = diff_in_terms(left, right, lambda recipe: Case(recipe, parameter_table(recipe).rows).as_trained)
     one, other = (of.id if isinstance(of, PublishedRun) else of.name for of in (left, right))
     print_document(rows, diff_screen(one, other, rows), json_output)
 
@@ -185,12 +185,12 @@ def check(
     """
     from leaven.catalogue.findings import CHECKS, findings
     from leaven.cli import next_commands
-    from leaven.scaling.table import resolve
+    from leaven.scaling.table import parameter_table
 
     read = load_recipe(recipe, overrides)
     if corpus_tokens is not None and corpus_tokens < 1:
         raise InputError(f"--corpus-tokens {corpus_tokens} is not positive; give at least 1, e.g. 25B")
-    found = findings(read, lambda one: resolve(one).rows, corpus_tokens or _text_tokens(read))
+    found = findings(read, lambda one: parameter_table(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
     document = RecipeCheck(

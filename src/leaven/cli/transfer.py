@@ -13,7 +13,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, warnings
 from leaven.scaling.transfer import searched_paths, transfer, transfer_like
-from leaven.views.terminal.recipe import parameter_table
+from leaven.views.terminal.recipe import parameters_screen
 
 app = typer.Typer(add_completion=False)
 
@@ -84,7 +84,7 @@ def transfer_(
         write_recipe(big, output, template=read_text(like or recipe))
     shown = resolved(big, found, next_commands.after_transfer(output, big))
     wrote = [f"wrote {output}"] if output is not None else []
-    print_document(shown, chain(parameter_table(shown), wrote), json_output)
+    print_document(shown, chain(parameters_screen(shown), wrote), json_output)
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:

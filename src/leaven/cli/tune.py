@@ -187,10 +187,10 @@ def _with_prior(space: "Space", prior: str | None) -> "Space":
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
-    from leaven.scaling.table import resolve
+    from leaven.scaling.table import parameter_table
 
     recipe = space.recipe
-    known = expectations(Case(recipe, resolve(recipe).rows))
+    known = expectations(Case(recipe, parameter_table(recipe).rows))
     informed = space.expecting(known)
     if not any(each.expected for each in informed.dimensions):
         raise InputError(f"--prior laws: there are laws for {', '.join(known)} only, and none of these is searched")

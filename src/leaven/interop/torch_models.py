@@ -30,7 +30,7 @@ from leaven.recipe.shape import Parameter, Role
 from leaven.scaling.apply import factors, tensor_ratios
 from leaven.scaling.cells import Ratios, TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterRow, exponents, optimizer_groups, resolve_row
+from leaven.scaling.table import ParameterRow, exponents, optimizer_groups, parameter_row
 
 _SAME = Ratios()
 _UNUSED_STD = 1.0  # placeholder for a missing init_std if no initial values are drawn
@@ -193,7 +193,7 @@ def parametrize(
         scales = tensor_ratios(kind.role, site.shape, counterpart_of[site.name].shape, ratios_at, head)
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
         rows.append(
-            resolve_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers, gated=gated)
+            parameter_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers, gated=gated)
         )
     try:
         if initialise:

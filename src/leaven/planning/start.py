@@ -20,7 +20,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.recipe.units import format_seconds
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 _ROUNDING = 1.02  # published values are rounded
@@ -164,7 +164,7 @@ def _proxy(derived: Derivation) -> Recipe | None:
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
     """Compare the target's hyperparameters with those of published runs of about its size."""
-    rows = resolve(target).rows
+    rows = parameter_table(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:
         values = [getattr(row, quantity) for row in rows if row.role in roles]

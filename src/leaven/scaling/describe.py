@@ -12,7 +12,7 @@ from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Parameter
 from leaven.scaling.apply import AT_BASE
-from leaven.scaling.table import ParameterRow, ParameterTable, ramp_factors, resolve
+from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, ramp_factors
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def usual_std(width: int) -> float:
 
 def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
     """Return the document of ``leaven show --json`` and of ``leaven transfer --json``."""
-    table, model, tuned = resolve(recipe), recipe.model, recipe.hyperparameters
+    table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip
     first, _ = ramp_factors(recipe, 0)
     named = INITS.get(tuned.init)

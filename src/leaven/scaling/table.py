@@ -71,7 +71,7 @@ def exponents(scaling: Scaling) -> Exponents:
     return Exponents(scaling.alpha, scaling.token_exponent, scaling.scale_decay_with_depth)
 
 
-def resolve(recipe: Recipe) -> ParameterTable:
+def parameter_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a recipe, in the order of ``recipe.model.parameters()``."""
     rule, at, model = RULES[recipe.scaling.rule], ratios(recipe), recipe.model
     free = exponents(recipe.scaling)
@@ -82,7 +82,7 @@ def resolve(recipe: Recipe) -> ParameterTable:
         base_shape = base_shapes[_label(parameter.name)]
         scales = tensor_ratios(parameter.role, parameter.shape, base_shape, at, head)
         rows.append(
-            resolve_row(
+            parameter_row(
                 parameter,
                 scales,
                 rule=rule,
@@ -121,7 +121,7 @@ def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
     return now, now.half_life / before.half_life
 
 
-def resolve_row(
+def parameter_row(
     parameter: Parameter,
     at: TensorRatios,
     *,

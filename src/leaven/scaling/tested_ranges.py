@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
 from leaven.scaling.describe import matrices, usual_std
-from leaven.scaling.table import ParameterTable, exponents, resolve
+from leaven.scaling.table import ParameterTable, exponents, parameter_table
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ LARGE_LOGITS = 1.5
 
 def warnings(recipe: Recipe) -> list[Caution]:
     """Return warnings about a recipe that is far from its base."""
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
         *_critical_batch(recipe),

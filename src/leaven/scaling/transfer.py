@@ -23,7 +23,7 @@ from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 # Intervals of a run, in tokens.
 _INTERVALS = (
@@ -216,7 +216,7 @@ def searched_paths(recipe: Recipe) -> set[str]:
 def _require_moments(recipe: Recipe) -> None:
     """Raise InputError if the run has so few steps, compared with its base, that a beta of Adam would be near 0."""
     base = recipe.hyperparameters
-    for row in resolve(recipe).rows:
+    for row in parameter_table(recipe).rows:
         for name in ("beta1", "beta2"):
             if getattr(row, name) < _LEAST_BETA <= getattr(base, name):
                 steps = recipe.data.tokens / recipe.batch.tokens

@@ -27,7 +27,7 @@ from leaven.model.loss import IGNORED
 from leaven.model.transformer import Transformer
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ramp_factors, resolve
+from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.device import Peak, default_device, keep_freed_memory, known_peak, require_device
@@ -70,7 +70,7 @@ class Training:
         if self.device.type == "cpu":
             keep_freed_memory()
         self.group, self.dtype = group, DTYPES[recipe.precision.compute]
-        table = resolve(recipe)
+        table = parameter_table(recipe)
         self.sharded = ShardedModel(
             recipe.model,
             table,

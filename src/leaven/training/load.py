@@ -18,7 +18,7 @@ from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, parameter_table
 from leaven.training.checkpoint import read_checkpoint
 from leaven.training.run_folder import RunFolder
 
@@ -98,7 +98,7 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
     return LoadedRun(
         recipe=recipe,
-        table=resolve(recipe),
+        table=parameter_table(recipe),
         weights=checkpoint.model,
         tokenizer=tokenizer,
         tokenizer_json=tokenizer_json,

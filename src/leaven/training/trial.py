@@ -25,7 +25,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.training.checkpoint import NotSaved, checkpoints, read_checkpoint, write_checkpoint
 from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, comparable
 from leaven.training.engine import Training
@@ -116,7 +116,7 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
                 f"{len(tokens.train):,} tokens; use shorter durations or more text"
             )
         found.append(recipe.replace({"data.tokens": duration}))
-    tables = map(resolve, found)
+    tables = map(parameter_table, found)
     if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
             f"durations: rule {recipe.scaling.rule} gives each duration different values, so the durations cannot "

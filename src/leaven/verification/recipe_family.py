@@ -15,7 +15,7 @@ from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
 from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterTable, exponents, resolve
+from leaven.scaling.table import ParameterTable, exponents, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.early_stopping import divergence_limit
 from leaven.training.optimizer import Optimizer
@@ -41,7 +41,7 @@ class RecipeFamily:
 
     recipe: Recipe
     batches: Batches  # for checks of a few steps; training runs read the recipe's own data
-    table: Callable[[Recipe], ParameterTable] = resolve  # must be `resolve` for training runs
+    table: Callable[[Recipe], ParameterTable] = parameter_table  # must be `parameter_table` for training runs
     grow_heads: bool = False  # widen by larger heads instead of more heads
     unit = "base value"  # of RunSetting.value
     takes_ratios = True  # whether its models can have another batch or duration
@@ -122,7 +122,7 @@ class RecipeFamily:
         Raises:
             InputError: if the recipe is invalid with this setting.
         """
-        assert self.table is resolve, "training runs use the recipe's own table"
+        assert self.table is parameter_table, "training runs use the recipe's own table"
         recipe, scale = self.recipe, setting.scale
         changes: dict[str, object] = {
             f"hyperparameters.{setting.quantity}": setting.value,

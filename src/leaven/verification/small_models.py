@@ -12,7 +12,7 @@ from typing import Any
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
-from leaven.scaling.table import ParameterTable, resolve
+from leaven.scaling.table import ParameterTable, parameter_table
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)
 DEPTHS = (2, 4, 8, 16)
@@ -123,7 +123,7 @@ def calibrated_table(recipe: Recipe) -> ParameterTable:
     A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
     multiplier is divided by the base's width at every scale, which does not change any exponent.
     """
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     rows = tuple(
         replace(row, multiplier=row.multiplier / recipe.base.width) if row.role is Role.TIED_EMBEDDING else row
         for row in table.rows

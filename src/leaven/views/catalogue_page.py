@@ -15,7 +15,7 @@ from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import PublishedRun
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
@@ -133,7 +133,7 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 def _values_of(recipe: Recipe) -> dict[str, float]:
     """Return a recipe's values by the keys of the charts. The lr and the init std are the values of hidden matrices,
     after the scaling rule."""
-    case = Case(recipe, resolve(recipe).rows)
+    case = Case(recipe, parameter_table(recipe).rows)
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, flatten
-from leaven.scaling.table import ParameterRow, resolve
+from leaven.scaling.table import ParameterRow, parameter_table
 from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, PAPER, Figure
 from leaven.views.parameters import QUANTITIES, LayerGroup, groups, label, reason
@@ -27,7 +27,7 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # names of the kinds of 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the context of the macros in ``recipe.html.j2``. ``names`` are the names of ``beside`` and of the
     recipe."""
-    table, base = resolve(recipe), resolve(beside) if beside else None
+    table, base = parameter_table(recipe), parameter_table(beside) if beside else None
     found = groups(table.rows, base)
     by_label: dict[str, list[LayerGroup]] = {}
     for group in found:

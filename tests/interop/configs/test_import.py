@@ -17,7 +17,7 @@ from leaven.interop.configs.export import export, write
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe, render
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 BLOOM = """\
 #!/bin/bash
@@ -62,7 +62,7 @@ def test_a_megatron_script_with_variables_and_arrays() -> None:
     assert "$WD is unknown" in recipe.why["hyperparameters.weight_decay"]
     assert "parses and ignores" in recipe.why["batch.ramp"]
     assert "--tokenizer-name-or-path" in found.unread
-    out = resolve(recipe)["layers.3.mlp.out.weight"]
+    out = parameter_table(recipe)["layers.3.mlp.out.weight"]
     assert out.init_std == pytest.approx(0.0048 / 140**0.5)
     assert parse_recipe(render(recipe), "x") == recipe
 
@@ -158,7 +158,7 @@ def assert_same(ours: Recipe, found: Recipe, skip: set[str] = frozenset()) -> No
             expected = pytest.approx(value, rel=1e-6, abs=near) if isinstance(value, float) else value
             assert right[key] == expected, f"{part}.{key}"
     assert found.hyperparameters.grad_clip == ours.hyperparameters.grad_clip
-    for left, right in zip(resolve(ours).rows, resolve(found).rows, strict=True):
+    for left, right in zip(parameter_table(ours).rows, parameter_table(found).rows, strict=True):
         for quantity in ("init_mean", "init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier"):
             assert getattr(right, quantity) == pytest.approx(getattr(left, quantity), rel=1e-6), (left.name, quantity)
 
@@ -305,7 +305,7 @@ def test_config_json_with_and_without_training_arguments(tmp_path: Path) -> None
 
 def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "vocab_size": 512}
-    rows = resolve(from_transformers.read(folder(tmp_path, config), "x").recipe)
+    rows = parameter_table(from_transformers.read(folder(tmp_path, config), "x").recipe)
     assert rows["layers.1.mlp.out.weight"].init_std == pytest.approx(0.02 / 4)
     assert rows["layers.1.mlp.in.weight"].init_std == 0.02
 

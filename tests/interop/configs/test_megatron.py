@@ -11,7 +11,7 @@ from leaven.interop.configs import shell
 from leaven.interop.configs.compare import Loss
 from leaven.interop.configs.export import export
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 # Flags with the type of their value (None: a switch), from arguments.py @008e9cd and the dataclasses that it makes
 # flags of (training_config.py, transformer_config.py, optimizer_config.py).
@@ -153,7 +153,7 @@ def test_use_mup_is_chosen_if_it_loses_less(tiny: Recipe) -> None:
     flags = flags_of(recipe)
     assert (flags["use-mup"], flags["mup-base-hidden-size"], flags["lr"]) == (True, 16, 0.01)
     assert flags["init-method-std"] == pytest.approx(0.1)
-    table = resolve(recipe)
+    table = parameter_table(recipe)
     assert table["layers.0.mlp.in.weight"].lr == pytest.approx(0.01 / 4)
     assert {key.split(" of ")[0] for key in keys(export("megatron", recipe).losses)} <= {
         "eps",

@@ -13,7 +13,7 @@ from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 from leaven.interop.configs.export import export, write
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
@@ -116,7 +116,7 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
     optimizers = config.optimizer.build(model_parts=[model])
     groups = {id(each): group for one in optimizers for group in one.param_groups for each in group["params"]}
     named = dict(model.named_parameters())
-    for row in resolve(recipe).rows:
+    for row in parameter_table(recipe).rows:
         place = TORCHTITAN_NAMES[row.module]
         parameter = named[f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"]
         group = groups[id(parameter)]
@@ -141,7 +141,7 @@ def test_torchtitan_starts_a_transferred_recipe_folded(tiny: Recipe, tmp_path: P
     torch.manual_seed(0)
     model = module_of(recipe, tmp_path, "titan_folded").tiny().model_spec.model.build()
     model.init_states()
-    row = resolve(recipe)["layers.3.mlp.out.weight"]
+    row = parameter_table(recipe)["layers.3.mlp.out.weight"]
     started = dict(model.named_parameters())["layers.3.feed_forward.w2.weight"]
     assert float(started.detach().std()) == pytest.approx(row.init_std * row.multiplier, rel=0.05)
 

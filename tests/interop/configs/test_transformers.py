@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, ge
 
 from leaven.interop.configs.export import export, nearest_architecture, write
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 NAMES = {  # where a Llama or Qwen3 has our modules
     "embedding": "model.embed_tokens", "norm.final": "model.norm", "unembedding": "lm_head",
@@ -69,7 +69,7 @@ def test_prepare_gives_the_groups_and_initial_values_of_the_table(
     assert type(found) is (torch.optim.AdamW if optimizer == "adamw" else torch.optim.Adam)
     groups = {id(parameter): group for group in found.param_groups for parameter in group["params"]}
     named = dict(model.named_parameters())
-    for row in resolve(recipe).rows:
+    for row in parameter_table(recipe).rows:
         place = NAMES[row.module]
         parameter = named[f"{place}.weight" if row.layer is None else f"model.layers.{row.layer}.{place}.weight"]
         group = groups[id(parameter)]
@@ -85,7 +85,7 @@ def test_prepare_gives_the_groups_and_initial_values_of_the_table(
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_path: Path, family: str) -> None:
     recipe = transferred(tiny.replace(FAMILIES[family] | {"hyperparameters.grad_clip": 0.0, "model.dropout": 0.0}))
-    table, exported = resolve(recipe), export("transformers", recipe)
+    table, exported = parameter_table(recipe), export("transformers", recipe)
     assert exported.losses == ()
     out = table["layers.3.attention.out.weight"]
     assert out.multiplier == pytest.approx(1 / 3)

@@ -13,7 +13,7 @@ from tests.interop.configs.recipes import FAMILIES, LLAMA, PER_MODULE, transferr
 from leaven.interop.configs.export import TARGETS, export
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 
 # nanotron, config.py @00708b8 and models_config.py @025f314; None may stand where the source says Optional.
 NANOTRON: dict[str, Any] = {
@@ -204,7 +204,7 @@ def test_torchtitan_patterns_give_every_parameter_its_settings(tiny: Recipe) -> 
         node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GROUPS"
     ]
     groups = eval(ast.unparse(assigned[0].value))
-    for row in resolve(recipe).rows:
+    for row in parameter_table(recipe).rows:
         place = TORCHTITAN_NAMES[row.module]
         name = f"{place}.weight" if row.layer is None else f"layers.{row.layer}.{place}.weight"
         settings = next(settings for pattern, settings in groups if re.search(pattern, name))

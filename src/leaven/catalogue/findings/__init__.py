@@ -118,15 +118,15 @@ CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encodin
 
 
 def findings(
-    recipe: Recipe, resolve: Callable[[Recipe], Sequence[CheckedRow]], corpus_tokens: int | None = None
+    recipe: Recipe, rows_of: Callable[[Recipe], Sequence[CheckedRow]], corpus_tokens: int | None = None
 ) -> list[FindingRow]:
     """Return the findings of all checks, the most severe first, with only the suggestions that work.
 
     Every suggestion is tried. It is kept if it removes its finding and causes no new fault; suggestions that cause
-    the fewest notes come first. ``resolve`` returns the rows of a recipe's parameter table. ``corpus_tokens`` is the
+    the fewest notes come first. ``rows_of`` returns the rows of a recipe's parameter table. ``corpus_tokens`` is the
     number of tokens in the text, or None if it is unknown; then the run is assumed to be one epoch.
     """
-    found = _all(Case(recipe, resolve(recipe), corpus_tokens))
+    found = _all(Case(recipe, rows_of(recipe), corpus_tokens))
     known = {one.check: one.severity for one in found}
 
     def added_notes(suggestion: Suggestion, check: str) -> int | None:
@@ -135,7 +135,7 @@ def findings(
             changed = recipe.replace(suggestion)
         except ValueError:  # the changed recipe is invalid, or the shape of its base is
             return None
-        left = {one.check: one.severity for one in _all(Case(changed, resolve(changed), corpus_tokens))}
+        left = {one.check: one.severity for one in _all(Case(changed, rows_of(changed), corpus_tokens))}
         worse = [severity for name, severity in left.items() if _rank(severity) < _rank(known.get(name))]
         return None if check in left or any(severity != "note" for severity in worse) else len(worse)
 

@@ -18,7 +18,7 @@ from typing import Any
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
-from leaven.scaling.table import folding, resolve
+from leaven.scaling.table import folding, parameter_table
 
 SAME = 1e-6  # relative difference up to which two numbers count as equal
 # The same for initial standard deviations: recipes write factors such as 1 / sqrt(2 L) with four digits, and the
@@ -75,7 +75,7 @@ class ResolvedRecipe:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.table = resolve(recipe)
+        self.table = parameter_table(recipe)
         self.decoupled = recipe.hyperparameters.optimizer == "adamw"
         self.rows = {
             row.name: ParameterSettings(**{quantity: getattr(row, quantity) for quantity in QUANTITIES})

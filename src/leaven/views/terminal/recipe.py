@@ -28,7 +28,7 @@ _PARAMETERS = (
 )
 
 
-def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
+def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield the resolved parameter table. Neighbouring layers with equal values have one line.
 
     ``lr`` is the peak lr of the parameter, and ``decay`` is its weight decay, which the optimizer multiplies by the
@@ -46,7 +46,7 @@ def parameter_table(shown: ShowDocument) -> Iterator[RenderableType]:
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield the parameter table, settings of the whole model, and a table that compares initialisations."""
-    yield from parameter_table(shown)
+    yield from parameters_screen(shown)
     facts: list[Fact] = []
     if shown.start is not None:
         facts.append(("start", (f"from the weights in {shown.start}, not from init std",)))
