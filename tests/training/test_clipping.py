@@ -28,7 +28,7 @@ def clipped(recipe: Recipe, clip: Clip, sizes: list[float]) -> list[tuple[float,
         for parameter in model.parameters():
             parameter.grad = size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        norm = float(clipper())
+        norm = float(clipper.unscale_and_clip())
         after = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         steps.append((norm, before, after))
     return steps

@@ -167,12 +167,12 @@ class Training:
         loss = self._forward_backward(batch, noise)
         ramp, longer = ramp_factors(recipe, start.step)
         self._recount(longer)
-        grad_norm = self.clipper(self._scale, ramp)
+        grad_norm = self.clipper.unscale_and_clip(self._scale, ramp)
         finite = loss.isfinite() & grad_norm.isfinite()
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
         noise_scale = noise.result(grad_norm) if noise else torch.full_like(loss, torch.nan)
 
-        self.telemetry.before_update()
+        self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
         shown_scale = torch.ones_like(loss) if self._scale is None else self._scale
@@ -182,7 +182,7 @@ class Training:
         self.progress = Progress(start.step + 1, tokens, start.seconds)
         measured = (loss, grad_norm, applied, shown_scale, noise_scale)
         lr = multiplier * ramp.lr
-        return partial(self._read, self.telemetry.end(start.step + 1, tokens, batch.tokens, lr, measured))
+        return partial(self._read, self.telemetry.measure_later(start.step + 1, tokens, batch.tokens, lr, measured))
 
     @property
     def _scale(self) -> Tensor | None:

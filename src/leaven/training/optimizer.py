@@ -151,7 +151,7 @@ class Clipper:
         running = RunningNorm(table.beta2, state) if clip.mode == "running" else None
         return cls(clip.limit or torch.inf, model, parts, running)
 
-    def __call__(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
+    def unscale_and_clip(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
         """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, a scalar.
 
         ``ramp`` converts the beta of the running norm from the full batch to the current batch of a ramp. As in

@@ -49,7 +49,8 @@ class Step(StepResult):
 
 
 class Telemetry:
-    """Measures steps without making the device wait. Call begin, before_update and end once for each step."""
+    """Measures steps without making the device wait. Each step calls begin, remember_parameters and
+    measure_later once."""
 
     def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
         self._model, self._device = model, model.device
@@ -67,12 +68,12 @@ class Telemetry:
         """Start timing a step."""
         self._began, self._started = time.perf_counter(), self._mark()
 
-    def before_update(self) -> None:
-        """Copy the parameters, so that :meth:`end` can measure their update."""
+    def remember_parameters(self) -> None:
+        """Copy the parameters, so that :meth:`measure_later` can measure their update."""
         self._before = [leaf.detach().clone() for leaf in self._model.leaves]
 
     @torch.no_grad()
-    def end(
+    def measure_later(
         self, step: int, tokens: int, batch_tokens: int, lr_factor: float, measured: Sequence[Tensor]
     ) -> Callable[[Peak | None], Step]:
         """Start copying measurements to the host: ``measured`` (loss, gradient norm, whether the step was applied,
