@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from tests.model.test_transformer import random_model, shape
 
-from leaven.data.stream import IGNORED, isolated
+from leaven.model.loss import IGNORED, isolated
 from leaven.model.transformer import Positions, places
 
 END = 49

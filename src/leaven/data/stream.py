@@ -10,15 +10,12 @@ Shapes: N samples, T = seq_len.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaven.recipe.errors import InputError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -142,18 +139,3 @@ def _count_windows(tokens: Tokens, seq_len: int, split: str) -> int:
             + (f"set seq_len to {len(tokens) - 1:,} or less, or add text" if len(tokens) > 1 else "add text")
         )
     return count
-
-
-IGNORED = -100
-"""The target value of tokens that torch's cross-entropy ignores."""
-
-
-def isolated(windows: "Tensor", end_of_text: int) -> "tuple[Tensor, Tensor]":
-    """Return the document number of each input, counted from 0 in each window, and the targets. Both are [B, T].
-
-    ``windows`` is [B, T + 1]. A document includes the end-of-text token after it. The target after that token is the
-    start of an unrelated document, so it is set to `IGNORED`.
-    """
-    ends_BT = windows[:, :-1] == end_of_text
-    documents_BT = ends_BT.cumsum(1) - ends_BT.long()
-    return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)

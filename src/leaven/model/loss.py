@@ -21,6 +21,17 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 products."""
 
 
+def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
+    """Return the document number of each input, counted from 0 in each window, and the targets. Both are [B, T].
+
+    ``windows`` is [B, T + 1]. A document includes the end-of-text token after it. The target after that token is the
+    start of an unrelated document, so it is set to `IGNORED`.
+    """
+    ends_BT = windows[:, :-1] == end_of_text
+    documents_BT = ends_BT.cumsum(1) - ends_BT.long()
+    return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)
+
+
 def cross_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from leaven.data.stream import isolated
 from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -23,7 +22,7 @@ from leaven.distributed.sharded import ShardedModel
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
 from leaven.model.kernels import widened
-from leaven.model.loss import IGNORED
+from leaven.model.loss import IGNORED, isolated
 from leaven.model.transformer import Transformer
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe
