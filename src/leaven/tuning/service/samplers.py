@@ -4,7 +4,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -23,22 +22,6 @@ METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
 LEAST = 3 * BEST  # trials before an end first moves
 FURTHER = 1 / 2  # of the initial width: how far an end moves
-
-
-def check_method(method: str) -> None:
-    """Raise InputError if ``method`` is not the name of a search method."""
-    if method not in METHODS:
-        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
-
-
-def check_informed(method: str, axes: Axes) -> None:
-    """Raise InputError if there is knowledge from before the search and the method does not use it."""
-    if method != "trust-region" and (axes.expected or axes.earlier):
-        raise InputError(
-            f"method {method} uses no knowledge from before the search; leave that out, or use method trust-region"
-        )
 
 
 def grid(axes: Axes, trials: int) -> list[dict[str, float]]:

@@ -16,10 +16,9 @@ from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.confirmation import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service.samplers import check_informed, check_method
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
 from leaven.tuning.service.search_plan import SearchPlan, known_runs
-from leaven.tuning.service.settings import check_name, join_study
+from leaven.tuning.service.settings import check_informed, check_method, check_name, join_study
 from leaven.tuning.service.stores import open_store
 from leaven.tuning.service.trial_log import FINALIST, Budget, Evaluation, finished, loss_of, purpose_of, seed_of
 

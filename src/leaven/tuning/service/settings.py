@@ -1,9 +1,10 @@
-"""The settings of a stored study: written by the command that creates it, checked by every command that joins."""
+"""The settings of a study: checked, stored by the command that creates it, compared by every command that joins."""
 
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,7 @@ from leaven.recipe.recipe import Recipe, differences
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service.samplers import sampler
+from leaven.tuning.service.samplers import METHODS, sampler
 
 ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
 EXPECTED, EARLIER = "expected", "earlier"
@@ -27,6 +28,22 @@ LONGEST = 512  # characters of a study's name, in Optuna's tables
 PATIENCE, POLL = 5.0, 0.02  # seconds to wait for that attribute of a new study, and between looks
 
 Settings = Mapping[str, Any]
+
+
+def check_method(method: str) -> None:
+    """Raise InputError if ``method`` is not the name of a search method."""
+    if method not in METHODS:
+        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
+
+
+def check_informed(method: str, axes: Axes) -> None:
+    """Raise InputError if there is knowledge from before the search and the method does not use it."""
+    if method != "trust-region" and (axes.expected or axes.earlier):
+        raise InputError(
+            f"method {method} uses no knowledge from before the search; leave that out, or use method trust-region"
+        )
 
 
 def check_name(name: str) -> None:

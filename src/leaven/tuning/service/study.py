@@ -41,10 +41,9 @@ from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import write_results
-from leaven.tuning.service.samplers import check_informed, check_method
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import NothingFound, SearchPlan, region_of
-from leaven.tuning.service.settings import check_name, check_recipe, join_study
+from leaven.tuning.service.settings import check_informed, check_method, check_name, check_recipe, join_study
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import Budget, Evaluation
 from leaven.tuning.space import Space
