@@ -122,15 +122,11 @@ def tune(
 ) -> None:
     loaded = load_recipe(recipe, overrides)
 
-    from leaven.planning.flops import flops_per_token
     from leaven.planning.this_machine import cores
     from leaven.recipe.units import parse_quantity
     from leaven.training.device import default_device
-    from leaven.tuning.earlier_study import earlier_trials
-    from leaven.tuning.service.search_plan import known_runs
     from leaven.tuning.service.stores import StoreGone
-    from leaven.tuning.service.study import Study
-    from leaven.tuning.service.trial_log import Budget
+    from leaven.tuning.service.study import Study, check_request
     from leaven.tuning.space import space as space_of
 
     searched = _with_prior(space_of(loaded, space), prior)
@@ -138,15 +134,17 @@ def tune(
     lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
     if trials is None and flops is None and hours is None:
         trials = TRIALS
-    one = flops_per_token(loaded.model) * max(lengths, default=loaded.data.tokens)
-    # This raises InputError for a wrong budget or method before anything is written.
-    known_runs(searched.axes, method, Budget(trials, flops, hours, one), noise)
-    if flops is not None and flops < one:
-        raise InputError(
-            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
-        )
-    if from_study is not None:
-        earlier_trials(from_study, searched)  # likewise for a folder without a study
+    check_request(
+        loaded,
+        searched,
+        method,
+        durations=lengths,
+        trials=trials,
+        flops=flops,
+        hours=hours,
+        noise=noise,
+        from_study=from_study,
+    )
     on_cpu = default_device().type == "cpu"
     workers = workers or (cores() if on_cpu else 1)
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched

@@ -1,8 +1,16 @@
 """A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
 
-The store contains all trials (``search_loop.py``). The folder contains the results (``results.py``), which are
-rewritten when trials end: study.json, best.toml and fewest.toml. It also contains the recipe at the start
-(centre.toml) and the checkpoints of running trials.
+What ``leaven tune`` does from start to end:
+
+1. :class:`Study` checks the arguments and narrows the search space. On entering, it opens the store, which contains
+   all trials, and joins or creates the study in it (``settings.py``).
+2. :meth:`Study.run` runs the loop of the search (``search_loop.py``), which asks the plan (``search_plan.py``) for
+   the next run and trains it in a worker process (``training/trial.py``), until the budget is used.
+3. :meth:`Study.state` makes the study's document from the trials (``trial_log.py``) with the answer of the search
+   (``algorithm/answer.py``).
+4. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
+   and fewest.toml (``results.py``). The folder also contains the recipe at the start (centre.toml) and the
+   checkpoints of running trials.
 """
 
 import json
@@ -42,7 +50,7 @@ from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import write_results
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import NothingFound, SearchPlan, region_of
+from leaven.tuning.service.search_plan import NothingFound, SearchPlan, known_runs, region_of
 from leaven.tuning.service.settings import check_informed, check_method, check_name, check_recipe, join_study
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
 from leaven.tuning.service.trial_log import Budget, Evaluation
@@ -64,6 +72,33 @@ class Screen(Protocol):
     def started(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
     def note(self, text: str, /) -> None: ...
+
+
+def check_request(
+    recipe: Recipe,
+    space: Space,
+    method: str,
+    *,
+    durations: Sequence[int],
+    trials: int | None,
+    flops: float | None,
+    hours: float | None,
+    noise: float | None,
+    from_study: Path | None,
+) -> None:
+    """Check what can be checked of a study before its text is tokenised. The arguments are those of :class:`Study`.
+
+    Raises:
+        InputError: if method or budget is wrong, or the earlier study cannot be used.
+    """
+    one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
+    known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
+    if flops is not None and flops < one:
+        raise InputError(
+            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
+        )
+    if from_study is not None:
+        earlier_trials(from_study, space)
 
 
 class Study:
