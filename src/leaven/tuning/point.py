@@ -73,11 +73,6 @@ def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
     return stated if len(stated) > 1 else stated * min(POINTS, recipe.model.n_layers)
 
 
-def unit_of(path: str) -> str:
-    """Return the unit of a path: ``octave``, ``tenth`` or ``choice``."""
-    return "choice" if path in CHOICES else "tenth" if path in TENTHS else "octave"
-
-
 def quantity_of(path: str) -> str:
     """Return the quantity of a path, without module and point of a depth profile, such as ``lr``."""
     return path.rpartition(".")[2].partition("[")[0]

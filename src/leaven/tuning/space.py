@@ -44,7 +44,6 @@ from leaven.tuning.point import (
     WHOLE_RECIPE,
     Value,
     quantity_of,
-    unit_of,
 )
 from leaven.tuning.study_document import Dimension
 
@@ -286,7 +285,7 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     if isinstance(value, str):
         levels = point.levels(recipe, path)
         return Dimension(path, value, 0.0, len(levels) - 1.0, unit="choice", levels=levels, ends=("", ""))
-    bounds, unit = bounds_of(path), unit_of(path)
+    bounds, unit = bounds_of(path), "tenth" if path in TENTHS else "octave"
     assert value is not None
     if ends is None:
         (low, below), (high, above) = (reach(recipe, path, side) for side in (0, 1))
