@@ -20,7 +20,7 @@ from torch import Tensor
 from leaven.data.tokens import TokenSet
 from leaven.model.initialise import fill
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import resolve
+from leaven.scaling.table import parameter_table
 from leaven.training.precision import DTYPES
 
 VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")
@@ -59,7 +59,7 @@ class Stack:
         self.multipliers = {name: zeros(size, 1, 1, 1) for name in (*branches, "unembedding.weight")}
         self.clip, self.step, self.schedule = zeros(size), zeros(1, dtype=torch.int64), zeros(0, size)
         self.windows = zeros(size, 0, dtype=torch.int16)
-        self.attention_scale = resolve(like).attention_scale
+        self.attention_scale = parameter_table(like).attention_scale
         places = torch.arange(shape.seq_len, dtype=torch.float64)
         angles = torch.outer(places, shape.rope_theta ** -(torch.arange(0, shape.d_head, 2).double() / shape.d_head))
         self.cos, self.sin = (part.float().to(self.device)[:, None] for part in (angles.cos(), angles.sin()))
@@ -96,7 +96,7 @@ class Stack:
     def _fill(self, recipes: Sequence[Recipe], steps: int) -> None:
         shape, first = self.shape, recipes[0]
         assert all((r.model, r.batch, r.data.tokens) == (shape, first.batch, first.data.tokens) for r in recipes)
-        tables = [resolve(recipe) for recipe in recipes]
+        tables = [parameter_table(recipe) for recipe in recipes]
         assert {table.attention_scale for table in tables} == {self.attention_scale}
         capture = self.device.type == "cuda" and (self.graph is None or len(self.schedule) != steps)
         if len(self.schedule) != steps:  # the graph reads these by their address
