@@ -12,13 +12,16 @@ import json
 import math
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # parts are run side by side
 
 import numpy as np
 from benchmarks._landscapes import EXCESS, FLOOR, REACH, landscape
+from benchmarks._turbo import turbo
 
 from leaven.tuning import search
 
@@ -26,7 +29,7 @@ NARROW = 0.5  # octaves to either side: a box in which runs seldom diverge
 WIDE = 12.0  # likewise, of a space with the usual box of REACH to begin in, as `leaven tune` has it
 METHODS = (
     *("trust-region", "trust-region, wide", "random", "random, narrow", "random, wide"),
-    *("tpe", "tpe, narrow", "tpe, wide", "cma", "cma, wide", "gp", "gp, narrow"),
+    *("tpe", "tpe, narrow", "tpe, wide", "cma", "cma, wide", "gp", "gp, narrow", "turbo", "turbo, narrow"),
 )
 FIRST = 100  # seed; on those below it the constants of the trust region were chosen
 
@@ -44,7 +47,13 @@ def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, 
     reach = {"narrow": NARROW, "wide": WIDE}.get(which, REACH)
     space = dict.fromkeys(names, (-reach, reach))
     near = dict.fromkeys(names, (-REACH, REACH)) if which == "wide" else None
-    found = search(trial, space, trials=trials, method=name, seed=seed, near=near, stop_at_noise=False)
+    with (
+        patch("leaven.tuning.service.settings.sampler", lambda *_: turbo(dimensions, seed))
+        if name == "turbo"
+        else (nullcontext())
+    ):
+        of_leaven = "random" if name == "turbo" else name  # what else belongs to a search is the same
+        found = search(trial, space, trials=trials, method=of_leaven, seed=seed, near=near, stop_at_noise=False)
     loss = truth.loss(np.array([found.params[name] for name in names]))
     low, high = found.interval
     return {

@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import optuna
+from benchmarks._turbo import turbo
 
 from leaven.tuning import search
 
@@ -131,6 +132,7 @@ def by_optuna(name: str) -> Callable[[Function, int, int, int], Array]:
             "tpe": lambda: optuna.samplers.TPESampler(seed=seed, multivariate=True),
             "cma": lambda: optuna.samplers.CmaEsSampler(dict.fromkeys(names, 0.0), 0.5 / (2 * REACH), seed=seed),
             "random": lambda: optuna.samplers.RandomSampler(seed=seed),
+            "turbo": lambda: turbo(d, seed),
         }[name]()
         study = optuna.create_study(sampler=sampler)
         study.enqueue_trial(dict.fromkeys(names, 0.0))
@@ -161,7 +163,7 @@ def trust_region(objective: Function, d: int, trials: int, seed: int, noise: flo
 METHODS = {
     "trust region": trust_region,
     "plain quadratic": plain_quadratic,
-    **{name: by_optuna(name) for name in ("gp", "cma", "tpe", "random")},
+    **{name: by_optuna(name) for name in ("gp", "turbo", "cma", "tpe", "random")},
 }
 GIVEN = "noise given"
 
@@ -203,7 +205,9 @@ def picture(runs: dict[str, float], methods: list[str]) -> str:
         method, family, d, noise, trials, _ = key.split("|")
         of = means.setdefault(f"{family}, {d} values, noise {noise}", {}).setdefault(method, {})
         of.setdefault(int(trials), []).append(value)
-    hues = dict(zip(METHODS, ("#c2185b", "#1976d2", "#388e3c", "#f57c00", "#7b1fa2", "#9e9e9e"), strict=True))
+    hues = dict(
+        zip(METHODS, ("#c2185b", "#1976d2", "#388e3c", "#00838f", "#f57c00", "#7b1fa2", "#9e9e9e"), strict=True)
+    )
     wide, high, columns = 300, 170, 3
     rows = -(-len(means) // columns)
     parts = [
