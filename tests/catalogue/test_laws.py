@@ -3,6 +3,7 @@
 The side-by-side points were computed without this code and are rounded to two digits, so laws are compared within 5%.
 """
 
+import math
 import re
 
 import pytest
@@ -268,3 +269,11 @@ def test_moonlights_factor_gives_every_matrix_adamws_rms(size: tuple[int, int]) 
     u, _, v = torch.linalg.svd(torch.randn(size, dtype=torch.float64), full_matrices=False)
     rms = float((u @ v).square().mean().sqrt())
     assert factor * max(size) ** 0.5 * rms == pytest.approx(0.2)
+
+
+def test_what_a_gain_is_worth_in_tokens() -> None:
+    law, tokens, times = REPLICATION.loss, 2e10, 1.5
+    assert law is not None
+    gained = law.loss(1e9, tokens) - law.loss(1e9, times * tokens)
+    assert law.worth_in_tokens(tokens, gained) == pytest.approx(times)
+    assert law.worth_in_tokens(tokens, law.b / tokens**law.beta) == math.inf

@@ -7,6 +7,9 @@ import pytest
 from tests.cli.conftest import Verb, document
 
 from leaven.recipe.files import read_recipe, write_recipe
+from leaven.tuning.study_document import StudyDocument
+
+STUDY = {"name": "tiny", "method": "trust-region", "space": (), "radius": None, "stalled": False, "trials": ()}
 
 
 def test_show_names_the_init_and_warns_of_one_that_is_too_large(leaven: Verb, tiny_file: Path) -> None:
@@ -77,3 +80,26 @@ def test_transfer_like_puts_tuned_values_into_the_target(leaven: Verb, tiny_file
     written, target = read_recipe(out), read_recipe(like)
     assert (written.hyperparameters.lr, target.hyperparameters.lr) == (0.03, 0.01)
     assert (written.model, written.data, written.batch) == (target.model, target.data, target.batch)
+
+
+def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(
+    leaven: Verb, tiny_file: Path, tmp_path: Path
+) -> None:
+    best = tmp_path / "best.toml"
+    best.write_text(tiny_file.read_text())
+
+    def worth(tokens: str, gain: float | None = 0.1, name: str = "best.toml") -> list[dict[str, float]]:
+        (tmp_path / "study.json").write_text(StudyDocument(**STUDY, gain=gain).model_dump_json())
+        return list(document(leaven("transfer", tmp_path / name, "--tokens", tokens, "--json"))["worth"])
+
+    # B / D^beta = 2085.4 / (2e10)^0.3658 nats are what more tokens could gain.
+    reducible = 2085.4 / 2e10**0.3658
+    by_hand = [(1 - share * 0.1 / reducible) ** (-1 / 0.3658) for share in (1, 0.5, 0.25)]
+    assert [row["times"] for row in worth("20B")] == pytest.approx(by_hand)
+    text = " ".join(leaven("transfer", best, "--tokens", "20B")[1].split())
+    assert f"gained 0.1000 nats. If all of it carries over to this run, it is worth {by_hand[0]:.2f} times" in text
+    assert worth("20B", gain=None) == worth("20B", gain=-0.01) == worth("20M") == []
+    (tmp_path / "centre.toml").write_text(tiny_file.read_text())
+    assert worth("20B", name="centre.toml") == []
+    (tmp_path / "study.json").write_text("{")
+    assert document(leaven("transfer", best, "--tokens", "20B", "--json"))["worth"] == []

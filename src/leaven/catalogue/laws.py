@@ -88,6 +88,14 @@ class LossLaw(Part):
         """Return the predicted loss in nats per token."""
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
+    def worth_in_tokens(self, tokens: float, nats: float) -> float:
+        """Return how many times the tokens a run of ``tokens`` tokens would need to lower its loss by ``nats``.
+
+        The result is infinite if more tokens cannot lower the loss so far.
+        """
+        reducible = self.b / math.pow(tokens, self.beta)
+        return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
+
     def optimal_params(self, flops: float) -> float:
         """Return the N with the lowest loss among all N and D with 6 N D = ``flops``.
 

@@ -1,5 +1,6 @@
 """Define the command ``leaven show``."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +9,7 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
-from leaven.documents.runs import RuleDocument, ShowDocument
+from leaven.documents.runs import RuleDocument, ShowDocument, WorthRow
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
@@ -49,8 +50,12 @@ def show(
     print_document(shown, recipe_screen(shown), json_output)
 
 
-def resolved(recipe: Recipe, found: list[Caution], following: list[str]) -> ShowDocument:
+def resolved(
+    recipe: Recipe, found: list[Caution], following: list[str], worth: Sequence[WorthRow] = ()
+) -> ShowDocument:
     """Return the document of a resolved recipe with its warnings. The warnings are also printed on standard error."""
     warn(each.message for each in found)
     cautions = [asdict(each) for each in found]
-    return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, next=following)
+    return ShowDocument(
+        **describe(recipe, flops_per_token(recipe.model)), warnings=cautions, worth=list(worth), next=following
+    )

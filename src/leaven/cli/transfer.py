@@ -13,7 +13,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, warnings
 from leaven.scaling.transfer import searched_paths, transfer, transfer_like
-from leaven.views.terminal.recipe import parameters_screen
+from leaven.views.terminal.recipe import transfer_screen
 
 app = typer.Typer(add_completion=False)
 
@@ -79,12 +79,14 @@ def transfer_(
             if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
                 raise InputError(f"--set {path}: --like takes this value from {recipe}; change it there")
         big = transfer_like(small, before)
+    from leaven.tuning.worth import worth_at
+
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    shown = resolved(big, found, next_commands.after_transfer(output, big))
+    shown = resolved(big, found, next_commands.after_transfer(output, big), worth_at(recipe, big))
     wrote = [f"wrote {output}"] if output is not None else []
-    print_document(shown, chain(parameters_screen(shown), wrote), json_output)
+    print_document(shown, chain(transfer_screen(shown), wrote), json_output)
 
 
 def _require_new(output: Path, inputs: list[Path], force: bool) -> None:

@@ -35,6 +35,14 @@ class Totals(Entry):
     flops_per_token: Number
 
 
+class WorthRow(Entry):
+    """What a study's gain is worth at another size, if a share of it survives the transfer."""
+
+    share: float
+    gain: float  # nats per token: the share of what the study gained
+    times: Number  # how many times the tokens would gain as much there, by a published loss law
+
+
 class ShowDocument(Document, schema="show/1"):
     """The result of ``leaven show RECIPE``, and of ``leaven transfer`` for the new recipe."""
 
@@ -51,6 +59,7 @@ class ShowDocument(Document, schema="show/1"):
     ramp: dict[str, str | None]  # rule of the batch ramp, and why
     parameters: list[ParameterValues]
     warnings: list[CautionRow]
+    worth: list[WorthRow] = []  # of the study whose answer was transferred, at this size
     next: list[str]  # commands
 
 

@@ -1,6 +1,7 @@
 """Show ``leaven show`` and ``leaven transfer`` in the terminal: the parameter table, initialisations and scaling
 rules."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,6 +43,19 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
         ]
     )
     yield Table.of(_PARAMETERS, groups(shown.parameters))
+
+
+def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
+    """Yield the parameter table and, if the recipe is the answer of a study, what its gain is worth at this size."""
+    yield from parameters_screen(shown)
+    if shown.worth:
+        worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]
+        text = (
+            f"The study gained {shown.worth[0].gain:.4f} nats. If all of it carries over to this run, it is worth "
+            f"{worth[0]} times the tokens; if half of it does, {worth[1]}; if a quarter does, {worth[2]} (loss law "
+            "of Besiroglu et al. 2024). How much carries over is not known before."
+        )
+        yield Facts([("worth", (text,))])
 
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
