@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 
 from leaven.distributed.lean_stage import LeanStage
 from leaven.distributed.process_group import join_process_group
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.planning.arrangement import bubble
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.layout import Layout

@@ -14,7 +14,7 @@ from tests.cli.conftest import Verb, document
 
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.training.checkpoint import checkpoints
 from leaven.training.run_folder import RunFolder
 

@@ -12,7 +12,7 @@ from tests.distributed.cut_up import whole_checkpoint
 from leaven.data.tokens import TokenSet
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup, join_process_group
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.training.checkpoint import write_checkpoint

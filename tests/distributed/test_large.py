@@ -11,7 +11,7 @@ from tests.distributed.pool import Pool
 
 from leaven.distributed.compat import pretend
 from leaven.distributed.process_group import ProcessGroup, mesh_of
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.planning.stages import stage_layers
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.recipe import Recipe

@@ -17,7 +17,7 @@ from tests.distributed.test_layouts import layout
 from leaven.distributed.compat import pretend
 from leaven.distributed.pipeline import SCHEDULES
 from leaven.distributed.process_group import ProcessGroup, join_process_group, mesh_of
-from leaven.distributed.sharded import build_stage
+from leaven.distributed.sharded_model import build_stage
 from leaven.model.transformer import Stage
 from leaven.planning.trainable import require_trainable
 from leaven.recipe.errors import InputError

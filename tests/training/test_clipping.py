@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.recipe.hyperparameters import Clip
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table

@@ -18,7 +18,7 @@ from torch import Tensor
 from leaven.distributed.pieces import Place
 from leaven.distributed.pipeline import MicroBatch
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.interop.weights import require_start, start_from
 from leaven.model.initialise import name_seed
 from leaven.model.kernels import widened

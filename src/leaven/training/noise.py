@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import wide, widened
 
 KEEP = 0.95

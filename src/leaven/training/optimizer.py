@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import gate, multiply_, wide, widened
 from leaven.recipe.hyperparameters import Clip
 from leaven.scaling.apply import AT_BASE, Factors

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leaven.distributed.sharded import ShardedModel
+from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import subtract_, widened
 from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import once_differentiable
 
-from leaven.distributed import sharded
+from leaven.distributed import sharded_model
 from leaven.distributed.compat import pretend
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup, mesh_of
-from leaven.distributed.sharded import build_stage
+from leaven.distributed.sharded_model import build_stage
 from leaven.model import transformer
 from leaven.model.loss import CHUNK_ELEMENTS
 from leaven.model.transformer import LossFunction, Stage
@@ -62,8 +62,8 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
     try:
         with (
-            patch.object(sharded, "build_stage", build),
-            patch.object(sharded, "initialise_pieces", lambda *_: None),
+            patch.object(sharded_model, "build_stage", build),
+            patch.object(sharded_model, "initialise_pieces", lambda *_: None),
         ):
             text: Any = NoText(recipe.model.vocab_size)
             training = Training(recipe, text, device="cpu", group=group)

@@ -6,7 +6,7 @@ bit-identical on all processes, so all processes make the same decisions from th
 
 The layers of a rank are built first. Tensor parallelism, recomputation, compilation and sharding are then applied to
 them, in this order. :mod:`leaven.distributed.pipeline` decides which layers a rank has. The table in
-:mod:`leaven.distributed.shardings` determines how each module is split over tensor-parallel ranks.
+:mod:`leaven.distributed.tensor_parallel` determines how each module is split over tensor-parallel ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from leaven.distributed.pieces import Piece, piece_of
 from leaven.distributed.pipeline import MicroBatch, Pipeline, stage_numbers
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
-from leaven.distributed.shardings import shard_tensors
+from leaven.distributed.tensor_parallel import shard_tensors
 from leaven.model.initialise import fill
 from leaven.model.kernels import norms, widened
 from leaven.model.transformer import Stage, Transformer
