@@ -11,17 +11,18 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
 from leaven.distributed.process_group import ProcessGroup
-from leaven.training.callbacks import CheckpointManager, Saved
 from leaven.training.checkpoint import (
     Checkpoint,
+    CheckpointManager,
     Progress,
+    Saved,
     SavedCheckpoint,
     checkpoints,
     read_checkpoint,
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.spikes import Rewind
+from leaven.training.rewinds import Rewind
 
 
 def rows(step: int, rank: int, size: int) -> Checkpoint:

@@ -15,8 +15,7 @@ from torch import Tensor
 import leaven.training.checkpoint as module
 from leaven.distributed.exchange import Exchange, NoReply
 from leaven.distributed.process_group import ProcessGroup
-from leaven.training.callbacks import CheckpointManager, Saved
-from leaven.training.checkpoint import read_checkpoint, write_checkpoint
+from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
 
 
 def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from leaven.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from leaven.training.spikes import Rewind
+from leaven.training.rewinds import Rewind
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 

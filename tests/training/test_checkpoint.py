@@ -18,16 +18,16 @@ from tests.distributed.cut_up import whole_checkpoint
 import leaven.training.callbacks as module
 import leaven.training.checkpoint as checkpoint_module
 from leaven.recipe.errors import InputError
-from leaven.training.callbacks import CheckpointManager
 from leaven.training.checkpoint import (
     Checkpoint,
+    CheckpointManager,
     Progress,
     checkpoints,
     read_checkpoint,
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.spikes import Rewind
+from leaven.training.rewinds import Rewind
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:

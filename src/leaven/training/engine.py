@@ -35,7 +35,8 @@ from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.noise import NoiseMeasurement, NoiseScale
 from leaven.training.optimizer import MOMENTS, Clipper, Optimizer
 from leaven.training.precision import DTYPES, LossScale
-from leaven.training.spikes import Limits, Rewind, lr_factor, skipped
+from leaven.training.rewinds import Rewind, lr_factor, skipped
+from leaven.training.spikes import Limits
 from leaven.training.step_metrics import Step, Telemetry
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of
+from leaven.training.rewinds import Rewind, position
 from leaven.training.run_folder import (
     HYPERPARAMETERS,
     SECTIONS,
@@ -17,7 +18,6 @@ from leaven.training.run_folder import (
     describe_changes,
     locked_folder,
 )
-from leaven.training.spikes import Rewind, position
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.spikes import Rewind
+from leaven.training.rewinds import Rewind
 
 LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # events of automatic and manual rewinds

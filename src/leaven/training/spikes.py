@@ -13,11 +13,6 @@ update norm doubled before loss and gradient changed (marin-community/marin#1368
 
 A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected only after the first
 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
-
-A run keeps a list of its rewinds, the newest last. Everything else follows from that list by pure functions of the
-number of tokens trained: which part of the stream is skipped, how far the lr is lowered, and which checkpoints have
-been undone. Nothing depends on the checkpoint from which a rewind continued, so the results are bit-identical for
-every choice of checkpoint.
 """
 
 import math
@@ -28,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
+from leaven.training.checkpoint import checkpoints_to_keep, first_in_each_interval
 from leaven.training.loop import Callback
+from leaven.training.rewinds import Rewind, position
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
@@ -199,19 +196,6 @@ def was_skipped(step: "Step") -> bool:
     return step.skipped and (step.diverged or math.isfinite(step.grad_norm))
 
 
-@dataclass(frozen=True)
-class Rewind:
-    """A return of a run to an earlier state."""
-
-    to_tokens: int  # trained in that state
-    skip_from: int  # tokens of the stream: from here ...
-    skip_to: int  # ... to here they are skipped
-    lr: float = 1.0  # factor on the lr, which rises back to 1 ...
-    lr_tokens: int = 0  # ... over this many tokens
-    attempt: int = 0  # rewinds for the same anomaly so far, this one included; 0 for a manual rewind
-    found_step: int = 0  # step at which the anomaly was found
-
-
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
@@ -268,61 +252,6 @@ def oldest_checkpoint(
         else:
             there = [rewind.to_tokens]
     return kept(there, anomaly.step, batches.tokens_at_step(anomaly.onset - 1))[0]
-
-
-def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep: the newest ``keep``, the last checkpoint at or before
-    ``good_tokens``, and the first checkpoint in each interval of ``keep_every_tokens``."""
-    stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
-    if keep_every_tokens is not None:
-        stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}
-    return sorted(stay)
-
-
-def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """Divide tokens into intervals of ``every_tokens``, and return the first token count of ``there`` in each
-    interval after interval number ``last``."""
-    found = []
-    for tokens in there:
-        if tokens // every_tokens > last:
-            found.append(tokens)
-            last = tokens // every_tokens
-    return found
-
-
-def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
-    """Return the intervals of the token stream that are skipped, disjoint and in order."""
-    stretches: list[tuple[int, int]] = []
-    for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
-        if stretches and start <= stretches[-1][1]:
-            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
-        elif start < end:
-            stretches.append((start, end))
-    return tuple(stretches)
-
-
-def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream at which the step after ``tokens`` trained tokens starts."""
-    for start, end in skipped(rewinds):
-        if tokens >= start:
-            tokens += end - start
-    return tokens
-
-
-def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
-    """Return the factor that multiplies the schedule's lr after ``tokens`` trained tokens."""
-    factor = 1.0
-    for rewind in rewinds:
-        since = tokens - rewind.to_tokens
-        if 0 < since < rewind.lr_tokens:
-            factor *= rewind.lr + (1 - rewind.lr) * since / rewind.lr_tokens
-    return factor
-
-
-def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Return whether a later rewind has undone a state that was saved at ``tokens`` trained tokens, after ``known``
-    rewinds."""
-    return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
 
 
 class SpikeGuard(Callback["Step"]):

@@ -18,8 +18,8 @@ from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.callbacks import Checkpoints, StepLog, Validation
-from leaven.training.checkpoint import Checkpoint, Progress, checkpoints, read_checkpoint, tokens_of
+from leaven.training.callbacks import StepLog, Validation
+from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, checkpoints, read_checkpoint, tokens_of
 from leaven.training.device import (
     default_device,
     device_peak,
@@ -32,9 +32,10 @@ from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
+from leaven.training.rewinds import Rewind
 from leaven.training.run_folder import RunFolder
 from leaven.training.run_profile import RunProfile
-from leaven.training.spikes import Rewind, SpikeGuard
+from leaven.training.spikes import SpikeGuard
 from leaven.training.step_metrics import Step
 
 if TYPE_CHECKING:
