@@ -236,9 +236,10 @@ class Neighbours:
 def neighbours(
     params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
 ) -> Neighbours:
-    """Return the neighbours of a size: of each lineage the nearest dense run with a comparable learning rate.
+    """Return the published runs near a size, one of each lineage: its nearest dense run whose optimizer has learning
+    rates that are comparable to AdamW's.
 
-    Runs with AdamW, pre-norm and the given QK-norm come first.
+    Runs with AdamW, pre-norm and the given QK-norm precede the others.
     """
     stack = Stack("pre", qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]

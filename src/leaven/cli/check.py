@@ -214,5 +214,5 @@ def _small_models(
 
 def _above_0(lr_factor: float) -> float:
     if not 0 < lr_factor < math.inf:
-        raise InputError(f"--lr-factor {lr_factor:g} is not above 0; give a number above 0")
+        raise InputError(f"--lr-factor {lr_factor:g} cannot be used; give a finite number above 0")
     return lr_factor

@@ -83,7 +83,7 @@ def recipe_name(file: Path, default: str) -> str:
 
 
 def group() -> typer.Typer:
-    """Return a verb with subcommands. Called without a subcommand, it prints its help."""
+    """Return the typer app of a command that has subcommands. Without a subcommand, the command prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -93,7 +93,7 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Read a recipe file.
+    """Read a recipe file with :func:`leaven.recipe.files.read_recipe`, which checks it.
 
     Raises:
         InputError: if the file cannot be read. For the id of a published run, the message says how to show that run.
@@ -141,7 +141,8 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 def prepare_tokens(recipe: Recipe) -> Any:
-    """Tokenise a recipe's text with a progress bar, or read its tokens from the cache."""
+    """Call :func:`leaven.data.tokens.prepare` with a progress bar: tokenise a recipe's text, or read its tokens from
+    the cache."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

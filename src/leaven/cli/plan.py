@@ -98,7 +98,8 @@ def plan(
         typer.Option(metavar="SHARE", help="With --budget: assume this MFU (0 to 1) instead of planning layouts."),
     ] = None,
     moments: Annotated[
-        Moments, typer.Option(help="Optimizer whose memory is planned. leaven itself trains only with adam.")
+        Moments,
+        typer.Option(help="The optimizer for whose states memory is counted. leaven itself trains only with adam."),
     ] = "adam",
     measure: MeasureOption = False,
     history: HistoryOption = True,

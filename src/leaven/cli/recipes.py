@@ -102,12 +102,15 @@ def nearest_runs(
         ),
     ] = None,
     norm_placement: Annotated[
-        NormPlacement | None, typer.Option(help="List runs with this placement of norms first.")
+        NormPlacement | None, typer.Option(help="Put runs with this placement of norms at the top of the list.")
     ] = None,
     qk_norm: Annotated[
-        bool | None, typer.Option("--qk-norm/--no-qk-norm", help="List runs with (or without) QK-norm first.")
+        bool | None,
+        typer.Option("--qk-norm/--no-qk-norm", help="Put runs with (or without) QK-norm at the top of the list."),
     ] = None,
-    optimizer: Annotated[Optimizer | None, typer.Option(help="List runs with this optimizer first.")] = None,
+    optimizer: Annotated[
+        Optimizer | None, typer.Option(help="Put runs with this optimizer at the top of the list.")
+    ] = None,
     kind: Annotated[
         Kind,
         typer.Option(help="Only runs of this kind of model. Mixtures of experts are not compared with dense models."),

@@ -312,7 +312,8 @@ def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
 
 
 def _divisors(gpus: int, taken: int, most: int) -> Iterator[int]:
-    """Yield the degrees up to ``most`` that divide ``gpus / taken``, the number of GPUs that are left."""
+    """Yield the degrees up to ``most`` that divide ``gpus / taken``. ``taken`` is the product of the degrees that are
+    already chosen. If it does not divide ``gpus``, there are none."""
     left = gpus // taken if taken and gpus % taken == 0 else 0
     return (degree for degree in range(1, min(left, most) + 1) if left % degree == 0)
 

@@ -41,7 +41,8 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank in order, timed in the unit of the simulation's inputs."""
+    """The passes of every rank, in the order in which it runs them. Times have the unit of the durations that were
+    given to the simulation."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 

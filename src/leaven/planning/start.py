@@ -91,7 +91,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
-    """Add the fastest layout that fits the cluster to a derived recipe.
+    """Find the fastest layout that fits on the cluster, and add it to the recipe.
 
     Raises:
         InputError: if nothing fits or no layout divides the batch; the message says what would work.

@@ -1,4 +1,5 @@
-"""Describe training codes (training_codes.toml): what memory and time depend on besides shape and layout."""
+"""Describe training codes: programs such as Megatron-LM or leaven, on whose implementation memory and time depend
+besides shape and layout. Their values are in training_codes.toml."""
 
 import math
 import tomllib
@@ -100,7 +101,8 @@ class TrainingCode:
 
 
 def read_training_codes(path: Path) -> dict[str, TrainingCode]:
-    """Return the training codes of a file by name. Each group of values in the file must have a source."""
+    """Read the training codes in a TOML file, and return them by name. Every group of values in the file must name
+    its source."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         flat = dict(values.get(groups.pop("like", ""), {}))

@@ -1,5 +1,5 @@
-"""Defines the callbacks of a run that log and evaluate. Checkpoints are saved by that in :mod:`.checkpoint`, spikes
-handled by that in :mod:`.spikes`."""
+"""Defines the callbacks of a run that log and evaluate. The callback for checkpoints is in :mod:`.checkpoint`,
+and the one for spikes in :mod:`.spikes`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

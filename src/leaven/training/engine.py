@@ -71,6 +71,7 @@ class Training:
             keep_freed_memory()
         self.group, self.dtype = group, DTYPES[recipe.precision.compute]
         table = parameter_table(recipe)
+        # Builds the layers of this process, and draws their initial values as the table says.
         self.sharded = ShardedModel(
             recipe.model,
             table,

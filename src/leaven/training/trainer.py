@@ -1,7 +1,18 @@
 """Trains a recipe in a run folder.
 
-:func:`train` prepares a run; :class:`RunTrainer` runs the loop (:mod:`leaven.training.loop`) over optimizer steps
-(:meth:`leaven.training.engine.Training.issue`), with the callbacks of :mod:`leaven.training.callbacks` around them.
+What ``leaven train`` does from start to end:
+
+1. The recipe is read and checked (``recipe/files.py``), and its text is tokenised or read from the cache
+   (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so no state of it is saved.
+2. :func:`train` checks the run folder, builds the run's state (``engine.py``) and chooses the micro-batch. The
+   parameter table says which lr, init and decay each parameter gets (``scaling/table.py``, from the rule in
+   ``scaling/rules.py``); initial values are drawn from it and the seed.
+3. If the folder has a checkpoint, the run continues from the newest whole one (``checkpoint.py``).
+4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``). The loop (``loop.py``) reads the
+   result of a step only after it has started the next one, so that the device never waits.
+5. Callbacks act around the steps: step log and validation (``callbacks.py``), spike guard (``spikes.py``) and
+   checkpoints (``checkpoint.py``). A rewind (``rewinds.py``) loads an earlier checkpoint and goes on from there.
+6. :class:`RunTrainer` returns the result as a ``TrainDocument``.
 """
 
 import math

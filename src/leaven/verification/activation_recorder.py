@@ -43,9 +43,12 @@ class ActivationRecorder(TorchFunctionMode):
     label (the layers) and repeated calls are stacked in the order in which they ran. A container that returns the
     output of its last child unchanged is not recorded again.
 
-    Afterwards these attributes have labels: ``containers`` of containers that computed something new from their
-    children's outputs, ``matrices`` of modules that own a matrix, and ``trained`` of outputs that require a gradient.
-    ``head_sizes`` has the head dimension behind each attention's logits.
+    Afterwards it has these attributes:
+
+    - ``containers``: the labels of containers that computed something new from the outputs of their children;
+    - ``matrices``: the labels of modules that own a matrix;
+    - ``trained``: the labels of outputs that require a gradient;
+    - ``head_sizes``: the head dimension of each attention, by the label of its logits.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:

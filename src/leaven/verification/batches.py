@@ -23,8 +23,8 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of ``count`` sequences from a text. `HELD_OUT` reads the validation
-    split."""
+    """Return a function that makes batches of ``count`` sequences from a text. Batches for the seed `HELD_OUT` are
+    from the validation split, all others from the training split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train

@@ -47,7 +47,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The optimizer settings of one parameter."""
+    """The optimizer settings of the group that one parameter is in, and the size of that group."""
 
     lr: float
     eps: float

@@ -130,7 +130,8 @@ def findings(
     known = {one.check: one.severity for one in found}
 
     def added_notes(suggestion: Suggestion, check: str) -> int | None:
-        """Return how many notes a suggestion causes, or None if its finding stays or a new fault appears."""
+        """Return how many findings of severity ``note`` a suggestion adds. Return None if the finding of ``check``
+        is still there, or if the suggestion adds a more severe finding."""
         try:
             changed = recipe.replace(suggestion)
         except ValueError:  # the changed recipe is invalid, or the shape of its base is

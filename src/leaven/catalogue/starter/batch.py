@@ -29,7 +29,8 @@ MOST_INCREMENTS = 16
 
 
 def batch_evidence(at: StarterScale) -> Evidence:
-    """Return the batches in tokens by laws and by neighbours, the latter moved to the duration of ``at``."""
+    """Return the batch sizes in tokens that laws predict and that neighbouring runs used. A neighbour's batch size is
+    converted from the length of its run to ``at.tokens``."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (

@@ -96,12 +96,13 @@ def vocabulary(params: int, width: float, usual: float) -> int:
 
 
 def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
-    """Return the shape with the nearest proportions among the shapes within `TOLERANCE` of ``params`` parameters.
+    """Return the shape whose proportions are nearest to ``proportions``, among the shapes whose size is within
+    `TOLERANCE` of ``params``.
 
     If there is no such shape, return the shape nearest in size. ``fixed`` has the other fields of a
-    :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or 0.6% in d_ff. A number of layers that
-    does not divide by 2 (for pipeline stages) counts as 10% in d / L; a number that divides by 2 but not by 4 counts
-    as 3%.
+    :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or 0.6% in d_ff. An odd number of
+    layers counts as 10% in d / L, because it cannot be halved for pipeline stages; a number that is divisible by 2
+    but not by 4 counts as 3%.
     """
 
     def cost(shape: ModelShape, size: int) -> tuple[bool, float]:

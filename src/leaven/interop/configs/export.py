@@ -250,7 +250,8 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a YAML literal: JSON, except that 1e-08 needs a dot, since YAML 1.1 reads it as a string."""
+    """Return a value as YAML. This is its JSON text, but 1e-08 is written as 1.0e-08, because YAML 1.1 reads a number
+    without a dot before its exponent as a string."""
     text = _json(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 

@@ -17,10 +17,10 @@ from leaven.tuning.algorithm.confirmation import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
-from leaven.tuning.service.search_plan import SearchPlan, known_runs
+from leaven.tuning.service.search_plan import Budget, SearchPlan, known_runs
 from leaven.tuning.service.settings import check_informed, check_method, check_name, join_study
 from leaven.tuning.service.stores import open_store
-from leaven.tuning.service.trial_log import FINALIST, Budget, Evaluation, finished, loss_of, purpose_of, seed_of
+from leaven.tuning.service.trial_log import FINALIST, Evaluation, finished, loss_of, purpose_of, seed_of
 
 OCTAVES = 1000.0  # the largest log2 multiplier: 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
@@ -94,7 +94,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             are lowered.
         start: log2 multipliers to start from; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
-            :class:`leaven.tuning.service.trial_log.Budget` for these and ``run_flops``.
+            :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
         method: one of ``leaven.tuning.service.samplers.METHODS``.
         scales: octaves from the start to a typical optimum; default 1.
         near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend

@@ -3,8 +3,9 @@ results to the store.
 
 All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. The next
 run follows from the trials in the store, each run counts once (``trial_log.py``), and other commands retry the trials
-of a dead command (``leases.py``). So any number of commands on any machines can share a study, and the call that
-resumes a search is the same as the call that starts one.
+of a dead command. Every command counts up a heartbeat in the store. A command of another machine whose heartbeat has
+not changed for ``lease_seconds`` is dead (``leases.py``). So any number of commands on any machines can
+share a study, and the call that resumes a search is the same as the call that starts one.
 """
 
 import math

@@ -10,6 +10,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from leaven.training.outcome import Baseline, curve_of
 from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point, finalists, in_doubt
 from leaven.tuning.algorithm.confirmation import (
     CONFIRMATIONS,
+    RERUNS,
     Confirmation,
     noise_between_seeds,
     to_confirm,
@@ -28,11 +30,12 @@ from leaven.tuning.algorithm.confirmation import (
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.service.samplers import grid
 from leaven.tuning.service.trial_log import (
+    BEGAN,
     CONFIRMS,
+    ENDED,
     FINAL,
     FINALIST,
     JOB,
-    Budget,
     Evaluation,
     TrialRequest,
     finished,
@@ -40,14 +43,111 @@ from leaven.tuning.service.trial_log import (
     points_and_losses,
     seed_of,
 )
-from leaven.tuning.study_document import Dimension, StudyTrial
+from leaven.tuning.study_document import Dimension, StudyTrial, covered
 
 REPEATS = {24: 3, 12: 2, 0: 1}  # runs of the start by the least budget, unless the noise is given
 SMALL = 16  # runs: a smaller budget confirms only a gain that would not be accepted otherwise
 SURE = 2  # least degrees of freedom of the noise before runs are pruned
 DEATHS, DIVERGENCES = 8, 100  # the search ends after so many without a finished run
 
+RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation (confirmation.py)
+FEW = 24  # runs: a smaller budget runs one finalist once
+# (points that are run again with fresh seeds, runs of each): the forms of a confirmation, from cheap to expensive
+FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
+
 Point = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The limits shared by all commands of a study. The first limit reached ends the search; running trials
+    finish."""
+
+    trials: int | None = None  # runs of any purpose
+    flops: float | None = None  # FLOPs of all runs
+    hours: float | None = None  # in which at least one run was active: pauses do not count, parallel runs count once
+    run_flops: float | None = None  # FLOPs of one run; if unknown, the first run starts alone: it may use everything
+
+    def __post_init__(self) -> None:
+        if not self._given:
+            raise InputError("the search has no budget; give trials, flops or hours")
+        for name, limit in self._given.items():
+            if not 0 < limit < math.inf:
+                raise InputError(f"{name} = {limit}: give a finite number above 0")
+
+    @property
+    def _given(self) -> dict[str, float]:
+        limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def label(self) -> str:
+        """A text that distinguishes the confirmation runs of this budget from the runs of a later, larger budget."""
+        return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
+
+    @property
+    def size(self) -> float:
+        """The number of runs that the budget allows, as far as it is known before the first run; else infinity."""
+        flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
+        return min(self.trials or math.inf, flops)
+
+    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
+        """Return the number of finalists, and of the runs of each, for which both the reserved budget and the
+        remaining budget suffice."""
+        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
+        return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
+
+    @property
+    def _finals(self) -> tuple[tuple[int, int], ...]:
+        return FINALS[:2] if self.size < FEW else FINALS
+
+    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
+        """Return how many runs are reserved for confirmation."""
+        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
+        costs = {runs_to_confirm(*final) for final in self._finals}
+        if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
+            costs.add(
+                runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS
+            )  # beside those that a smaller budget has confirmed
+        return max(cost for cost in costs if cost <= affordable)
+
+    def left(self, runs: Sequence[Evaluation], now: float) -> float:
+        """Return how many more runs the budget allows."""
+        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
+
+    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
+        """Yield each limit, how much of it is used, and how much one run costs."""
+        if self.trials is not None:
+            yield self.trials, len(runs), 1
+        if self.flops is not None:
+            spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
+            whole = [flops for flops in spent if flops > 0]
+            if not whole and any(run.complete for run in runs):
+                raise InputError(
+                    "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
+                )
+            cost = max([*whole, self.run_flops or 0.0]) or self.flops
+            # A run that died has no count of FLOPs and may have cost as much as one that finished.
+            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
+        if self.hours is not None:
+            hours = busy(runs, now) / 3600
+            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
+
+
+def runs_to_confirm(finalists: int, each: int) -> int:
+    """Return how many runs a confirmation takes, with ``each`` runs of every finalist."""
+    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # of the chosen point and of the start
+
+
+def busy(runs: Sequence[Evaluation], now: float) -> float:
+    """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
+
+    def end(run: Evaluation) -> float:
+        died = run.last.datetime_complete
+        return now if run.running or died is None else died.timestamp()
+
+    began = [run for run in runs if BEGAN in run.last.user_attrs]
+    return covered((run.last.user_attrs[BEGAN], float(run.last.user_attrs.get(ENDED, end(run)))) for run in began)
 
 
 class NothingFound(InputError):

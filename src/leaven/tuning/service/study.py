@@ -6,9 +6,12 @@ What ``leaven tune`` does from start to end:
    all trials, and joins or creates the study in it (``settings.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``), which asks the plan (``search_plan.py``) for
    the next run and trains it in a worker process (``training/trial.py``), until the budget is used.
-3. :meth:`Study.state` makes the study's document from the trials (``trial_log.py``) with the answer of the search
-   (``algorithm/answer.py``).
-4. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
+3. The noise between seeds is measured by running the start 3 times (fewer times with fewer than 24 trials), and by
+   every other point that is run again. The last trials run the best points with fresh seeds, and only these runs
+   choose the answer (``algorithm/confirmation.py``).
+4. :meth:`Study.state` makes the study's document from the trials (``trial_log.py``). Intervals, flat regions and
+   importances are computed in ``algorithm/answer.py``.
+5. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
    and fewest.toml (``results.py``). The folder also contains the recipe at the start (centre.toml) and the
    checkpoints of running trials.
 """
@@ -50,10 +53,10 @@ from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_
 from leaven.tuning.service import trial_log
 from leaven.tuning.service.results import write_results
 from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import NothingFound, SearchPlan, known_runs, region_of
+from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, known_runs, region_of
 from leaven.tuning.service.settings import check_informed, check_method, check_name, check_recipe, join_study
 from leaven.tuning.service.stores import StoreGone, is_made, open_store
-from leaven.tuning.service.trial_log import Budget, Evaluation
+from leaven.tuning.service.trial_log import Evaluation
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, Front, StudyDocument, StudyTrial
 
@@ -247,7 +250,7 @@ class Study:
         """Run trials until the budget of all commands is used and the best point is confirmed, or until ``stop``.
 
         Args:
-            trials, flops, hours: see :class:`leaven.tuning.service.trial_log.Budget`.
+            trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
             workers: number of processes, with one thread each.
             checkpoint_seconds: seconds between checkpoints of a trial.
 

@@ -1,4 +1,4 @@
-"""The trial log: read the runs of a study from its store, and compute how much of the budget they used.
+"""The trial log: read the runs of a study from its store.
 
 Each trial is created with its owner and its ``job``, a name for the work it does. There is no queue: the next job
 follows from the existing trials, so a crash cannot lose it. If two commands create a trial for the same job at once,
@@ -9,7 +9,7 @@ failed. A trial that its owner released (Ctrl-C) does not count as dead.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,9 @@ import numpy as np
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
-from leaven.recipe.errors import InputError
 from leaven.training.outcome import curve_of
-from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS
 from leaven.tuning.algorithm.trust_region import Array, Axes
-from leaven.tuning.study_document import StudyTrial, covered
+from leaven.tuning.study_document import StudyTrial
 
 # User attributes of a trial, next to the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
@@ -29,10 +27,6 @@ OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "co
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 EXPECTED = "expected"  # the predicted final loss of a pruned trial
 LIVES = 2  # attempts of a run whose process dies
-RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation (confirmation.py)
-FEW = 24  # runs: a smaller budget runs one finalist once
-# (points that are run again with fresh seeds, runs of each): the forms of a confirmation, from cheap to expensive
-FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class Evaluation:
         )
 
     def record(self, axes: Axes) -> StudyTrial:
-        """Return the run for the study's document, without the recipe's values, which study.py adds."""
+        """Return this run as a StudyTrial, the form of study.json. Its ``values`` are empty; study.py adds them."""
         last, ran = self.last, self.last.user_attrs
         state = "failed" if self.failed else "waiting" if self.lost else "running"
         if self.finished:
@@ -214,95 +208,3 @@ def points_and_losses(trials: Sequence[FrozenTrial], axes: Axes) -> tuple[Array,
     """Return the points (n, D) of trials with a result, in octaves, and their losses (n,)."""
     points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.limits))
     return points, np.array([loss_of(trial) for trial in trials])
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The limits shared by all commands of a study. The first limit reached ends the search; running trials
-    finish."""
-
-    trials: int | None = None  # runs of any purpose
-    flops: float | None = None  # FLOPs of all runs
-    hours: float | None = None  # in which at least one run was active: pauses do not count, parallel runs count once
-    run_flops: float | None = None  # FLOPs of one run; if unknown, the first run starts alone: it may use everything
-
-    def __post_init__(self) -> None:
-        if not self._given:
-            raise InputError("the search has no budget; give trials, flops or hours")
-        for name, limit in self._given.items():
-            if not 0 < limit < math.inf:
-                raise InputError(f"{name} = {limit}: give a finite number above 0")
-
-    @property
-    def _given(self) -> dict[str, float]:
-        limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
-        return {name: limit for name, limit in limits.items() if limit is not None}
-
-    @property
-    def label(self) -> str:
-        """A text that distinguishes the confirmation runs of this budget from the runs of a later, larger budget."""
-        return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
-
-    @property
-    def size(self) -> float:
-        """The number of runs that the budget allows, as far as it is known before the first run; else infinity."""
-        flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
-        return min(self.trials or math.inf, flops)
-
-    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return the number of finalists, and of the runs of each, for which both the reserved budget and the
-        remaining budget suffice."""
-        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
-        return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
-
-    @property
-    def _finals(self) -> tuple[tuple[int, int], ...]:
-        return FINALS[:2] if self.size < FEW else FINALS
-
-    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
-        """Return how many runs are reserved for confirmation."""
-        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
-        costs = {runs_to_confirm(*final) for final in self._finals}
-        if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
-            costs.add(
-                runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS
-            )  # beside those that a smaller budget has confirmed
-        return max(cost for cost in costs if cost <= affordable)
-
-    def left(self, runs: Sequence[Evaluation], now: float) -> float:
-        """Return how many more runs the budget allows."""
-        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
-
-    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
-        """Yield each limit, how much of it is used, and how much one run costs."""
-        if self.trials is not None:
-            yield self.trials, len(runs), 1
-        if self.flops is not None:
-            spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
-            whole = [flops for flops in spent if flops > 0]
-            if not whole and any(run.complete for run in runs):
-                raise InputError(
-                    "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
-                )
-            cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # A run that died has no count of FLOPs and may have cost as much as one that finished.
-            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
-        if self.hours is not None:
-            hours = busy(runs, now) / 3600
-            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
-
-
-def runs_to_confirm(finalists: int, each: int) -> int:
-    """Return how many runs a confirmation takes, with ``each`` runs of every finalist."""
-    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # of the chosen point and of the start
-
-
-def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
-
-    def end(run: Evaluation) -> float:
-        died = run.last.datetime_complete
-        return now if run.running or died is None else died.timestamp()
-
-    began = [run for run in runs if BEGAN in run.last.user_attrs]
-    return covered((run.last.user_attrs[BEGAN], float(run.last.user_attrs.get(ENDED, end(run)))) for run in began)
