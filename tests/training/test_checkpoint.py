@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from tests.distributed.cut_up import whole_checkpoint
 
-import leaven.training.callbacks as module
 import leaven.training.checkpoint as checkpoint_module
+import leaven.training.checkpoint as module
 from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import (
     Checkpoint,
