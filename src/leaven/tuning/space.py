@@ -1,7 +1,10 @@
 """Search spaces: which values of a recipe are searched (how far: ``bounds.py``).
 
-``global`` has the values that apply to all modules; ``global-full`` adds clipping, dropout, the end of the schedule
-and the choices of decay and optimizer. ``per-module`` has 25 to 35 values: lr, init_std and residual by module, which
+``global`` has the nine values that apply to all modules: lr, init_std, residual, weight_decay, beta1, beta2, eps,
+warm-up and batch. ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and
+optimizer. Distances are in octaves: one octave doubles a value (betas, choices and values near 0: ``point.py``).
+
+``per-module`` has 25 to 35 values: lr, init_std and residual by module, which
 mattered most among the values that Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned; two points of lr over depth,
 which gained less; and the rest of the optimizer globally. ``per-module-full`` has every quantity by module and over
 depth, about 90 values. In that paper a separate lr for each layer and module gained almost nothing.

@@ -1,11 +1,20 @@
 """The loop of a search: it runs the trials that the plan (``search_plan.py``) asks for in threads, and writes their
 results to the store.
 
-All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. The next
-run follows from the trials in the store, each run counts once (``trial_log.py``), and other commands retry the trials
-of a dead command. Every command counts up a heartbeat in the store. A command of another machine whose heartbeat has
-not changed for ``lease_seconds`` is dead (``leases.py``). So any number of commands on any machines can
-share a study, and the call that resumes a search is the same as the call that starts one.
+All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. So any
+number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
+starts one:
+
+- Each trial is created with its owner (a command) and its ``job``, a name for the work that it does. There is no
+  queue: the next job follows from the existing trials, so a crash cannot lose it. If two commands create a trial for
+  the same job at once, the trial with the lower number runs and the other is a duplicate; every Optuna store numbers
+  trials in order.
+- Every command counts up a heartbeat in the store. A command of another machine whose heartbeat has not changed for
+  ``lease_seconds`` is dead (``leases.py``). Other commands retry its trials.
+- A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run
+  has failed. A trial that its owner released (Ctrl-C) does not count as dead.
+- A run that diverged is stored with the worst finite loss so far, for Optuna's samplers, and with a mark; leaven
+  reads its loss as infinite (``trial_log.py``).
 """
 
 import math

@@ -7,8 +7,8 @@ What ``leaven tune`` does from start to end:
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``), which asks the plan (``search_plan.py``) for
    the next run and trains it in a worker process (``training/trial.py``), until the budget is used.
 3. The noise between seeds is measured by running the start 3 times (fewer times with fewer than 24 trials), and by
-   every other point that is run again. The last trials run the best points with fresh seeds, and only these runs
-   choose the answer (``algorithm/confirmation.py``).
+   every other point that is run again. The last trials run the best points with fresh seeds, if the budget
+   has room for them, and only these runs choose the answer (``algorithm/confirmation.py``).
 4. :meth:`Study.state` makes the study's document from the trials (``trial_log.py``). Intervals, flat regions and
    importances are computed in ``algorithm/answer.py``.
 5. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml

@@ -1,12 +1,4 @@
-"""The trial log: read the runs of a study from its store.
-
-Each trial is created with its owner and its ``job``, a name for the work it does. There is no queue: the next job
-follows from the existing trials, so a crash cannot lose it. If two commands create a trial for the same job at once,
-the trial with the lower number runs and the other is a duplicate; every Optuna store numbers trials in order.
-
-A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run has
-failed. A trial that its owner released (Ctrl-C) does not count as dead.
-"""
+"""The trial log: read the runs of a study from its store. ``search_loop.py`` says how trials become runs."""
 
 import math
 from collections.abc import Sequence
