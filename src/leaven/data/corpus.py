@@ -2,7 +2,7 @@
 
 Whether a document is used for training or for validation depends only on its key, which consists of its path below
 the source and its line or row. Therefore no document is in both splits, and adding a document does not move another
-document between them.
+document between them. :meth:`Corpus.documents` states the exceptions for corpora of very few documents.
 """
 
 import os
@@ -71,7 +71,7 @@ class TextDocument:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The documents of a source. Each pass reads them from disk again, in the order of their keys."""
+    """The documents of a source. Each call of :meth:`documents` reads them again, file by file and line by line."""
 
     source: str
     parts: tuple[SourcePart, ...]
@@ -126,12 +126,16 @@ def open_corpora(
     memory: Path | None = None,
     progress: OnProgress | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source. Every file or split of a source is read once, to find its size and hash.
+    """Open a corpus for each source. A source is one of:
 
-    A source is ``python-stdlib`` (the modules of the running Python's standard library without its tests); a path or
-    glob to ``.txt`` (one document per file), ``.jsonl``, ``.jsonl.gz``, ``.jsonl.zst`` (one per line) or ``.parquet``
-    (one per row); or ``hf://org/dataset`` (:mod:`leaven.data.hub`). Blank documents are left out. Sizes and hashes
-    are cached in the folder ``memory`` and reused until the file or split changes.
+    - ``python-stdlib``: the modules of the running Python's standard library, without its tests;
+    - ``tiny-shakespeare``: the plays that come with leaven (`SHAKESPEARE`);
+    - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each
+      line is a document, and in ``.parquet`` files each row;
+    - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
+
+    Every file or split is read once, to count its documents and to hash its text. The results are cached in the
+    folder ``memory`` and reused until the file or split changes. Blank documents are left out.
 
     Raises:
         InputError: if a source has no readable text, or if more than ``corrupt_share`` of its documents or of its
@@ -205,8 +209,11 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
 
 
 def _parts(source: DataSource) -> list[SourcePart]:
-    """Return the files, or the split of a data set, that a source names. The key of a file is its path below the last
-    folder before the first wildcard."""
+    """Return the parts of a source: its files, or one split of a data set.
+
+    The key of a file that a pattern matches is its path below the last folder before the first wildcard:
+    ``b/c.txt`` for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
+    """
     if source.source.startswith(SCHEME):
         return [open_split(source.source, source.text)]
     return [File(key, path, source.text) for key, path in _files(source.source)]

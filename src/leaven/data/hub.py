@@ -1,8 +1,7 @@
-"""Open the data sets and tokenizers that hf:// addresses name, on the Hugging Face Hub or in a folder on this
-machine.
+"""Open data sets and tokenizers by their hf:// addresses.
 
-``hf://org/name`` is on the Hub, and ``hf:///path`` is a folder. Options follow a question mark, for example
-``hf://org/name?split=test``.
+``hf://org/name`` is on the Hugging Face Hub, and ``hf:///path`` is a folder on this machine. Options follow a
+question mark, for example ``hf://org/name?split=test``.
 """
 
 from collections.abc import Iterator
@@ -91,7 +90,9 @@ def open_split(source: str, text: str) -> HubSplit:
 
 
 def fetch_tokenizer(tokenizer: str) -> Path:
-    """Return the path of the tokenizer.json of ``hf://org/model?revision=NAME`` or ``hf:///folder``.
+    """Return the path of a tokenizer.json. A file on the Hub is downloaded first, unless an earlier download exists.
+
+    ``tokenizer`` is ``hf://org/model?revision=NAME`` or ``hf:///folder``.
 
     Raises:
         InputError: if the file cannot be downloaded or does not exist.

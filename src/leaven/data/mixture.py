@@ -1,4 +1,4 @@
-"""Mix sources. Sample n of a mixture depends only on n."""
+"""Mix the streams of several sources. Sample n of a mixture depends only on n, not on the samples read before."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,8 +13,8 @@ from leaven.data.stream import Stream, numbered
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A mixture of several streams. Among the first n samples, the number of samples from each source differs from
-    its share of n by at most 1."""
+    """A mixture of several streams. Of the first n samples, each stream contributes its share of n, give or take at
+    most one sample."""
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
@@ -30,8 +30,8 @@ class Mixture:
 
 
 def place(n: NDArray[np.int64], proportions: tuple[Fraction, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each sample number in ``n``, the number of its source and the number of the sample within that
-    source."""
+    """For each sample number in ``n``, return the index of the source that the sample comes from, and the number of
+    the sample within that source."""
     order, ranks, quotas = _period(proportions)
     periods, places = np.divmod(n, len(order))
     return order[places], periods * quotas[order[places]] + ranks[places]
@@ -47,9 +47,10 @@ def _period(
     the number of samples from each source.
 
     The length of the period is the common denominator of the proportions, so each source has a whole number of
-    samples in a period. The order follows Tijdeman 1980, "The chairman assignment problem": with k sources, each
-    source's count among the first n samples differs from its share of n by at most 1 - 1/(2k - 2). Of the sources
-    that are at least 1/(2k - 2) behind their share, the algorithm picks the source whose deadline comes first.
+    samples in a period. The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the
+    algorithm considers the sources that are at least 1/(2k - 2) samples behind their share, where k is the number of
+    sources, and picks the one whose deadline comes first. Then the number of samples that a source has contributed
+    to the first n always differs from its share of n by at most 1 - 1/(2k - 2).
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]

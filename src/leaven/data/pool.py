@@ -1,4 +1,4 @@
-"""Tokenise text in several processes, and return the token ids of the batches in the order of the batches."""
+"""Tokenise batches of text in several processes. The results come in the order of the batches."""
 
 import os
 import signal
@@ -20,22 +20,24 @@ Done = tuple[int, tuple[Encoded, Encoded]]
 """Work is a shard number and a batch of text; Done is a shard number and the encoded training and validation text."""
 
 BYTES_A_PROCESS = 2**24
-"""Least amount of text for each process. Starting a process takes half a second; encoding this text takes several
-times as long."""
+"""A process is started only if it gets at least this much text. Starting it takes half a second; encoding this much
+text takes several times as long."""
 
 _encoder: Encoder
 
 
 def processes_for(n_bytes: int) -> int:
-    """Return the number of processes that encode the text: one per available core, or fewer if there is little
-    text."""
+    """Return how many processes to encode ``n_bytes`` of text with: one per available core, or fewer if there is
+    little text."""
     return max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
 
 
 @contextmanager
 def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Work]], Iterator[Done]]]:
-    """Yield a function that encodes batches and returns the results in the same order. It encodes in this process
-    with all cores, or in ``processes`` new processes.
+    """Yield a function that encodes batches and returns the results in the same order.
+
+    If ``processes`` is 1, the function encodes in this process, with all cores. Otherwise ``processes`` new processes
+    are started.
 
     Raises:
         InputError: if one of the processes dies.

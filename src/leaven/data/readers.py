@@ -51,7 +51,8 @@ class File:
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
     def rows(self) -> Iterator[TextRow]:
-        """Yield documents and faults in the order of the file. Nothing follows a fault of the whole file."""
+        """Yield documents and faults in the order of the file. If a fault makes the whole file unusable, it is the
+        last."""
         try:
             yield from READERS[suffix(self.path)](self.path, self.text)
         except (OSError, EOFError, zlib.error) as error:
@@ -129,7 +130,7 @@ def _read_columns(path: Path, text: str) -> Iterator[TextRow]:
 
 
 def missing_column(where: str, names: list[str], schema: Any, text: str) -> Fault | None:
-    """Return a fault if an Arrow schema has no column of strings named ``text``, or None if it has one."""
+    """Check that an Arrow schema has a column of strings named ``text``. Return None if it has, or else a fault."""
     from pyarrow import types
 
     if text not in names:
@@ -142,7 +143,7 @@ def missing_column(where: str, names: list[str], schema: Any, text: str) -> Faul
 
 
 def column_rows(where: str, column: Any, number: int) -> Iterator[TextRow]:
-    """Yield the rows of a chunk of a text column. ``number`` is the number of rows before the chunk."""
+    """Yield the rows of one chunk of a text column. There are ``number`` rows before this chunk."""
     import pyarrow
 
     binary = pyarrow.large_binary() if pyarrow.types.is_large_string(column.type) else pyarrow.binary()
@@ -180,5 +181,5 @@ SUFFIXES = tuple(name for name in READERS if name != ".py")
 
 
 def suffix(path: Path) -> str:
-    """Return the suffix of a file if leaven can read files with this suffix, or ""."""
+    """Return the suffix of a file. Return "" if leaven cannot read files with this suffix."""
     return next((known for known in READERS if path.name.endswith(known)), "")

@@ -75,8 +75,8 @@ class Shards:
 
 
 def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> Shards:
-    """Return the tokens of a corpus that are stored in ``folder``. Shards that are missing or damaged are encoded and
-    written first.
+    """Return the tokens of a corpus from the shards in ``folder``. Shards that are missing or damaged are first
+    encoded and written.
 
     Raises:
         OSError: if the folder cannot be written; finished shards are kept.
@@ -95,8 +95,10 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """Return the shards of a folder and the faults of its damaged files. The shards are None if the folder is
-    unfinished or damaged."""
+    """Open the shards in a folder. Return them, and for each damaged file a phrase that says what is wrong with it.
+
+    The shards are None if the folder is unfinished or damaged.
+    """
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
@@ -128,7 +130,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
 
 
 def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
-    """Return a phrase that says what is wrong with a file of a shard, or "" if it is right."""
+    """Return a phrase that says what is wrong with a file of a shard, or "" if nothing is wrong."""
     size = record.tokens * dtype.itemsize
     if not file.exists():
         return "was missing"
@@ -142,7 +144,7 @@ def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: boo
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
-    Return the faults of files that were complete before and are damaged now.
+    Return the files that were complete before and are damaged now, each with a phrase that says what is wrong.
     """
     records, damage = _finished(folder, encoder.dtype)
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
@@ -191,7 +193,8 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
 
 def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, ShardFile]], dict[Path, str]]:
-    """Return the records of complete shards by shard number, and the faults of damaged files."""
+    """Find the shards that are complete. Return their records by shard number, and the damaged files, each with a
+    phrase that says what is wrong."""
     records: dict[int, dict[str, ShardFile]] = {}
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError):
@@ -207,7 +210,7 @@ def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, S
 
 
 class _ShardWriter:
-    """A writer of one file of a shard."""
+    """A writer of one file of a shard. It also counts and hashes what it writes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -255,8 +258,8 @@ def _checksum(tokens: NDArray[Any]) -> str:
 
 
 def _fingerprint(parts: list[tuple[str, NDArray[Any]]]) -> str:
-    """Return a hash of the tokens of both splits. Tokens are hashed as 32-bit numbers, and cuts between shards have
-    no influence."""
+    """Return a hash of the tokens of both splits. The tokens are hashed as one sequence of 32-bit numbers for each
+    split, so it does not matter where they are cut into shards."""
     hashes = {split: blake2b(digest_size=16) for split in SPLITS}
     for split, tokens in parts:
         for first in range(0, len(tokens), 2**20):

@@ -33,9 +33,9 @@ class Tokens(Protocol):
 class Stream:
     """An endless stream of windows of ``seq_len`` tokens in random order. The order is different in each epoch.
 
-    Window w is tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. Its last token is only a target, and is
-    also the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus that do
-    not fill a window are left out.
+    Window w consists of tokens ``w * seq_len`` to ``(w + 1) * seq_len`` inclusive. Its last token is only a target,
+    and is also the first input of window w + 1. An epoch contains every window once. Tokens at the end of the corpus
+    that do not fill a window are left out.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -67,8 +67,8 @@ class Stream:
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return the numbers of ``count`` samples, starting at ``first``. Samples in the ranges ``skip`` are neither
-    counted nor returned."""
+    """Leave out the samples in the ranges ``skip`` and count the others from 0. Return the original numbers of those
+    that are counted ``first`` to ``first + count - 1``."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start
@@ -76,8 +76,8 @@ def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray
 
 
 def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-    """Return windows that are spread evenly over the tokens, [N, T + 1]. They have at most ``limit_tokens`` tokens in
-    total, but there is at least one window.
+    """Return windows that are spread evenly over the tokens, [N, T + 1]. Together they have at most ``limit_tokens``
+    targets, but there is at least one window.
 
     Raises:
         InputError: if the tokens do not fill one window.
@@ -88,13 +88,15 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the position to which the permutation of its epoch moves each place in [0, size). Positions of other
-    places are not computed.
+    """Permute ``places`` in [0, size): return the position to which each place moves.
 
-    The permutation is a Feistel network on Z_a x Z_b, with a x b just above ``size``. It is applied again until the
-    result is below ``size``. These are the generalized-Feistel and cycle-walking methods of Black and Rogaway 2002,
-    "Ciphers with arbitrary finite domains". The permutation is good for shuffling, but it is not secure: its round
-    function is a mixer, not a cipher.
+    Each epoch has a different permutation, and ``epochs`` has the epoch of each place. Only the given places are
+    computed, not the whole permutation.
+
+    The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. It is
+    applied again to every result that is not below ``size``. These are the generalized-Feistel and cycle-walking
+    methods of Black and Rogaway 2002, "Ciphers with arbitrary finite domains". The permutation is good for shuffling,
+    but it is not secure: its round function is a mixer, not a cipher.
     """
     a = isqrt(size - 1) + 1
     b = -(-size // a)

@@ -1,4 +1,5 @@
-"""Count and hash the documents of each file or split of a corpus, and cache the results until it changes."""
+"""Count and hash the documents of each part of a corpus, which is a file or a split of a data set. The results are
+cached until the part changes."""
 
 import json
 import time
@@ -110,8 +111,10 @@ class SurveyCache:
         self._saved = time.monotonic()
 
     def survey(self, part: SourcePart, on_bytes: Callable[[int], None]) -> Survey:
-        """Return the survey of a part. It comes from the cache if the stamp of the part has not changed since. A
-        stamp that was only seconds old when it was cached does not count, because a second change may have kept it.
+        """Return the survey of a part, from the cache if the part has the same stamp as when it was cached.
+
+        The cache is not used if the part had been changed only seconds before it was cached: a second change right
+        after the first may leave the stamp the same.
         """
         stamp, now = part.stamp(), time.time_ns()
         if (found := self._cached(part.key, stamp)) is None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 TRAINING_BYTES = 2**26
-"""About the largest amount of text that a BPE is trained on. Training takes 0.1 s per MB on two cores."""
+"""A BPE is trained on at most about this much text. Training takes 0.1 s per MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -90,7 +90,8 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     """Load a tokenizer from a file or from the Hub. Return None for "bpe", which is trained on the text.
 
     Raises:
-        InputError: if the tokenizer cannot be loaded, has more tokens than ``vocab_size``, or no end-of-text token.
+        InputError: if the tokenizer cannot be loaded, has more than ``vocab_size`` tokens, or has no end-of-text
+            token; for "bpe", if ``vocab_size`` is below 257.
     """
     if tokenizer == "bpe":
         if vocab_size < 257:
@@ -144,11 +145,11 @@ def train_tokenizer(corpora: Sequence[Corpus], vocab_size: int, progress: OnProg
 
 
 def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
-    """Yield the pieces of training documents on which a tokenizer is trained.
+    """Yield the text on which a tokenizer is trained. It consists of pieces of training documents.
 
-    Each source contributes at most an equal share of `TRAINING_BYTES`. A source with more text contributes every k-th
-    piece. The weights of sources have no influence, so all mixtures of the same sources have the same tokenizer, and
-    their losses can be compared.
+    Every source may contribute the same amount: `TRAINING_BYTES` divided by the number of sources. A source with more
+    text contributes only every k-th piece. The weights of the sources in the mixture have no influence. So all
+    mixtures of the same sources have the same tokenizer, and their losses can be compared.
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
@@ -168,8 +169,8 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces that end at line ends if possible.
 
-    A long text in a single piece would be encoded by only one core, and encoding needs a hundred bytes of memory per
-    token.
+    If a long text were a single piece, only one core could encode it, and that would need a hundred bytes of memory
+    per token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -181,8 +182,8 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package tokenizers use all cores inside the block and one thread afterwards, because its threads would
-    make a later fork hang."""
+    """Let the package ``tokenizers`` use all cores inside the block, but only one thread afterwards, because its
+    threads would make a later fork hang. If TOKENIZERS_PARALLELISM is set already, it is left as it is."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:

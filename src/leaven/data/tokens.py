@@ -91,7 +91,7 @@ class TokenSet:
         )
 
     def epochs(self, tokens: int) -> dict[str, float]:
-        """Return how many epochs over each source a run of ``tokens`` tokens trains."""
+        """Return how many epochs a run of ``tokens`` tokens makes over each source, by the name of the source."""
         shares = zip(self.names, self.proportions, self.sources, strict=True)
         return {name: float(share * tokens) / len(source.train) for name, share, source in shares}
 
@@ -106,9 +106,9 @@ def prepare(
     """Tokenise the text that the `[data]` section of a recipe names. If the same text was tokenised before, the
     tokens come from the cache.
 
-    The cache folder is ``cache``, or if that is not given ``$LEAVEN_CACHE``, or else ``leaven`` in
-    ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer`` or
-    ``encoding``), the number of bytes processed and the total number of bytes. ``processes`` is the number of
+    If the folder ``cache`` is not given, the cache is in ``$LEAVEN_CACHE``, or if that is not set, in the folder
+    ``leaven`` of ``$XDG_CACHE_HOME`` or ``~/.cache``. ``progress`` is called with a stage (``reading``, ``tokenizer``
+    or ``encoding``), the number of bytes processed and the total number of bytes. ``processes`` is the number of
     processes that encode the text, by default one per core if there is enough text. Processes are spawned, so a
     script must call this function under ``if __name__ == "__main__"``.
 
@@ -153,7 +153,8 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the given tokenizer, or else a tokenizer trained on this text: its path in the cache and its encoder."""
+    """Return the path of a tokenizer in the cache, and its encoder. If no tokenizer is given, one is trained on this
+    text, or taken from the cache if that was done before."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

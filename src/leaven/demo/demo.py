@@ -1,9 +1,10 @@
-"""``leaven demo``: the loss over the learning rate at several widths, with values copied and with values moved.
+"""``leaven demo`` measures the loss over the learning rate at several widths.
 
-A grid of learning rates is trained at the base width, and at every wider width twice: with the recipe's values
-copied unchanged (rule ``standard``), and moved by ``complete-d-p``. Then the best learning rate of the base is
-trained at the widest width with more seeds, both ways. The losses depend on recipe and seeds only, not on the
-machine's speed or the order in which runs end.
+The demo trains a grid of learning rates at the base width. It trains the same grid twice at every wider width: once
+with the recipe's values copied unchanged (rule ``standard``), and once with the values moved by the scaling rule
+``complete-d-p``. Then it takes the learning rate with the lowest mean loss at the base width, and trains it at the
+widest width with more seeds, both copied and moved. The losses depend only on the recipe and the seeds. They do not
+depend on the machine's speed or on the order in which runs end.
 """
 
 import json
@@ -43,7 +44,7 @@ MOST_SECONDS = 600.0  # above this estimate the size is quick, unless one is giv
 
 @dataclass(frozen=True)
 class Size:
-    """A size of the demo: the widths, learning rates and seeds that it trains."""
+    """A preset of the demo, such as ``quick``. It sets which widths, learning rates and seeds are trained."""
 
     widths: tuple[int, ...]  # the base first
     lrs: tuple[float, ...]
@@ -51,8 +52,11 @@ class Size:
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """Return the points of the grid. The base has all seeds, because its mean loss chooses the best lr; the other
-        widths have one seed."""
+        """Return the runs of the grid.
+
+        The base width runs every lr with all seeds, because the mean over these seeds chooses the best lr. The wider
+        widths run every lr with one seed.
+        """
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -60,7 +64,8 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the runs with the other seeds at the widest width, both copied and moved."""
+        """Return the runs at the widest width that train ``lr`` with all seeds except seed 0, both copied and
+        moved."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -83,12 +88,12 @@ SIZES = {
 
 
 class DemoStopped(Exception):
-    """The error raised if the demo was stopped. Finished runs are saved, and the same call resumes."""
+    """The error raised if the user stopped the demo. Finished runs are saved, and the same call resumes the demo."""
 
 
 @dataclass
 class Demo:
-    """A demo in a folder: demo.json is its document, runs/ has the finished runs."""
+    """A demo and its folder. The folder has the demo's document in demo.json and the finished runs in runs/."""
 
     folder: Path
     size: str | None  # a key of `SIZES`; None: as in an earlier call, or what this machine can do
@@ -100,8 +105,8 @@ class Demo:
         """Run or resume the demo, and return its document.
 
         Raises:
-            InputError: if the folder holds something else or is in use, or the source has no text.
-            DemoStopped: if ``stop`` became true.
+            InputError: if the folder contains something else or is in use, or the source has no text.
+            DemoStopped: if ``stop`` returned true.
         """
         began, before = time.monotonic(), self._before()
         source = self.source or (before.source if before else None)
@@ -127,10 +132,10 @@ class Demo:
         return document.model_copy(update={"report": str(report)})
 
     def _before(self) -> DemoDocument | None:
-        """Return the document of an earlier call in this folder.
+        """Return the document that an earlier call wrote into this folder, or None if there is none.
 
         Raises:
-            InputError: if the folder holds something else, or a demo with other options.
+            InputError: if the folder contains something else, or a demo with other options.
         """
         if (self.folder / "demo.json").exists():
             before = read_demo(self.folder)
@@ -145,7 +150,7 @@ class Demo:
         return None
 
     def _begin(self, base: Recipe, tokens: TokenSet, screen: DemoScreen) -> DemoDocument:
-        """Choose the size, and announce what will be trained and how long that takes here."""
+        """Choose the size. Announce what the demo will train, and how long this takes on this machine."""
         seconds = {name: self._seconds(size, base, tokens) for name, size in SIZES.items()}
         chosen = self.size or ("full" if seconds["full"] <= MOST_SECONDS else "quick")
         size = SIZES[chosen]
@@ -171,7 +176,7 @@ class Demo:
         return document
 
     def _seconds(self, size: Size, base: Recipe, tokens: TokenSet) -> float:
-        """Estimate the duration of a size from the speed of some steps at each width."""
+        """Estimate how many seconds a size takes. To do so, train a few steps at each width and measure the speed."""
         points = size.grid + size.again(size.lrs[0])
         each = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
         return START_SECONDS + sum(each[point.width] for point in points) / self.workers
@@ -180,7 +185,7 @@ class Demo:
         write_text(self.folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
 
     def _train(self, document: DemoDocument, base: Recipe, size: Size, screen: DemoScreen) -> DemoDocument:
-        """Train the runs that are missing. Return the document with all runs and the result."""
+        """Train the runs that have not finished yet. Return the document with all runs and the result."""
         done, total = 0, _count(size)
 
         def progress(now: int, _: int) -> None:
@@ -218,7 +223,7 @@ def base_recipe() -> Recipe:
 
 
 def recipe_at(base: Recipe, width: int) -> Recipe:
-    """Return the recipe at a width, by its own rule."""
+    """Return the recipe transferred to a width by the scaling rule that it names."""
     return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
 
@@ -229,8 +234,11 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate the duration of a run in a worker, which has one thread, from the median speed of three steps. A token
-    of the validation takes a third of the time of a token of the training."""
+    """Estimate how many seconds a run takes in a worker process.
+
+    A worker has one thread, so the speed of a few steps is measured with one thread. A validation token is assumed to
+    take a third of the time of a training token.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -242,7 +250,10 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Return the mean over seeds of ``first`` - ``second``, and half the width of its 95% interval (Student's t)."""
+    """Compare two lists of losses seed by seed.
+
+    Return the mean of ``first`` - ``second``, and half the width of its 95% interval (Student's t).
+    """
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread
@@ -250,7 +261,10 @@ def paired(first: list[float], second: list[float]) -> tuple[float, float]:
 
 @contextmanager
 def on_the_cpu() -> Iterator[None]:
-    """Train on the CPU unless the user chose a device: the losses must be the same on every machine."""
+    """Train on the CPU inside this context, so that the losses are the same on every machine.
+
+    If the user has chosen a device, use that device instead.
+    """
     chosen = "LEAVEN_DEVICE" in os.environ
     os.environ.setdefault("LEAVEN_DEVICE", "cpu")  # for the processes of the runs, too
     try:
@@ -271,7 +285,8 @@ def _train(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoR
 
 
 def _losses(runs: list[DemoRun], width: int, rule: str = MOVED) -> dict[float, list[float]]:
-    """Return the losses of a width by lr; the losses of one lr are in the order of their seeds."""
+    """Return a mapping from each lr to its losses at this width. The losses of one lr are in the order of their
+    seeds."""
     found: dict[float, list[float]] = {}
     for run in sorted(runs, key=lambda run: run.seed):
         if (run.width, run.rule) == (width, rule):
@@ -291,5 +306,5 @@ def _next(folder: Path) -> list[str]:
 
 
 def _is_left_over(name: str) -> bool:
-    """Return whether a file was left by a demo that was killed before it had written demo.json."""
+    """Return whether a file was left over by a demo that was killed before it wrote demo.json."""
     return name == LOCK or name.startswith(".demo.json.")

@@ -32,8 +32,8 @@ _PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (r
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint, which consists of one or more of leaven's tensors, stacked along the
-    first dimension."""
+    """A tensor in a Hugging Face checkpoint. It contains one or more of leaven's tensors, stacked along the first
+    dimension."""
 
     name: str
     parts: tuple[str, ...]  # names of leaven's tensors
@@ -73,13 +73,18 @@ class Architecture:
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
 
     def whole_name(self, name: str) -> str:
-        """Return a tensor's name in the full model. Older checkpoints use the names of the model without its head."""
+        """Return the name that a tensor has in the full model.
+
+        ``name`` may come from an older checkpoint, which uses the names of the model without its head.
+        """
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a model shape whose values this architecture cannot represent, each with a value that it
-        can represent."""
+        """Find the keys of a model shape whose values this architecture cannot represent.
+
+        Return a mapping from each such key to a value that this architecture can represent.
+        """
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -104,8 +109,7 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def given(self, config: Config) -> Config:
-        """Return the known keys of a config.json with their values, or defaults for missing keys. The types of the
-        values are checked.
+        """Return a config.json with defaults for missing keys, and check the types of the known keys.
 
         Raises:
             InputError: if a value has the wrong type; the message names the first key.
@@ -122,10 +126,10 @@ class Architecture:
         return given
 
     def shape(self, config: Config) -> ModelShape:
-        """Return the shape that a config.json describes.
+        """Return the model shape that a config.json describes.
 
         Raises:
-            InputError: if leaven's transformer does not support a key's value.
+            InputError: if leaven's transformer does not support the value of a key.
         """
         given = self.given(config)
         for key, expected in self.required.items():
@@ -161,8 +165,10 @@ class Architecture:
             raise InputError(f"config.json: not a shape that leaven supports: {explain(error)}") from None
 
     def _theta(self, given: Config) -> float:
-        """Return the base of the rotary positions, whether config.json spells it as version 4 or as version 5 of
-        transformers does."""
+        """Return the base (theta) of the rotary positions.
+
+        Versions 4 and 5 of transformers write this base under different keys of config.json. Both are read.
+        """
         both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
         for stated in both:
             kind = stated.get("rope_type", stated.get("type", "default"))
@@ -201,13 +207,15 @@ class Architecture:
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
-    """Return default sizes, computed from heads and width, for keys that config.json does not have."""
+    """Return default values for sizes that config.json leaves out. They are computed from the heads and the width."""
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
 
 
 def _require(key: str, value: Any, kind: Any) -> None:
-    """Raise InputError if a value has the wrong type. Otherwise it would cause a later error that does not name the
-    key."""
+    """Raise InputError if the value of ``key`` has the wrong type.
+
+    Without this test, the wrong type would cause a later error that does not name the key.
+    """
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # a choice is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
@@ -218,8 +226,8 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return, for each of leaven's modules, the names that the architectures use for that module (the last part of
-    its path)."""
+    """Return a mapping from each of leaven's modules to the names that the architectures give to this module. A name
+    is the last part of the module's path."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -232,7 +240,9 @@ def holding(shape: ModelShape) -> Architecture:
     """Return an architecture that can represent a model shape.
 
     Raises:
-        InputError: if no architecture can; the message names the keys to change for the nearest architecture.
+        InputError: if no architecture can represent the shape. The message names the architecture that needs the
+        fewest
+            changes, and the keys to change.
     """
     misfits = {architecture.name: architecture.misfits(shape) for architecture in ARCHITECTURES}
     name, wanted = min(misfits.items(), key=lambda item: len(item[1]))

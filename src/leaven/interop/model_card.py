@@ -25,8 +25,9 @@ def model_card(
 ) -> str:
     """Return the model card of a run's checkpoint as Markdown.
 
-    ``text`` is the text of the recipe file, ``tokens`` the number of tokens at which the checkpoint was written, and
-    ``licence`` the licence of the data. The validation loss is the last one in ``events`` up to the checkpoint.
+    ``text`` is the text of the recipe file. ``tokens`` is the number of tokens that the run had trained when the
+    checkpoint was written. ``licence`` is the licence of the data. The card shows the last validation loss in
+    ``events`` that was measured at or before the checkpoint.
     """
     measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
     if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:
@@ -56,5 +57,5 @@ def model_card(
 
 
 def _cell(value: object) -> str:
-    """Return a value as one cell of a Markdown table."""
+    """Return a value as text for a cell of a Markdown table: on one line, with ``|`` escaped."""
     return " ".join(str(value).split()).replace("|", "\\|")

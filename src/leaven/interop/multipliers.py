@@ -1,11 +1,13 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-Forward hooks do not change the names in the state dict. torch.compile traces hooks that exist at the first forward
-pass, and FSDP2 runs them unchanged. The state dict does not contain the multipliers, so fold a model before you save
-it for use without leaven. The multiplier of a branch is folded into the matrix (and bias) at the end of the branch.
-The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm. A changed
-scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there is no query
-norm.
+A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks do not change the
+names in the state dict. torch.compile traces hooks that exist at the first forward pass, and FSDP2 runs them
+unchanged. The state dict does not contain the multipliers, so fold a model before you save it for use without leaven.
+
+- The multiplier of a branch is folded into the matrix (and bias) at the end of the branch.
+- The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
+- A changed scale of the attention logits is folded into the gain of the query norm, or into the query matrix if there
+  is no query norm.
 """
 
 import copy
@@ -51,7 +53,8 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of a readout. This scales the logits except for the bias."""
+    """A forward pre-hook that scales the input of a readout. It scales the logits, but not the bias of the
+    readout."""
 
     factor: float
 
@@ -66,7 +69,7 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
     """Return the hooks for all multipliers other than 1, without installing them.
 
     Raises:
-        InputError: if a parameter's module is never called, so that a hook on it would have no effect.
+        InputError: if the module that needs a hook is never called, so that the hook would have no effect.
     """
     sites = {site.name: site for site in structure.sites}
     attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
@@ -109,10 +112,13 @@ def _logits(
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
-    """Return the new scale of query . key for each attention module, as (module, attribute, value).
+    """Compute the new scale of query . key for each attention module, and return (module, attribute, new value) for
+    each.
+
+    The list is empty if ``factor`` is 1. The model is not changed.
 
     Raises:
-        InputError: if the rule changes the scale but the attention modules have no attribute for the scale.
+        InputError: if the rule changes the scale, but some blocks store no scale in an attribute.
     """
     if factor == 1.0:
         return []
@@ -127,7 +133,7 @@ def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float
 
 @dataclass(eq=False)
 class WarnOfMultipliers:
-    """A state-dict hook that warns once that the state dict does not contain the multipliers."""
+    """A state-dict hook that warns the user once: the state dict does not contain the multipliers."""
 
     multipliers: int
     warned: bool = False
@@ -144,7 +150,8 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install hooks and attention scales, and a hook that warns when the first state dict is created."""
+    """Install the hooks and set the attention scales. Also install a hook that warns when a state dict is first
+    made."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -167,14 +174,15 @@ def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale
 def fold(model: nn.Module) -> nn.Module:
     """Fold a parametrized model's multipliers into its weights, in place, and remove them.
 
-    The outputs stay the same up to rounding. The lr, eps and weight decay of the parameter groups are wrong for the
-    folded weights, so the groups are discarded: fold a copy, or fold after training.
+    The outputs stay the same up to rounding. The lr, eps and weight decay of the old parameter groups are wrong for
+    the folded weights, so do not train the folded model with them. Fold a copy, or fold after training.
 
     Returns:
         The model.
 
     Raises:
-        InputError: if the model is not parametrized, or a multiplier cannot be folded. The model is then unchanged.
+        InputError: if the model is not parametrized, or a multiplier cannot be folded. In both cases the model stays
+            unchanged.
     """
     target = unwrapped(model, "fold")
     for module in target.modules():
@@ -236,7 +244,7 @@ def save_folded(model: nn.Module, folder: Path | str, **options: Any) -> None:
 
 
 def _factors(target: nn.Module) -> Factors:
-    """Return the factor of each parameter that folding changes."""
+    """Return a mapping from each parameter that folding changes to the factor by which it is multiplied."""
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
@@ -272,8 +280,10 @@ def _factors(target: nn.Module) -> Factors:
 
 
 def _require_scalable(module: nn.Module) -> None:
-    """Raise InputError unless a module's output is proportional to its parameters. (The output of a norm that
-    multiplies by 1 + gain is not.)"""
+    """Raise InputError if a module's output is not proportional to its parameters.
+
+    For example, a norm that multiplies by 1 + gain has an output that is not proportional to the gain.
+    """
     parameters = list(module.parameters(recurse=False))
     if is_linear(module) or any(isinstance(each, DTensor) or each.is_meta for each in parameters):
         return
@@ -293,8 +303,8 @@ def _require_scalable(module: nn.Module) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield the parameters into which a factor on the attention logits is folded, as (module, parameter, factor of
-    the parameter)."""
+    """Find the parameters into which a factor on the attention logits is folded. Yield (module, parameter, factor of
+    this parameter) for each."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,8 +1,10 @@
-"""Classifies each parameter of a user's model: finds its role and its module.
+"""Classifies each parameter of a user's model: finds its role, such as ``hidden_weight``, and its module, such as
+``attention.query``. The module is the name under which the parameter is tuned.
 
-The classification follows from a comparison with a smaller model of the same family (which dimensions grow), and from
-the type and position of the module. If the classification is ambiguous, or the name of a matrix does not show to
-which branch it belongs, an error names the parameter. The user can then classify it with ``roles`` or ``modules``.
+To classify a parameter, its shape is compared with the shape of the matching parameter in a smaller model, which
+shows the dimensions that grow. The type, name and position of the torch module that contains the parameter are also
+used. If the classification is ambiguous, or the name of a matrix does not show to which branch it belongs, an error
+names the parameter. The user can then classify this parameter with ``roles`` or ``modules``.
 """
 
 from collections.abc import Mapping
@@ -47,7 +49,8 @@ class Classification:
 
 
 class Classifier:
-    """Classifies each parameter of ``model`` by its position, its counterpart in ``base`` and the user's options.
+    """Classifies each parameter of ``model`` from its position, the matching parameter of the smaller model ``base``,
+    and the user's options ``roles`` and ``modules``.
 
     Raises:
         InputError: if a parameter cannot be classified; the message names the option to give.
@@ -73,7 +76,7 @@ class Classifier:
         self.roles, self.modules = roles, modules
 
     def classify(self) -> dict[str, Classification]:
-        """Return the classification of each parameter by name."""
+        """Return a mapping from the name of each parameter to its classification."""
         classified = {}
         # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
@@ -133,8 +136,8 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter belongs to a linear module after the blocks, whose fan out is a vocabulary size
-        in both models."""
+        """Return whether a parameter of a linear module belongs to the readout. It does if it comes after the blocks
+        and its fan out is a vocabulary size in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -185,7 +188,7 @@ class Classifier:
     # Branches: a missing multiplier would not be noticed elsewhere.
 
     def _check_branches(self, classified: Mapping[str, Classification]) -> None:
-        """Check that each block has a branch, and that each branch has one matrix that writes to the residual
+        """Check that each block has a branch, and that each branch has exactly one matrix that writes to the residual
         stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
@@ -222,8 +225,11 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with advice for the user: to pass one of ``modules``, or a role that fits the
-        parameter."""
+        """Raise InputError with advice on how to classify the parameter.
+
+        The advice is to pass one of ``modules``. If ``modules`` is empty, it is to pass a role that fits the
+        parameter.
+        """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
@@ -232,12 +238,15 @@ class Classifier:
 
 
 def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
-    """Return the user's role or module for a parameter, from the first pattern that matches its name, or None."""
+    """Return the role or module that the user gave for a parameter, or None.
+
+    ``given`` maps patterns to roles or modules. The first pattern that matches the parameter's name counts.
+    """
     return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
 
 
 def _may_be(site: ParameterSite) -> tuple[str, ...]:
-    """Return the roles that a parameter with this shape and position can have."""
+    """Return the roles that fit the number of dimensions and the position of a parameter."""
     kind = "bias" if site.is_bias else "norm"
     match site.parameter.ndim, site.layer is not None, site.after_blocks:
         case 2, True, _:
@@ -257,8 +266,10 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is a gain or bias of a norm, judged by the type or path of its module. Gains by head
-    of queries or keys count too."""
+    """Return whether a parameter is a gain or bias of a norm. The type and the path of its module decide this.
+
+    A query or key norm that has a separate gain for each head counts as well. Such a gain has two dimensions.
+    """
     if is_linear(site.owner):
         return False
     in_path = any("norm" in part.lower() or part.lower().startswith("ln") for part in site.path[-2:])

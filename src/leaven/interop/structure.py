@@ -1,5 +1,5 @@
-"""Inspects a torch model: finds its parameters, their modules and blocks, and the matching parameters of a smaller
-model."""
+"""Inspects a torch model: finds its parameters, the module and block of each, and the matching parameters of a
+smaller model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 
 @dataclass(frozen=True, eq=False)
 class ParameterSite:
-    """A parameter and its position in the model."""
+    """A parameter of a torch model, with its name, module and block."""
 
     name: str
     label: str  # the name with "*" for the block's number
@@ -34,12 +34,12 @@ class ParameterSite:
 
     @property
     def stack(self) -> str:
-        """The path of the list that contains the parameter's block."""
+        """The path of the list of blocks that contains the parameter."""
         return self.label.partition(".*.")[0]
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The label of the parameter's module, split at the dots."""
+        """The path of the parameter's module, split at the dots, with "*" for the block's number."""
         return tuple(self.label.split(".")[:-1])
 
     @property
@@ -56,7 +56,7 @@ class ParameterSite:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """The structure of a model that the rules depend on."""
+    """The facts about a model's structure that the scaling rules depend on."""
 
     sites: tuple[ParameterSite, ...]
     stacks: Mapping[str, int]  # lists of blocks: the number of blocks by path
@@ -68,15 +68,17 @@ class ModelStructure:
 def is_a(module: nn.Module, name: str) -> bool:
     """Return whether a module's class or a base class has this name.
 
-    The test uses the name, because the library that defines the class may not be installed. Base classes count
-    because FSDP2 inserts another class.
+    The name is compared because the library that defines the class may not be installed. Base classes count because
+    FSDP2 replaces the class of a module by a subclass.
     """
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
-    """Return the model that torch.compile has wrapped, or the model itself. ``argument`` is the name of the model in
-    the error message."""
+    """Return the model inside the wrapper of torch.compile. A model without this wrapper is returned unchanged.
+
+    ``argument`` is what an error message calls the model.
+    """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
         raise InputError(f"{argument} is {inner!r:.60}; give an nn.Module")
@@ -87,8 +89,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     """Return the structure of a model.
 
     Raises:
-        InputError: if blocks share weights, or there is no ``nn.Embedding`` outside the blocks, from which the width
-            is read.
+        InputError: if blocks share weights, or there is no ``nn.Embedding`` outside the blocks. The width is read
+            from this embedding.
     """
     stacks = _stacks(model)
     found: dict[int, list[tuple[str, nn.Module, nn.Parameter]]] = defaultdict(list)
@@ -121,8 +123,10 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, ParameterSite]:
-    """Return, for each parameter of the model, the matching parameter of the base: it has the same label, and is in
-    the block at the nearest relative depth.
+    """Return a mapping from the name of each parameter of the model to the matching parameter of the base.
+
+    Matching parameters have the same name apart from the block's number. If the base has several such parameters, the
+    one whose relative depth is nearest to that of the model's parameter matches.
 
     Raises:
         InputError: if a parameter is in only one of the models.
@@ -150,7 +154,7 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
-    """Return the number of blocks of the model divided by that of the base, or 1 if there are no blocks."""
+    """Return how many times more blocks the model has than the base, or 1 if there are no blocks."""
     found = {path: size / base.stacks[path] for path, size in model.stacks.items() if path in base.stacks}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} x{ratio:g}" for path, ratio in found.items())
@@ -161,8 +165,8 @@ def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
 
 
 def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the attention modules that store the scale of query . key in an attribute, with the name of the
-    attribute."""
+    """Find the attention modules that store the scale of query . key in an attribute. Return (module, name of the
+    attribute) for each."""
     attention = (module for module in model.modules() if _first(module, _HEAD_DIM, int))
     return [scale for module in attention if (scale := _first(module, _LOGIT_SCALE, float))]
 
@@ -176,8 +180,11 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[int, list[str]]]:
-    """Return the size and the keys, by path, of the outermost lists of composite modules. The modules in these lists
-    are the blocks."""
+    """Find the lists of blocks of a model.
+
+    A list of blocks is an outermost list whose members all have submodules. Return a mapping from the path of each
+    list to (number of blocks, keys of the blocks).
+    """
     stacks: dict[str, tuple[int, list[str]]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)

@@ -1,4 +1,5 @@
-"""Applies a scaling rule to any torch model: AdamW groups, forward multipliers and, if requested, initial values."""
+"""Applies a scaling rule to any torch model. It makes the AdamW groups, installs the forward multipliers and, if
+requested, draws initial values."""
 
 import math
 from collections.abc import Mapping
@@ -95,23 +96,23 @@ def parametrize(
     biases       0.00500 0.00 2.0e-08
     >>> optimizer = torch.optim.AdamW(groups)
 
-    Call it once, on the model as it will be trained: after ``fully_shard`` and ``to_empty``, since both replace the
-    parameters. If parameters are replaced later, :func:`groups` returns the groups with the new ones. A model that
-    was compiled before is compiled again.
+    Call this function once, on the model as it will be trained. Call it after ``fully_shard`` and ``to_empty``, since
+    both replace the parameters. If parameters are replaced later, :func:`groups` returns the groups with the new
+    parameters. A model that was compiled before is compiled again.
 
     If ``hyperparameters`` has ``init_std`` (or a named ``init``), this function also draws initial values, which
-    overwrite every trainable parameter. Otherwise the values do not change; use this for a model with trained
-    weights.
+    overwrite every trainable parameter. Otherwise the values of the parameters do not change, as a model with
+    trained weights requires.
 
-    **The state dict does not contain the multipliers.** A model that loads the state dict computes something else
-    until it is parametrized with the same arguments, so the first call of ``state_dict`` gives a warning.
+    **The state dict does not contain the multipliers.** A model that loads the state dict gives wrong
+    outputs until it is parametrized with the same arguments, so the first call of ``state_dict`` gives a warning.
     :func:`leaven.save_folded` saves a model that ``from_pretrained`` loads correctly; :func:`leaven.fold` folds the
     multipliers into the weights of the model itself.
 
     The rules are for pre-norm decoders.
 
-    - Factors that the model's own code derives from its width are not detected; remove them (Gemma, which multiplies
-      its embedding by sqrt(width), is refused).
+    - Factors that the model's own code derives from its width are not detected; remove them. Gemma is refused,
+      because it multiplies its embedding by sqrt(width).
     - Gains are assumed to be neutral at 1, so do not draw initial values for norms that multiply by 1 + gain.
     - The multiplier of a branch is applied when the matrix at the end of the branch is called as a module; a fused
       kernel that reads only the weight of that matrix skips the multiplier. The multiplier of the logits is applied
@@ -121,24 +122,26 @@ def parametrize(
       models.
 
     Args:
-        model: The model to train. The ratios of width and depth are computed from it and ``base``.
+        model: The model to train. The ratios of width and depth are computed from ``model`` and ``base``.
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device; its values are not used.
         hyperparameters: The hyperparameters of the base. With ``init_std`` or ``init``, initial values are drawn; a
-            ``leaven.Hyperparameters`` always has one of them. ``optimizer`` must be adamw; clip gradients in your own
+            ``leaven.Hyperparameters`` always has one of them. ``optimizer`` must be adamw. Clip gradients in your own
             loop.
-        ratios: Ratios of batch and tokens, model over base.
+        ratios: The batch size of the model divided by that of the base, and the same ratio for the training tokens.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
-        head_ratio: Ratio of the head dimensions, by default read from the attention modules. If it is above 1, the
-            logit scale of the attention modules is multiplied in place; 1.0 leaves it unchanged.
-        roles: The role by parameter name or glob pattern, for parameters that are refused or classified wrongly.
-        modules: The module name under which a parameter is tuned, by parameter name or glob pattern;
-            ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Whether to draw initial values for all parameters that are trained (``requires_grad``), each from
-            ``seed`` and its name alone. By default they are drawn if ``hyperparameters`` has an init. False keeps the
-            values of the model even though a ``leaven.Hyperparameters`` always has an init; if you pass a dict, leave
-            out ``init_std`` instead.
+        head_ratio: The head dimension of the model divided by that of the base. By default it is read from the
+            attention modules. If it is above 1 and the rule changes the scale of the attention logits, this scale is
+            changed in place in the attention modules; 1.0 leaves the scale unchanged.
+        roles: A mapping from parameter names or glob patterns to roles, for parameters that are refused or classified
+            wrongly.
+        modules: A mapping from parameter names or glob patterns to the module names under which the parameters are
+            tuned. ``attention.out`` and ``mlp.out`` end a branch.
+        initialise: Whether to draw initial values for all parameters that are trained (``requires_grad``). The values
+            of a parameter depend only on ``seed`` and the parameter's name. By default they are drawn if
+            ``hyperparameters`` has an init. False keeps the values of the model; use it with a
+            ``leaven.Hyperparameters``, which always has an init. If you pass a dict, leave out ``init_std`` instead.
         seed: Seed of the initial values.
 
     Returns:
@@ -212,10 +215,10 @@ def parametrize(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the optimizer's groups of a parametrized model, which contain the parameters that the model has now.
+    """Return the AdamW parameter groups of a parametrized model. They contain the parameters that the model has now.
 
     Raises:
-        InputError: if the model is not parametrized, or the names of its parameters have changed since it was.
+        InputError: if the model is not parametrized, or the names of its parameters have changed since then.
     """
     target = unwrapped(model, "groups: model")
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
@@ -234,7 +237,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers, from leaven or in its code."""
+    """Raise InputError if a model already has multipliers. They may be from leaven or in the model's own code."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(
@@ -253,7 +256,10 @@ def _require_no_multipliers(model: nn.Module) -> None:
 
 
 def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> tuple[Hyperparameters, bool]:
-    """Return the validated hyperparameters, and whether initial values are drawn."""
+    """Return the validated hyperparameters, and whether to draw initial values.
+
+    ``wanted`` is the argument ``initialise`` of :func:`parametrize`.
+    """
     tuned: Hyperparameters
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False

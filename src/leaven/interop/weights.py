@@ -1,7 +1,8 @@
 """Writes and reads weights in Hugging Face's format, without the ``transformers`` library.
 
-When weights are written, multipliers are folded into them; when weights are read, they are divided by the multipliers
-(:func:`leaven.scaling.table.folding`). So both models compute the same function.
+A forward multiplier is a constant factor on a branch or on the logits, which the Hugging Face architectures here do
+not have. So weights are multiplied by the multipliers when they are written, and divided by them when they are read
+(:func:`leaven.scaling.table.folding`). Both models then compute the same function.
 """
 
 import json
@@ -59,7 +60,7 @@ def write_huggingface(
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
 ) -> Architecture:
-    """Write a model into a new folder, atomically.
+    """Write a model into a new folder in Hugging Face's format. If this fails, nothing is written.
 
     ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
     the token that ends a document, with its id. ``card`` is the text of README.md. Weights larger than
@@ -112,8 +113,10 @@ def write_huggingface(
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
-    """Assign tensors to files, and return the tensors of each file. A file has at most ``limit`` elements, unless a
-    single tensor is larger."""
+    """Assign tensors to files, and return a mapping from each file name to its tensors.
+
+    A file has at most ``limit`` elements, unless it contains a single tensor that is larger.
+    """
     shards: list[list[Stored]] = []
     room = 0
     for each in stored:
@@ -128,8 +131,10 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
-    """Build a Hugging Face tensor from leaven's weights, with multipliers folded in. Biases that leaven does not have
-    are zero."""
+    """Build a Hugging Face tensor from leaven's weights, multiplied by their multipliers.
+
+    A bias that leaven's model does not have is zero.
+    """
     parts = [
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
         for name, shape in zip(stored.parts, stored.shapes, strict=True)
@@ -140,7 +145,7 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a Hugging Face tensor into leaven's tensors. This is the inverse of :func:`_folded` without
+    """Split a Hugging Face tensor into leaven's tensors. This inverts :func:`_folded`, but does not divide by the
     multipliers."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.shapes]
@@ -153,7 +158,9 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
 
 
 def read_huggingface(folder: Path) -> HuggingFaceModel:
-    """Return the model in a folder. Check the names and shapes of its weights, but do not read the weights.
+    """Return a description of the model in a folder.
+
+    The names and shapes of the weights are checked, but the weights are not read.
 
     Raises:
         InputError: if files are missing or damaged, or leaven's transformer does not support the model.
@@ -180,10 +187,11 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Return the model in a folder, after a check that a run with this model shape can start from it.
+    """Check that a run with this model shape can start from the weights in a folder. Return a description of the
+    model in the folder.
 
     Raises:
-        InputError: in the cases of :func:`read_huggingface`, or if the shapes differ.
+        InputError: if :func:`read_huggingface` raises it, or the shapes differ.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -198,12 +206,13 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
+    """Return a recipe that starts from a model's weights. It states a reason for every value that is not a default.
 
-    The recipe has itself as its base, so all multipliers are 1 until the recipe is transferred to another size.
+    The base of the recipe, the scale at which its values apply, is the scale of the recipe itself. So all scaling
+    factors are 1 until the recipe is transferred to another size.
 
     Raises:
-        InputError: if the model has no tokenizer.json that fits it.
+        InputError: if the model has no tokenizer.json that fits the model.
     """
     tokenizer, shape = plain.folder / "tokenizer.json", plain.shape
     if not tokenizer.is_file():
@@ -234,10 +243,10 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Load the weights of a folder into this process's parameters, divided by the multipliers.
+    """Load the weights of a folder into the parameters of this process, and divide them by the multipliers.
 
     Raises:
-        InputError: in the cases of :func:`require_start`, or if the weights cannot be read.
+        InputError: if :func:`require_start` raises it, or the weights cannot be read.
     """
     plain = require_start(shape, folder)
     pieces, factors = {piece.name: piece for piece in held}, folding(shape, table)

@@ -1,7 +1,7 @@
-"""Compute causal attention on a CPU. Each block of queries is multiplied only with the keys that it attends to.
+"""Compute causal attention on a CPU, one block of queries at a time. A block skips the keys after its last query.
 
-torch's CPU kernel takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H query heads,
-K key/value heads, G = H / K, N = B x K, T positions, E entries of a head, t queries of a block, s keys that the block
+torch's CPU kernel takes more than twice as long (measured: docs/log.md). Shapes: B sequences, H query heads, K
+key/value heads, G = H / K, N = B x K, T positions, E entries of a head, t queries of a block, s keys that the block
 attends to.
 """
 
@@ -68,8 +68,11 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(q_NGTE: Tensor, k_NTE: Tensor, scale: float) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield, for each block, the number of its first query, the number after its last query, and the attention
-    probabilities of its queries, (N, G x t, s)."""
+    """Split the queries into blocks, and yield ``(first, last, p_Nts)`` for each block.
+
+    The block contains the queries ``first`` to ``last - 1``. ``p_Nts`` contains their attention probabilities,
+    (N, G x t, s).
+    """
     length = q_NGTE.shape[2]
     wide = torch.promote_types(q_NGTE.dtype, torch.float32)
     later_tt = q_NGTE.new_full((BLOCK, BLOCK), -torch.inf, dtype=wide).triu(1)

@@ -19,7 +19,10 @@ def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tenso
 
 
 def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Return x as (B, H, T, E), with each pair of entries (i, i + E/2) rotated by the angle of its position.
+    """Apply rotary positions to x, and return the result as (B, H, T, E).
+
+    Entries i and i + E/2 of a head form a pair. Each pair is rotated by an angle that depends on the token's position
+    and on i.
 
     Cosines and sines are (T, E/2), or (B, T, E/2) if positions restart within a sequence.
     """
@@ -63,6 +66,6 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x rotated by the angles that have these cosines and sines. The result is contiguous in memory."""
+    """Rotate x by the angles with the given cosines and sines. The result is contiguous in memory."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((torch.addcmul(left * cos, right, sin, value=-1), torch.addcmul(right * cos, left, sin)), dim=-1)

@@ -63,11 +63,11 @@ def generate(
     end: int,
     max_tokens: int,
 ) -> Iterator[int]:
-    """Yield up to ``max_tokens`` tokens that the model generates after ``tokens``. Stop when it generates ``end``,
-    which is not yielded.
+    """Generate up to ``max_tokens`` tokens after ``tokens``, and yield each of them. Stop at the token ``end``,
+    without yielding it.
 
-    Token ids of ``vocabulary`` or more have no text and are never drawn. The model reads at most the last ``seq_len``
-    tokens. There is no key-value cache, so each token costs a forward pass over its whole context.
+    Tokens whose id is ``vocabulary`` or higher have no text and are never drawn. The model reads at most the last
+    ``seq_len`` tokens. There is no key-value cache, so each token costs a forward pass over its whole context.
     """
     device, context = model.embedding.weight.device, list(tokens)
     for _ in range(max_tokens):

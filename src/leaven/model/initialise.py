@@ -1,8 +1,8 @@
 """Initialise parameters with the distributions that the parameter table defines.
 
 The values of a parameter depend only on the seed, the parameter's name and its shape. They do not depend on the order
-of creation or on the layout of the run. A parameter is drawn in blocks of rows, each with a separate seed, so that a
-process can draw a slice without the rest.
+of creation or on the layout of the run. A parameter is drawn in blocks of rows, and each block has a separate seed.
+So a process can draw its part of a parameter without drawing all of it.
 """
 
 from collections.abc import Sequence
@@ -49,8 +49,10 @@ def fill(
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> None:
-    """Fill a parameter with normally distributed values. If ``shape`` and ``offset`` are given, ``piece`` is the
-    block at ``offset`` of a parameter with this shape.
+    """Fill ``piece`` with normally distributed values.
+
+    By default, ``piece`` is a whole parameter. With ``shape`` and ``offset``, it is a block of a parameter: ``shape``
+    is the shape of the whole parameter, and ``offset`` is the index of the block's first element.
 
     Values are drawn in fp32 and then cast, so that models of different dtypes have the same values up to rounding.
     """
@@ -71,6 +73,7 @@ def fill(
 
 
 def name_seed(seed: int, *path: str | int) -> int:
-    """Return a 63-bit seed derived from ``seed`` and from ``path``, the names and numbers that identify its use."""
+    """Derive a 63-bit seed from ``seed`` and ``path``. The names and numbers in ``path`` identify what the new seed
+    is used for."""
     text = ":".join(map(str, (seed, *path)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1

@@ -1,6 +1,7 @@
-"""Wrap private functions of torch, which may change between versions. tests/model/test_kernels.py tests each of them.
+"""Wrap private functions of torch, which may change between versions. tests/model/test_kernels.py tests each wrapper.
 
-Most of them process many tensors in a few kernels, where a loop over the tensors would need hundreds.
+The wrappers that take a sequence of tensors process all of them in a few kernels. A loop over the tensors would need
+hundreds of kernels.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place: all by one factor, a scalar, or each by a separate factor, (number of tensors,)."""
+    """Multiply tensors in place. ``factors`` is a scalar, which multiplies every tensor, or it contains one factor
+    for each tensor, (number of tensors,)."""
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -27,7 +29,7 @@ def subtract_(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for mps, which lacks float64."""
+    """Return the widest dtype of a device: float64, or float32 on mps, which lacks float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -37,13 +39,13 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """Make the next step of a fused Adam optimizer do nothing, and not count as a step, if the device tensor ``skip``
-    is true."""
+    """If ``skip`` is true, make the next step of a fused Adam optimizer do nothing. That step does not increase the
+    step count either. ``skip`` is a tensor on the device."""
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
 def softmax_backward(grad: Tensor, softmax: Tensor) -> Tensor:
-    """Return the gradient with respect to the input of a softmax over the last dimension. ``softmax`` is its output,
-    and ``grad`` the gradient with respect to this output."""
+    """Return the gradient with respect to the input of a softmax over the last dimension. ``softmax`` is the output
+    of the softmax, and ``grad`` is the gradient with respect to this output."""
     ds: Tensor = torch.ops.aten._softmax_backward_data(grad, softmax, -1, softmax.dtype)
     return ds

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORED = -100
-"""The target of a token that is left out of the loss."""
+"""A target with this value does not count in the loss."""
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}
 """Number of logits in a chunk, by device type. On a CPU, 16 MB of fp32 fit in the cache; a GPU needs larger
@@ -22,10 +22,11 @@ products."""
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Return the document number of each input, counted from 0 in each window, and the targets. Both are [B, T].
+    """Split windows of tokens into inputs and targets. Return two tensors [B, T]: the document number of
+    each input, and the targets.
 
-    ``windows`` is [B, T + 1]. A document includes the end-of-text token after it. The target after that token is the
-    start of an unrelated document, so it is set to `IGNORED`.
+    ``windows`` is [B, T + 1]. Documents are counted from 0 in each window. A document includes the end-of-text token
+    after it. The target after that token is the start of an unrelated document, so it is set to `IGNORED`.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -42,8 +43,10 @@ def cross_entropy(
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` times the loss in nats, a scalar: the sum over tokens of -log softmax(multiplier x hidden .
-    weight)[target].
+    """Return ``factor`` times the loss, a scalar in nats.
+
+    The loss is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target is not
+    `IGNORED`.
 
     Products are computed in the dtype ``compute`` (default: the dtype of ``hidden_ND``), so the logits are rounded to
     this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.

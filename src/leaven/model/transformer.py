@@ -1,5 +1,5 @@
-"""Define the transformer, which is built from a model shape. Parameters have the names and shapes of
-``ModelShape.parameters()``. A stage is the part of its layers that one rank runs.
+"""Define the transformer, which is built from a model shape. Its parameters have the names and shapes that
+``ModelShape.parameters()`` lists. :class:`Stage` contains a part of its layers, for pipeline parallelism.
 
 Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_head / 2
 for cosines and sines), V vocabulary.
@@ -23,7 +23,8 @@ class RMSNorm(nn.RMSNorm):
     """An RMSNorm that computes in the dtype of its gain (fp32) for any input dtype. torch's RMSNorm is slow if the
     dtypes differ.
 
-    Under autocast, the result is cast to the autocast dtype once here, and not again in every product that reads it.
+    Under autocast, the result is cast to the autocast dtype here. Otherwise every product that reads the result would
+    cast it again.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,7 +36,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PerHeadNorm(nn.Module):
-    """A norm of each head separately, with a separate gain for every entry of every head."""
+    """Normalises each head separately. Every entry of every head has its own gain."""
 
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
@@ -259,8 +260,8 @@ class Positions:
 
 
 def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
-    """Return the position of each token, counted from 0 in its document, (B, T). Without document numbers, positions
-    are counted in the sequence, (T,)."""
+    """Return the position of each token in its document, (B, T). If ``documents_BT`` is None, return the position of
+    each token in its sequence, (T,). Positions start at 0."""
     place_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     if documents_BT is None:
         return place_T
@@ -271,8 +272,9 @@ def places(documents_BT: Tensor | None, tokens_BT: Tensor) -> Tensor:
 def alibi_slopes(n_heads: int) -> list[float]:
     """Return the ALiBi slopes: 2^(-8 i / n) for the i-th of n heads if n is a power of two.
 
-    For other n, the heads beyond the last power of two get every other slope of the next power of two (Press et al.
-    2021, arXiv 2108.12409, and their released code).
+    For other n, let p be the largest power of two below n. The first p heads get the slopes for p heads. The others
+    get the first, third, fifth, ... of the slopes for 2 p heads (Press et al. 2021, arXiv 2108.12409, and their
+    released code).
     """
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -296,9 +298,8 @@ def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **h
 
 
 class Stage(nn.Module):
-    """The layers of a model from number ``first`` up to, but not including, ``last``. The first stage also has the
-    embedding, and the last stage also has the loss. Parameters have the same names as in the whole model, prefixed
-    with ``model.``.
+    """A part of a model: the layers ``first`` to ``last - 1``. The first stage also has the embedding, and the last
+    stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
 
     Args:
         dtype: the dtype of matrix products.
@@ -338,9 +339,12 @@ class Stage(nn.Module):
         return list(self.model.layers.children())
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the activations for the next stage, (B, T, D). On the last stage, return ``factor`` times the loss
-        in nats, summed over all targets that are not ignored, (1,). On the first stage, ``x`` contains the tokens,
-        (B, T). On other stages, ``x`` contains the activations of the previous stage, (B, T, D)."""
+        """Run the layers of this stage.
+
+        The first stage gets the tokens as ``x``, (B, T). Every other stage gets the activations of the previous stage
+        as ``x``, (B, T, D). The last stage returns ``factor`` times the loss, (1,): the loss is in nats and summed
+        over all targets that are not ignored. Every other stage returns its activations, (B, T, D).
+        """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):
             if self.begins:

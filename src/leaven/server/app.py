@@ -1,7 +1,8 @@
-"""The pages of ``leaven serve``: folders, a planner and the published runs.
+"""The web server of ``leaven serve``. Its pages are a list of folders, a planner and the published runs.
 
-It answers only to this machine, to requests with the token of the address that it prints, and only GET. No path of a
-request is opened: an address has to be one of those that :func:`leaven.server.folders.find` has found.
+The server answers only GET requests from this machine that have the token. The token is part of the address that
+``leaven serve`` prints. The server never opens a path that a request contains. It compares the address with the
+folders that :func:`leaven.server.folders.find` finds, and shows only one of these folders.
 """
 
 import secrets
@@ -49,7 +50,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the application that shows the folders below ``roots``, for requests with the token."""
+    """Return the web application that shows the folders below ``roots``. It answers only requests with the token."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root:int}/{name:path}": lambda request: _folder(request, roots),
@@ -65,10 +66,10 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired:
-    """Refuses requests without the token, or for another host than this one.
+    """Refuses requests without the token, and requests for a host name other than 127.0.0.1 or localhost.
 
-    ``leaven serve`` prints an address with the token; the browser then keeps the token in a cookie. The name of the
-    host is checked, because a page of another site could use a name of its own that resolves to this machine.
+    ``leaven serve`` prints an address with the token. When this address is opened, the browser gets a cookie with the
+    token. The host name is checked because another site could use a name of its own that resolves to this machine.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -96,7 +97,11 @@ class TokenRequired:
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return a page. If ``found`` is given, the browser asks for it repeatedly and gets it after each change."""
+    """Return the HTML page that ``make`` makes, or a page with the error that it raises.
+
+    ``found`` are the folders that the page shows. If they are given, the browser asks for the page again and again,
+    and gets a new page only after a change in these folders.
+    """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
         return Response(status_code=304, headers=HEADERS | {"ETag": mark})
@@ -129,7 +134,7 @@ def _folders(request: Request, roots: list[Path]) -> Response:
 
 
 def _counted(found: list[Found]) -> str:
-    """Return how many folders of each kind there are, in words."""
+    """Return the number of folders of each kind as text, for example ``2 runs, 1 study``."""
     plural = {"run": "runs", "study": "studies", "check": "checks", "demo": "demos"}
     kinds = [each.kind for each in found]
     counts = [(kinds.count(kind), kind) for kind in plural if kind in kinds]
@@ -176,7 +181,11 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan of a published run, or of the recipe that ``leaven new`` would write, and its name."""
+    """Return a plan and its title, from the fields of the planner's page.
+
+    If the field ``size`` does not begin with a digit, it names a published run, and the plan is for this run.
+    Otherwise the plan is for the recipe that ``leaven new`` would write.
+    """
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
         return plan_run(find_run(size).id, gpus, layout), size
@@ -186,7 +195,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the command that prints the plan for ``given``, the fields of the planner's page."""
+    """Return the shell command that prints the same plan. ``given`` contains the fields of the planner's page."""
     options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
     if given["size"] and not given["size"][0].isdigit():
         return f"leaven plan {given['size']} {' '.join(options)}"

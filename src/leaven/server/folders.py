@@ -39,7 +39,7 @@ class Found:
 
     @property
     def stats(self) -> dict[str, os.stat_result]:
-        """The files that the page shows, by path."""
+        """A mapping from the path of each file that the page shows to its size and times."""
         return dict(sorted(_files(self.folder, 2)))
 
     @property
@@ -49,7 +49,10 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that the folder is about: of a run, or the best one of a study."""
+        """The recipe of a run, or the best recipe of a study (its starting recipe if there is no best one yet).
+
+        None if the folder has no such recipe.
+        """
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -58,7 +61,7 @@ class Found:
 
 @dataclass(frozen=True)
 class FolderRow:
-    """A line of the list of folders."""
+    """A line of the list of folders in ``leaven serve``."""
 
     address: str
     path: str
@@ -74,7 +77,7 @@ class FolderRow:
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders of runs, studies, checks and demos below ``roots``, in the order of their names."""
+    """Yield the folders of runs, studies, checks and demos below each of ``roots``, sorted by name."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)
@@ -87,7 +90,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an ETag: a text that changes whenever one of the pages may have changed."""
+    """Return an HTTP ETag for a page about these folders. It changes whenever the page may have changed."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())
@@ -97,7 +100,7 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the line of a folder; ``now`` is in Unix time."""
+    """Return the line of a folder. ``now`` is the current Unix time."""
     name, progress, share, loss, state = found.folder.name, "", None, None, ""
     try:
         view = read_folder(found.folder)
@@ -123,7 +126,11 @@ def row(found: Found, now: float) -> FolderRow:
 
 
 def _summary(view: FolderView, silent: float) -> tuple[str, str, float | None, float | None, str]:
-    """Return name, progress, its share, loss and state of a folder in which nothing has changed for some seconds."""
+    """Return (name, progress as text, progress as a share, loss, state) of a folder.
+
+    ``silent`` is the number of seconds since the last change in the folder. It decides whether the folder is called
+    running.
+    """
     going = "running" if silent < SILENT else f"no change for {numbers.seconds(silent)}"
     if isinstance(view, RunView):
         tokens = view.recipe.data.tokens

@@ -1,4 +1,4 @@
-"""Measures the throughput of real steps for each micro-batch and global batch, and suggests the first batch of a
+"""Measures the throughput of real steps for pairs of a micro-batch and a global batch. Suggests the first batch of a
 batch ramp."""
 
 import time
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 STEPS = 3
-"""Steps of a measurement; the first one is not counted."""
+"""A measurement takes this many steps. The first one is not counted."""
 
 
 def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
-    """Return the global batches to measure, in sequences: the recipe's batch, and the results of halving it up to six
-    times, rounded up."""
+    """Return the global batches to measure, in sequences. They are the recipe's batch divided by the first ``most``
+    powers of two (1, 2, 4, ...), rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({-(-sequences // 2**n) for n in range(most)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
-    """Return the micro-batches to measure: powers of two below the recipe's batch, and that batch."""
+    """Return the micro-batches to measure, in sequences: all powers of two below the size of the recipe's batch, and
+    that size itself."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
     return sorted({min(2**n, sequences) for n in range(sequences.bit_length() + 1)})
 
@@ -51,9 +52,10 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of a few real steps for each global batch and each micro-batch up to it. No file is written.
+    """Measure the speed of a few real steps for every pair of a global batch and a micro-batch that is not larger.
+    Write no file.
 
-    ``share`` is the fraction of the full speed that the first batch of a batch ramp should reach.
+    The suggested first batch of a ramp is the smallest one that reaches the fraction ``share`` of the highest speed.
 
     Raises:
         InputError: if not even the smallest micro-batch fits.
@@ -93,8 +95,11 @@ def bench(
 
 
 def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoice | None:
-    """Return the fastest micro-batch at the largest batch, and the smallest batch that reaches the fraction ``share``
-    of the highest speed. Return None if there are no rows."""
+    """Choose a micro-batch and the first batch of a ramp from measured speeds. Return None if there are no rows.
+
+    The micro-batch is the fastest one at the largest batch. The ramp starts at the smallest batch that reaches the
+    fraction ``share`` of the highest speed. ``rows`` must be in ascending order of the global batch.
+    """
     fastest: dict[int, BenchSpeed] = {}  # by global batch
     for row in rows:
         if row.global_batch not in fastest or row.tokens_per_second > fastest[row.global_batch].tokens_per_second:
@@ -113,8 +118,8 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Take a few steps from the start of the data, and return the speed of the fastest, or None if they run out of
-    memory."""
+    """Take a few steps from the start of the data, and return the speed of the fastest step after the first. Return
+    None if memory runs out."""
     training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
     training.micro_batch = micro_batch
     training.progress = Progress()

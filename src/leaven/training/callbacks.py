@@ -1,5 +1,5 @@
-"""Defines the callbacks of a run that log and evaluate. The callback for checkpoints is in :mod:`.checkpoint`,
-and the one for spikes in :mod:`.spikes`."""
+"""Defines the callbacks that log a run and compute its validation loss. :mod:`.checkpoint` has the callback that
+saves checkpoints, and :mod:`.spikes` the one that responds to spikes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -24,8 +24,11 @@ class RunCallback(Callback[Step]):
 
 
 class StepLog(RunCallback):
-    """Writes metrics.jsonl and curves for TensorBoard, W&B or trackio, calls ``on_step`` after each step, sends a
-    heartbeat before each step, and logs when the batch grows."""
+    """Logs the steps of a run.
+
+    Before each step, it sends a heartbeat, and logs an event if the batch size has changed. After each step, it
+    writes a line of metrics.jsonl and points of the curves for TensorBoard, W&B or trackio, and calls ``on_step``.
+    """
 
     def __init__(self, trainer: "RunTrainer", writers: Sequence[str], on_step: Callable[[Step], None]) -> None:
         super().__init__(trainer)
@@ -74,8 +77,8 @@ class StepLog(RunCallback):
 
 
 class Validation(RunCallback):
-    """Computes the validation loss at an interval in tokens. It then compares the speed and memory of processes, to
-    find a slow one."""
+    """Computes the validation loss at a fixed interval in tokens. If the run has several processes, it then compares
+    their speed and memory, to find a slow process."""
 
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         super().__init__(trainer)
@@ -91,7 +94,7 @@ class Validation(RunCallback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Return the validation loss in nats per token and in bits per byte."""
+        """Compute and log the validation loss. Return it in nats per token and in bits per byte."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True

@@ -1,12 +1,13 @@
-"""Writes and reads checkpoints. A checkpoint is a folder, either complete or absent; its format does not depend on
-the number of processes.
+"""Writes and reads checkpoints. A checkpoint is a folder that is either complete or absent. Any number of processes
+can read it.
 
 A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last. It contains the
 length and digest of every other file and its own digest, so that a damaged checkpoint is detected and the previous
-checkpoint is used instead. Each process writes one file with the tensors, or parts of tensors, that it owns. The
-first process checks that the parts form whole tensors, and completes the checkpoint.
+checkpoint is used instead. Each process writes one file for the model and one for the optimizer. They contain the
+tensors, or parts of tensors, that the process owns. The first process checks that the parts form whole tensors, and
+completes the checkpoint.
 
-:class:`Checkpoints` is the callback of a run that saves them, in a thread while training continues.
+:class:`Checkpoints` is the callback that saves the checkpoints of a run, in a thread while training continues.
 """
 
 import json
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from leaven.training.trainer import RunTrainer
 
 FORMAT, FORMAT_OF_MANY = 2, 3
-"""Format numbers: of one process, and of several, where ``state.json`` lists the parts of each tensor."""
+"""Format numbers in ``state.json``. A checkpoint written by one process has the first number. A checkpoint written by
+several processes has the second number, and its ``state.json`` also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 _NAME = "tokens-*"  # damaged ones are renamed to damaged-tokens-*
 UNFINISHED = ".tokens-*.tmp"
@@ -55,7 +57,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run at a step. Everything except tensors is saved by the first process."""
+    """The state of a run at a step. Each process saves the tensors that it owns. The first process saves everything
+    else."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process owns
@@ -126,8 +129,11 @@ def write_checkpoint(
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write the tensors that this process owns. Return the lengths and digests of the written files, and the
-    positions of the tensor parts in them."""
+    """Write the tensors that this process owns. Return a record of what was written.
+
+    It contains the length and digest of each file, the position of each part in its tensor, and the names of the
+    tensors that other processes have to save.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
     held = set(checkpoint.places)
@@ -200,8 +206,8 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
 ) -> tuple[SavedCheckpoint | None, list[Path]]:
-    """Return the newest undamaged checkpoint, or None if there is none, and the paths of newer damaged checkpoints.
-    With ``tokens``, consider only the checkpoint at that token count.
+    """Find the newest undamaged checkpoint. Return it, or None if there is none, together with the paths of all
+    damaged checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
 
     Checkpoints that the run's ``rewinds`` have undone are ignored. All processes of a group must call this with the
     same ``rewinds``; they divide the files to verify among themselves, and all get the same result.
@@ -277,8 +283,11 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Return the token counts of the checkpoints to keep: the newest ``keep``, the last checkpoint at or before
-    ``good_tokens``, and the first checkpoint in each interval of ``keep_every_tokens``."""
+    """Choose which checkpoints to keep. ``due`` and the result are token counts of checkpoints, in ascending order.
+
+    The function keeps the newest ``keep`` checkpoints, the last one at or before ``good_tokens``, and the first one
+    in each interval of ``keep_every_tokens``.
+    """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
         stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}
@@ -286,8 +295,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """Divide tokens into intervals of ``every_tokens``, and return the first token count of ``there`` in each
-    interval after interval number ``last``."""
+    """Return the first token count of ``there`` in each interval of ``every_tokens`` tokens. Intervals are numbered
+    from 0, and only those with a number above ``last`` count."""
     found = []
     for tokens in there:
         if tokens // every_tokens > last:
@@ -360,8 +369,8 @@ class Checkpoints(Callback["Step"]):
 
 
 GIVE_UP = 5.0
-"""Seconds for which :meth:`CheckpointManager.close` waits for other processes. A checkpoint is still being written at
-that point only if the training has failed, and then the others may be gone."""
+""":meth:`CheckpointManager.close` waits this many seconds for other processes. If a checkpoint is still being written
+then, the training has failed, and the other processes may be gone."""
 
 
 @dataclass(frozen=True)
@@ -376,9 +385,9 @@ class Saved:
 class CheckpointManager:
     """Writes checkpoints in a thread, one at a time, and removes checkpoints that are no longer needed.
 
-    ``keep`` is the number of scheduled checkpoints to keep; the scheduled checkpoint of an interval of
-    ``every_tokens`` is the first one in it. An additional checkpoint, written when the run is stopped, does not
-    count, so that a stopped run can roll back as far as an uninterrupted run.
+    The first checkpoint in each interval of ``every_tokens`` is a scheduled checkpoint. The newest ``keep`` scheduled
+    checkpoints are kept. A stopped run writes an additional checkpoint, which does not count as one of them. So a
+    stopped run can roll back as far as an uninterrupted run.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread. The
     constructor and :meth:`clear` are collective. Only the first process moves and removes folders.

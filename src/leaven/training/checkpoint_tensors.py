@@ -1,4 +1,4 @@
-"""Reads any part of a tensor from the files of a checkpoint, which contain tensors as a whole or in blocks."""
+"""Reads any part of a tensor from the files of a checkpoint. A file contains whole tensors or blocks of tensors."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +48,8 @@ class SavedTensor:
 
 
 def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]:
-    """Combine the parts that the processes have written, and return the location of every whole tensor.
+    """Combine the records of all processes into the location of every whole tensor. The record of a process lists, by
+    tensor name, the blocks that the process has written.
 
     Raises:
         ValueError: if an element of a tensor is missing or stored twice, or the blocks of a tensor disagree about its
@@ -86,7 +87,7 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
 
 
 def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
-    """Count the blocks that contain each element, and return the set of these counts."""
+    """For each element, count the blocks that contain it. Return the set of all counts."""
     if not shape:
         return {len(blocks)}
     edges = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
@@ -167,8 +168,8 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the block of a tensor at the position of ``piece``, the part of a parameter that a process has. A
-    scalar is returned unchanged."""
+    """Return a part of the tensor ``name``. The part has the offset and shape of ``piece``, which is the part of a
+    parameter that this process has. A scalar is returned unchanged."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

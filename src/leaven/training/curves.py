@@ -72,7 +72,8 @@ class Tracker:
 
 
 def writers(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the writers that ``--log-to`` names. Without ``--log-to``, return TensorBoard if it is installed.
+    """Check and return the names given with ``--log-to``. If ``names`` is None, return TensorBoard if it is
+    installed.
 
     Raises:
         InputError: if a name is unknown or its package is not installed.
@@ -88,8 +89,8 @@ def writers(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 class Curves:
-    """All writers of a run that continues from ``tokens`` trained tokens. If a writer fails, ``lost`` is called once
-    with its name and the error."""
+    """Sends values to all writers of a run. The run continues from ``tokens`` trained tokens. If a writer fails, it
+    is removed, and ``lost`` is called with its name and the error."""
 
     def __init__(
         self, names: Sequence[str], folder: Path, recipe: Recipe, tokens: int, lost: Callable[[str, str], None]

@@ -1,8 +1,9 @@
 """Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
-MFU is the model FLOPs of a token (:mod:`leaven.planning.flops`: 6 for each weight of a matmul, the unembedding but
-not the embedding, + 12 L d s for full attention) times tokens per second, over the dense peak of the dtype. The
-causal MFU (which counts half of the attention FLOPs) and the HFU (which also counts recomputation) are given as well.
+The MFU is the model FLOPs per second divided by the device's dense peak for the dtype. A token costs 6 FLOPs for each
+weight in a matmul, plus 12 L d s for full attention (:mod:`leaven.planning.flops`). The weights include the
+unembedding, but not the embedding. :func:`utilisation` also computes the causal MFU, which counts half of the
+attention FLOPs, and the HFU, which also counts recomputation.
 """
 
 import ctypes
@@ -48,7 +49,8 @@ class Peak:
 
 
 def peak_flops(device_name: str, compute: str) -> float | None:
-    """Return the dense peak FLOP/s of a device, given the name that its driver reports, or None if it is unknown.
+    """Return the dense peak FLOP/s of a device, or None if it is unknown. ``device_name`` is the name that the driver
+    reports.
 
     The result is None for fp32, which may or may not run as TF32, and for CPUs: a wrong peak is worse than no peak. A
     trainer that treated unknown devices as an A100 printed an MFU three times too high.
@@ -74,7 +76,8 @@ def known_peak(device: torch.device, compute: str) -> Peak | None:
 
 
 def default_device() -> torch.device:
-    """Return the device of ``--device`` or LEAVEN_DEVICE, or else the best one that this machine has.
+    """Return the device that ``--device`` or LEAVEN_DEVICE names. If neither is given, return the best device of this
+    machine.
 
     Raises:
         InputError: if this machine or this build of torch lacks the chosen device.
@@ -90,7 +93,7 @@ def default_device() -> torch.device:
 
 
 def _lacking(name: str) -> str | None:
-    """Return what a device needs and this machine lacks, or None."""
+    """Return why a device cannot be used on this machine, or None if it can be used."""
     if name == "cpu":
         return None
     built, found = (
@@ -104,7 +107,7 @@ def _lacking(name: str) -> str | None:
 
 
 def require_device(recipe: Recipe, device: torch.device) -> None:
-    """Raise InputError if the recipe needs what the device lacks."""
+    """Raise InputError if the device does not support the dtype or the compilation that the recipe asks for."""
     if device.type != "mps":
         return
     if recipe.precision.compute == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
@@ -133,8 +136,9 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 def device_peak(device: torch.device, compute: str) -> Peak:
     """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
 
-    A dtype that the device only emulates has at least the peak of fp32. Without that bound a CPU without fp16 showed
-    MFUs of up to 227%: its fp16 product of two matrices takes eight times as long if neither is transposed.
+    A measured peak is at least the peak of fp32, because the device may only emulate the dtype. Without this bound, a
+    CPU without fp16 showed MFUs of up to 227%: its fp16 matmul takes eight times as long if neither matrix is
+    transposed.
     """
     known = known_peak(device, compute)
     if known is not None:
@@ -186,7 +190,7 @@ def wait(device: torch.device) -> None:
 
 
 def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
-    """Return the MFU (which counts full attention), the causal MFU and the HFU at the same speed."""
+    """Convert the MFU, which counts full attention, to the causal MFU and the HFU. Return all three."""
     full = flops_per_token(recipe.model)
     return {
         "mfu": mfu,
@@ -214,8 +218,8 @@ def unless_out_of_memory(
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far, in bytes: on an accelerator, of its allocated memory; on a CPU, of the whole
-    process."""
+    """Return the peak memory use so far, in bytes. On an accelerator, this counts the memory allocated on the device.
+    On a CPU, it counts the memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":  # without a peak: what the allocator has taken, which it keeps
@@ -265,7 +269,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a control group may still use, including its page cache, which can be reclaimed."""
+    """Return the bytes that a control group may still use, or None if it has no limit. They include its page cache,
+    which can be reclaimed."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())

@@ -1,11 +1,11 @@
 """Ends trials early if they diverge, or if they cannot reach the best trial (pruning). This module does not import
 torch.
 
-Trials are compared at equal token counts, and only if they have the same schedule. A trial with a high learning rate
-starts behind and may still win. So a trial may be behind the baseline by a margin: the amount by which the baseline's
-own loss still falls after this point. The margin is wide while the learning rate is high, and narrows as the learning
-rate decays. The constants were chosen on the curves of one set of trials and tested on another set
-(benchmarks/early_stopping.py, docs/log.md).
+A trial is compared with the baseline, the best trial so far, at equal token counts and only if both have the same
+schedule. A trial with a high learning rate starts behind and may still win. So a trial may be behind the baseline by
+a margin: the amount by which the baseline's own loss still falls after this point. The margin is wide while the
+learning rate is high, and narrows as the learning rate decays. The constants were chosen on the curves of one set of
+trials and tested on another set (benchmarks/early_stopping.py, docs/log.md).
 """
 
 import math
@@ -20,11 +20,12 @@ from leaven.training.loop import Callback, Diverged, StepResult
 from leaven.training.outcome import Baseline, Curve, curve_of
 
 POINTS = 32
-"""Number of intervals of equal tokens in which a run is judged."""
+"""A run is divided into this many intervals of equal token counts. Its curve has one point for each interval."""
 
 
 LEARNT = 0.01
-"""Nats below a uniform guess that every working run reaches: token frequencies alone gain tenths of a nat."""
+"""Every working run ends with a loss at least this many nats below the loss of a uniform guess. Learning the token
+frequencies alone gains tenths of a nat."""
 
 
 def divergence_limit(vocab_size: int) -> float:
@@ -108,19 +109,20 @@ class Pruning(Callback[StepResult]):
 
 
 SMOOTH = 4
-"""Number of points of a curve that are compared."""
+"""Curves are compared by their mean over this many points."""
 FIRST = 0.25
-"""Share of the run before which no trial is pruned."""
+"""No trial is pruned before this share of the run is done."""
 MARGIN = 1.0
-"""How far behind a trial may be, as a share of the loss that the baseline still gains."""
+"""A trial may be behind the baseline by this share of the amount by which the baseline's loss still falls."""
 LEAST = 8.0
-"""How far behind a trial may always be, in standard deviations between seeds."""
+"""A trial may always be behind the baseline by this many standard deviations between seeds."""
 CATCHES_UP = 1.5
-"""A trial that is this far behind closes half of its gap; a share of the loss that the baseline still gains."""
+"""A trial is expected to close half of its gap if the gap is this share of the amount by which the baseline's loss
+still falls."""
 
 
 def should_prune(curve: Curve, baseline: Baseline) -> bool:
-    """Return whether a trial whose curve so far is ``curve`` cannot reach the baseline."""
+    """Return whether to prune a trial because it cannot reach the baseline. ``curve`` is the trial's curve so far."""
     tokens, end = curve[-1][0], baseline.curve[-1][0]
     if len(curve) < SMOOTH or tokens < FIRST * end or tokens >= end:
         return False
@@ -145,8 +147,8 @@ def gap(curve: Curve, baseline: Baseline) -> float:
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return the decrease of the baseline's loss from the token count at which the curve ends to the baseline's
-    end."""
+    """Return how much the baseline's loss still falls between the end of ``curve`` and the end of the baseline, in
+    nats."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 

@@ -129,8 +129,8 @@ class Training:
         self.micro_batch = micro_batch
 
     def check_stop(self) -> None:
-        """Raise StopRequested if ``stop()`` is true, in a run with a single process. Several processes have to stop
-        at the same step, so they check for a stop between steps instead."""
+        """In a run with a single process, raise StopRequested if ``stop()`` returns true. Several processes have to
+        stop at the same step, so they check for a stop between steps instead."""
         if self.group is SINGLE_PROCESS and self.stop():
             raise StopRequested
 
@@ -143,8 +143,8 @@ class Training:
         """Take one optimizer step and wait for it.
 
         Raises:
-            Diverged: if the loss or the gradient is not finite, unless the cause is an fp16 loss scale that was too
-                large. The parameters are unchanged.
+            Diverged: if the loss or the gradient is not finite. It is not raised if the cause is an fp16 loss scale
+                that was too large, or if ``on_spike`` is ``off``. The parameters are unchanged.
         """
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
@@ -155,8 +155,8 @@ class Training:
         """Start one optimizer step on the device, without waiting for it. Return a function that waits for the step
         and returns its metrics. Call each of these functions once, in the order of the steps.
 
-        If the loss or the gradient norm is not finite or not below the limits, the device itself skips the step:
-        parameters and moments stay unchanged.
+        The device applies the step only if the loss and the gradient norm are finite and below the limits. Otherwise
+        the device itself skips the step: parameters and moments stay unchanged.
         """
         self.telemetry.begin()
         recipe, start = self.recipe, self.progress
@@ -204,8 +204,12 @@ class Training:
             torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
 
     def _recount(self, longer: float) -> None:
-        """Convert the step counts of optimizer and clipping when the batch size changes. Call this after the
-        gradients are computed: a step that is abandoned earlier then leaves the state unchanged."""
+        """Convert the step counts of optimizer and clipping when the batch size changes.
+
+        ``longer`` is the half-life of the moments in this step, divided by that in the previous step. Call this
+        function after the gradients are computed, so that a step that is abandoned earlier leaves the state
+        unchanged.
+        """
         if longer != 1:
             self.clipper.recount(longer)
             self.optimizer.recount(longer)
@@ -270,8 +274,9 @@ class Training:
         )
 
     def _slice(self, sequences: int) -> tuple[int, int]:
-        """Return the index of the first sequence of a batch that this process reads, and the number of sequences that
-        it reads. The last processes may read fewer sequences than the others, or none."""
+        """Divide the sequences of a batch among the data-parallel processes. Return the index of the first sequence
+        that this process reads, and how many it reads. The last processes may read fewer sequences than the others,
+        or none."""
         each = -(-sequences // self.group.dp)
         start = min(self.group.dp_rank * each, sequences)
         return start, min(each, sequences - start)
@@ -296,9 +301,9 @@ class Training:
         return self._on_device(inputs), self._on_device(targets), documents
 
     def forwards(self, sequences: int) -> tuple[int, int]:
-        """Return the number of sequences in each forward pass and the number of forward passes for a batch. A
-        compiled model gets the same size wherever possible, because compiling for a new size costs more than padding.
-        """
+        """Divide a batch of ``sequences`` sequences into forward passes. Return the number of sequences in each pass
+        and the number of passes in each process. A compiled model gets the same size wherever possible, because
+        compiling for a new size costs more than padding."""
         each = -(-sequences // self.group.dp)
         size = min(self.micro_batch, each) if self.recipe.layout.compile else even(each, self.micro_batch)
         return size, self.sharded.schedulable(-(-each // size))
@@ -309,8 +314,8 @@ class Training:
         return tokens.to(self.device)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the part of the state that this process owns. The step count of a parameter belongs to the process
-        with the parameter's first element; state that does not belong to a parameter belongs to the first process."""
+        """Return the part of the state that this process owns. The process that owns a parameter's first element also
+        owns the parameter's step count. The first process owns the state that does not belong to a parameter."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}

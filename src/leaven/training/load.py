@@ -59,8 +59,8 @@ class LoadedRun:
 
 
 def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Tokenizer]":
-    """Return the model and the tokenizer of a run, from its newest undamaged checkpoint or from the checkpoint at
-    ``tokens`` tokens.
+    """Return the model and the tokenizer of a run. The weights come from the checkpoint at ``tokens`` trained tokens,
+    or by default from the newest undamaged checkpoint.
 
     The model is on the CPU, in fp32 and in evaluation mode; ``model(token_ids)`` maps (batch, time) to logits (batch,
     time, vocabulary). A warning names newer checkpoints that are damaged.
@@ -126,7 +126,8 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Generate sample number ``number`` of a seed. It does not depend on other samples.
+    """Generate a text that continues the prompt. ``seed`` and ``number`` together determine the random numbers, so a
+    sample does not depend on other samples.
 
     The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, which never ends in
     the middle of a character.

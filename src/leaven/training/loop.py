@@ -36,8 +36,7 @@ S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
 
 
 class Trainable(Protocol[S_co]):
-    """The interface of what the loop trains: :class:`leaven.training.engine.Training`, or a class with these
-    members."""
+    """What the loop can train: :class:`leaven.training.engine.Training`, or any other class with these members."""
 
     @property
     def tokens(self) -> int:
@@ -65,7 +64,7 @@ class Callback(Generic[S_contra]):
 
     def is_due(self, before: int, after: int) -> bool:
         """Return whether to call :meth:`on_due` after a step that advances the run from ``before`` to ``after``
-        tokens. It is never called after the last step."""
+        tokens. Neither method is called after the last step."""
         return False
 
     def on_due(self) -> None:

@@ -28,14 +28,14 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether the run's last manual rewind had these arguments, so that the run resumes instead of
-        rewinding again."""
+        """Return whether this rewind has been done already. That is so if the run's last manual rewind had these
+        arguments, and the recipe has not changed since. The run then resumes and does not rewind again."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
     def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if there is no run or no checkpoint, or if the recipe changes a value that a run cannot
-        change."""
+        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
+        must stay the same during a run."""
         if not run.recipe_file.exists():
             raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
@@ -47,7 +47,8 @@ class ManualRewind:
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind, and write the recipe that the run uses from that checkpoint on."""
+        """Record the rewind in the run folder. If the recipe has changed, write the new recipe, which the run uses
+        from the checkpoint on."""
         with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()

@@ -39,13 +39,15 @@ from leaven.training.run_profile import record_of
 
 WARM_UP, STEPS = 2, 3
 FORWARDS = 2
-"""Forwards of a step, at most. With one alone the optimizer would have too large a share of the time."""
+"""A measured step has at most this many forward passes. With only one, the optimizer would take too large a share of
+the time."""
 
 SHORT_SECONDS = 10.0
-"""Seconds of a step above which the model is measured with fewer layers."""
+"""If a step is estimated to take more seconds than this, the model is measured with fewer layers."""
 
 USUAL_SHARE = 0.5
-"""Share of the best matmul speed that a step is assumed to reach, to estimate its time before measuring."""
+"""A step is assumed to reach this share of the best matmul speed. Its time is estimated from this before it is
+measured."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Return the recipe reduced to one device and a batch of one or two forward passes, and its arrangement."""
+    """Reduce the recipe to one device and a batch of one or two forward passes. Return it with its arrangement
+    (layout, micro-batch and number of forward passes)."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)
@@ -147,12 +150,12 @@ def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, 
 
 
 def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
-    """Estimate the seconds of a step."""
+    """Estimate how many seconds a step on ``sequences`` sequences takes."""
     return sequences * recipe.model.seq_len * flops_per_token(recipe.model) / (USUAL_SHARE * flops)
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step fits into memory and is short enough. With at most two layers it may take longer."""
+    """Return whether a step fits into memory and is short enough. A model with at most two layers may take longer."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)

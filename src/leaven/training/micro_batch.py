@@ -1,8 +1,9 @@
-"""Chooses the micro-batch, the number of sequences in one forward pass: the fastest that fits, timed with real
-forward passes.
+"""Chooses the micro-batch, which is the number of sequences in one forward pass. Real forward passes are timed to
+find the fastest size that fits into memory.
 
-A micro-batch is an upper limit: a batch that it does not divide is split evenly (with a micro-batch of 8, 12
-sequences are split into 6 and 6). So the forward passes of a ramp can have a different size for each batch.
+A micro-batch is an upper limit. If the batch is not a multiple of it, the batch is split evenly: with a micro-batch
+of 8, 12 sequences are split into 6 and 6. So during a batch ramp, the size of the forward passes can change with the
+batch.
 """
 
 import time
@@ -34,26 +35,28 @@ if TYPE_CHECKING:
     from leaven.training.engine import Training
 
 RULE_TOKENS = {"cpu": 2_048, "cuda": 16_384}
-"""Tokens of a forward by rule of thumb: few enough for activations of small models to stay in a CPU's cache
-(measured: docs/log.md), enough to keep an accelerator busy."""
+"""By rule of thumb, a forward pass has about this many tokens. On a CPU, the activations of small models then stay in
+the cache (measured: docs/log.md). On an accelerator, this many tokens keep the device busy."""
 
 TIMED_STEPS = 1_000
-"""Runs of fewer steps use the rule of thumb: timing costs about eight steps, and without it such a run has the same
-bits wherever it is started."""
+"""Runs of fewer steps use the rule of thumb. Timing would cost about eight steps. Without timing, such a run has the
+same bits wherever it is started."""
 
 ROUNDS = 3
 LIMIT_SECONDS = 60.0
 WORTH = 0.02
-"""A larger micro-batch must be faster by this share: less is noise, and a smaller one saves memory."""
+"""A larger micro-batch is chosen only if it is faster by more than this share. A smaller difference is noise, and a
+smaller micro-batch saves memory."""
 
 ACTIVATION_BYTES = {"fp32": 8, "bf16": 6, "fp16": 6}
-"""Bytes that the uncompiled forward pass keeps for each value that the closed form counts: copies, and with autocast
-a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md), rounded up."""
+"""The uncompiled forward pass keeps this many bytes for each value that the planner's formula counts. They include
+copies, and with autocast also a residual stream and norms in fp32. Measured on a CPU over four shapes (docs/log.md),
+rounded up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""Share of the free memory that the closed form may fill. On a CPU the system would kill a process that takes too
-much, and mps shares its memory. CUDA raises an error, so sizes that are slightly too large by the closed form are
-tried too."""
+"""By the planner's formula, training may fill this share of the free memory. On a CPU the system would kill a process
+that takes too much, and mps shares the system's memory. CUDA only raises an error, so sizes that are slightly too
+large by the formula are tried too."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,8 @@ class Choice:
 
 
 def even(sequences: int, micro_batch: int) -> int:
-    """Return the number of sequences in each forward pass of a batch: at most ``micro_batch``, in as few forward
-    passes of equal size as possible.
+    """Split a batch into as few forward passes of equal size as possible, with at most ``micro_batch`` sequences
+    each. Return the number of sequences in each pass.
 
     >>> even(12, 8), even(7, 4), even(5, 8)
     (6, 4, 5)
@@ -116,7 +119,8 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe. If its micro-batch is "auto" and this folder contains a run, use the micro-batch of the run.
+    """If the recipe's micro-batch is "auto" and the folder contains a run, replace "auto" by the run's micro-batch.
+    Return the recipe.
 
     A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
     bits of a sum.
@@ -132,7 +136,8 @@ def as_started(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """Return the recipe with the micro-batch of the run in this folder. If there is no run, use the rule of thumb."""
+    """If the recipe's micro-batch is "auto", replace it by the micro-batch of the run in this folder. If there is no
+    run, replace it by the rule of thumb. Return the recipe."""
     recipe = as_started(recipe, folder) if folder is not None else recipe
     if recipe.batch.micro_batch != "auto":
         return recipe
@@ -223,8 +228,8 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Return the micro-batch of the rule of thumb, halved until it fits into memory, or None if not even one sequence
-    fits."""
+    """Start with the micro-batch of the rule of thumb, and halve it until it fits into memory. Return None if not
+    even one sequence fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, size) is None:

@@ -16,8 +16,8 @@ from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import wide, widened
 
 KEEP = 0.95
-"""The weight of the previous average at each measurement: about the last twenty count. A single estimate is as large
-as its own noise."""
+"""Each measurement multiplies the previous average by this weight, so about the last twenty measurements count. The
+noise of a single estimate is as large as the estimate itself."""
 
 _STATE = "noise_scale.averages"  # among the optimizer's tensors in a checkpoint
 
@@ -39,8 +39,8 @@ class NoiseScale:
         return after // self.every > before // self.every
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
-        """Add the norms of the mean gradients over ``small`` and ``big`` tokens. Ignore both if one of them is
-        not finite.
+        """Add a measurement to the averages: ``small_norm`` is the norm of the mean gradient over ``small`` tokens,
+        and ``big_norm`` that over ``big`` tokens. Ignore the measurement if it is not finite.
 
         Return the noise scale in tokens, a scalar. It is nan as long as the estimate of |G|^2 is not positive.
         """

@@ -1,6 +1,7 @@
 """Builds Adam with parameter groups from the parameter table, and clips gradients by their norm.
 
-Parameters with equal values share a group. No scaling rule changes the limit of the norm; ``leaven show`` says why.
+Parameters of one module share a group if their lr, betas, eps and weight decay are equal. No scaling rule changes the
+norm limit; ``leaven show`` explains why.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from leaven.scaling.apply import AT_BASE, Factors
 from leaven.scaling.table import ParameterRow, ParameterTable, optimizer_groups
 
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-"""Adam's state of a parameter: the step count, a scalar, and two moments of its shape."""
+"""The names of Adam's state for a parameter: the step count, which is a scalar, and two moments, which have the shape
+of the parameter."""
 
 Moments = Mapping[tuple[str, str], Tensor]
 
@@ -27,7 +29,7 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
     weight_decay.
 
     Raises:
-        ValueError: if parameters have no row or rows have no parameter; the message names them.
+        ValueError: if a parameter has no row or two rows, or a row has no parameter.
     """
     names = {row.name for row in rows}
     if len(names) != len(rows):
@@ -42,12 +44,13 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
 
 @dataclass
 class Optimizer:
-    """Adam or AdamW over the table's groups; the schedule multiplies each group's peak learning rate.
+    """Adam or AdamW with the groups of the parameter table. The schedule multiplies each group's peak learning rate.
 
     If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
     step i relative to that at the full batch. Adam's bias correction must then divide by 1 minus the product of the
-    betas of all steps so far. torch divides by 1 - beta_now ** n, with n its step count. The two are equal for
-    n = h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
+    betas of all steps so far. torch divides by 1 - beta_now ** n, where beta_now is the current beta and n is torch's
+    step count. The two divisors are equal for n = h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets
+    torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -61,8 +64,8 @@ class Optimizer:
 
     def step(self, multiplier: float, skip: Tensor | None = None, ramp: Factors = AT_BASE) -> None:
         """Update the parameters with ``multiplier`` times the peak lr of each group, and drop the gradients. If
-        ``skip``, a tensor on the device, is true, the parameters do not change. ``ramp`` has the factors by which lr,
-        betas, eps and weight decay at the current batch differ from those at the full batch."""
+        ``skip``, a tensor on the device, is true, the parameters do not change. During a batch ramp, ``ramp``
+        converts lr, betas, eps and weight decay from the full batch to the current batch."""
         for group in self.adam.param_groups:
             full = group.setdefault("full", {key: group[key] for key in ("betas", "eps", "weight_decay")})
             group["lr"] = group["peak_lr"] * multiplier * ramp.lr
@@ -77,8 +80,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by ``factor``, the ratio of the new half-life of the moments to the old one (in
-        steps)."""
+        """Multiply the step counts by ``factor``. It is the new half-life of the moments divided by the old one, both
+        in steps."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -87,8 +90,8 @@ class Optimizer:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return moments and step counts. Their keys consist of kind and parameter name, and do not depend on the
-        order of the groups."""
+        """Return the moments and step counts by (kind, parameter name), where the kind is one of `MOMENTS`. The keys
+        do not depend on the order of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()

@@ -1,4 +1,5 @@
-"""Defines the outcome of a trial, for searches, workers and users' objectives. This module does not import torch."""
+"""Defines the outcome (the result) of a trial, which searches, workers and users' objectives exchange. This module
+does not import torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ def curve_of(points: Iterable[Sequence[float]]) -> Curve:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a trial: its loss and how it was reached."""
+    """The outcome of a trial: its loss, its cost and its curve."""
 
     loss: float  # validation, nats per token; not finite if it diverged; of a pruned trial the expected loss
     tokens: int = 0  # position in the run at the end, plus the cooldowns of shorter durations

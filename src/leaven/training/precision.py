@@ -14,7 +14,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FIRST_SCALE = 2.0**16
 GROW_AFTER = 2_000
-"""Consecutive steps without overflow after which the scale doubles, as in torch."""
+"""The loss scale doubles after this many consecutive steps without overflow, as in torch."""
 
 _STATE = "loss_scale"  # among the optimizer's tensors in a checkpoint
 
@@ -35,7 +35,8 @@ class LossScale:
         return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
 
     def update(self, finite: Tensor) -> None:
-        """Adjust the scale after a step. ``finite``, a scalar, is whether the loss and the gradient were finite."""
+        """Adjust the scale after a step. ``finite`` is a boolean scalar: whether both the loss and the gradient were
+        finite."""
         # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER

@@ -1,4 +1,5 @@
-"""Rewinds of a run, from a spike or by hand, and what follows from them.
+"""Defines the rewinds of a run and computes their effects. A rewind returns the run to an earlier state,
+automatically after a spike or by hand.
 
 A run keeps a list of its rewinds, the newest last. Everything else follows from that list by pure functions of the
 number of tokens trained: which part of the stream is skipped, how far the lr is lowered, and which checkpoints have
@@ -53,6 +54,6 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
 
 
 def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Return whether a later rewind has undone a state that was saved at ``tokens`` trained tokens, after ``known``
-    rewinds."""
+    """Return whether a rewind has undone a saved state. The state was saved after ``tokens`` trained tokens, when the
+    run had had ``known`` rewinds."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])

@@ -45,8 +45,8 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
 
 
 class RunFolder:
-    """The folder of a run on disk. While the disk is full, ``unwritten`` is the error message, and lines are kept in
-    memory to be written later.
+    """The folder of a run on disk. While the disk is full, lines are kept in memory and written later, and
+    ``unwritten`` is the error message.
 
     ``writes`` is true in only one process of a run; in the other processes the methods that write do nothing.
     """
@@ -94,7 +94,7 @@ class RunFolder:
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """Check that the fingerprint of the text is the one with which the run began, if it has begun.
+        """Check that the run, if it has begun, began with the same text. ``fingerprint`` identifies the text.
 
         Raises:
             InputError: if the text has changed since the run began.
@@ -178,7 +178,8 @@ class RunFolder:
         return found
 
     def finish(self) -> dict[str, Any] | None:
-        """Return the event that says that the run finished, or None if there is none or the run was rewound later."""
+        """Return the ``finish`` event of the run. Return None if the run has not finished, or was rewound after it
+        finished."""
         for event in reversed(self.events()):
             if event["event"] == "finish":
                 return dict(event)
@@ -230,7 +231,8 @@ class RunFolder:
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences of two recipes that prevent resuming a run. Layout and micro-batch may differ."""
+    """Return the differences between two recipes that prevent a run of one from being resumed with the other.
+    Differences in layout and micro-batch do not count."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 

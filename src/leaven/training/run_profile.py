@@ -25,19 +25,20 @@ from leaven.training.run_folder import RunFolder
 from leaven.training.step_metrics import Step
 
 WARM_UP = 3
-"""First steps of each batch size in a start that are not measured: they compile, fill caches and allocate."""
+"""After each start of a run, this many first steps of each batch size are not measured, because they compile, fill
+caches and allocate memory."""
 
 KEPT = 1_000
-"""The median is over this many last steps of a batch size."""
+"""The median step time covers at most this many of the latest steps of a batch size."""
 
 ENOUGH = 10
-"""Steps from which a measurement enters the calibration history."""
+"""A measurement is added to the calibration history if it covers at least this many steps."""
 
 
 class RunProfile(Callback[Step]):
     """Measures step time and memory from one start of a run to its stop. Each batch size has a row in ``plan.json``.
 
-    A row replaces the row of an earlier start if it is the median of at least the same number of steps.
+    A new row replaces the row of an earlier start if the new one covers at least as many steps.
     """
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:

@@ -4,9 +4,9 @@ Each of the three quantities is compared with its median over the last :data:`LE
 median is divided by a robust standard deviation: 1.4826 times the median of the last :data:`WINDOW` absolute
 distances, but at least a floor. The number of deviations minus :data:`ALLOWANCE` is added to a sum that never falls
 below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"). When the sum reaches :data:`LIMIT`,
-that is an anomaly: it takes three steps with a large deviation or a dozen with a small one, and a single batch of
-unusual text is not enough. The anomaly began at the step at which the sum last rose above 0. All steps from there on
-are suspicious, and later steps are not compared with them.
+the run has an anomaly. Three steps with a large deviation are enough for this, or a dozen with a small one, but not a
+single batch of unusual text. The anomaly began at the step at which the sum last rose above 0. All steps from there
+on are suspicious, and later steps are not compared with them.
 
 The logarithms of both norms are compared, and the update norm is divided by the learning rate first. In a 32B run the
 update norm doubled before loss and gradient changed (marin-community/marin#1368).
@@ -35,12 +35,14 @@ LEVEL = 32
 WINDOW = 128
 ALLOWANCE = 4.0
 CAP = 12.0
-"""Deviations above CAP count as CAP: one step adds at most CAP - ALLOWANCE to the sum."""
+"""A step with more deviations than this counts as one with this many. So one step adds at most CAP - ALLOWANCE to the
+sum."""
 LIMIT = 24.0
 OUTSTANDING = 6.0
-"""Deviations from which ``on_spike = "skip"`` skips a step, as in OLMo-core's SkipStep optimizers."""
+"""``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
+as in OLMo-core's SkipStep optimizers."""
 PATIENCE = 20
-"""Consecutive steps that ``skip`` may skip; more of them are an anomaly."""
+"""With ``on_spike = "skip"``, this many skipped steps in a row are an anomaly."""
 
 # 0.05 nats, and factors of 1.28 and 1.11: with large batches the deviations can be even smaller, which is harmless.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
@@ -104,8 +106,8 @@ class SpikeDetector:
     """Detects anomalies from the metrics of all steps, which it must receive in order. Checkpoints save the
     detector's state.
 
-    With ``skipping``, steps above :meth:`limits` are skipped, and it takes :data:`PATIENCE` skipped steps in a row to
-    make an anomaly.
+    With ``skipping``, a step that is not below its :meth:`limits` is skipped, and only :data:`PATIENCE` skipped steps
+    in a row are an anomaly. An update norm that is not finite is an anomaly in either case.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -199,12 +201,13 @@ def was_skipped(step: "Step") -> bool:
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """Return the rewind that responds to an anomaly, given the earlier rewinds.
+    """Choose the rewind that responds to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
     The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the anomaly and the
-    same amount of data after it. Each further attempt for the same anomaly skips four times as much after it, and
-    about the same amount before it: the bad data may extend beyond the suspicious steps on both sides. A rewind does
-    not go back beyond ``oldest_tokens``, the position of the oldest checkpoint.
+    same amount of data after it. Each further attempt for the same anomaly skips four times as much data after the
+    anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad data may
+    extend beyond the suspicious steps on both sides. A rewind does not go back beyond ``oldest_tokens``, the position
+    of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins again within a window of steps.
@@ -228,11 +231,11 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Return the number of tokens trained at the oldest checkpoint that the schedule still keeps when an anomaly is
-    found.
+    """Compute which scheduled checkpoint is the oldest that is still kept when an anomaly is found. Return its number
+    of trained tokens.
 
-    This function does not read the disk: the result must not depend on checkpoints that a stop has added or that are
-    damaged.
+    This function does not read the disk, because the result must not depend on checkpoints that are damaged or that
+    were added when the run was stopped.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:

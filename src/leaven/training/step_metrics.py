@@ -76,8 +76,10 @@ class Telemetry:
     def measure_later(
         self, step: int, tokens: int, batch_tokens: int, lr_factor: float, measured: Sequence[Tensor]
     ) -> Callable[[Peak | None], Step]:
-        """Start copying measurements to the host: ``measured`` (loss, gradient norm, whether the step was applied,
-        loss scale and noise scale, each ()), and the norms of the parameters and of their updates.
+        """Start copying the measurements of a step to the host.
+
+        The measurements are the norms of the parameters and of their updates, and the scalars in ``measured``: loss,
+        gradient norm, whether the step was applied, loss scale and noise scale.
 
         Return a function that waits for the measurements and returns the metrics. Its argument is the peak speed of
         the device.

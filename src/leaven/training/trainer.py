@@ -66,7 +66,7 @@ def train(
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
 ) -> TrainDocument:
-    """Train a recipe in a run folder, from its newest whole checkpoint if it has one.
+    """Train a recipe in a run folder. If the folder has whole checkpoints, continue from the newest one.
 
     On one device, the losses are bit-identical no matter how often the run is stopped or killed. Every process of a
     ``group`` must call this with the same arguments; only the first process writes.
@@ -126,7 +126,7 @@ def train(
 
 
 class RunTrainer:
-    """Trains a run in its folder, from one start (at the newest checkpoint) to one stop."""
+    """Trains a run in its folder, from one start to the next stop. It starts from the newest checkpoint."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -212,7 +212,7 @@ class RunTrainer:
 
     @property
     def good_tokens(self) -> int:
-        """The number of tokens trained before the first suspicious step; without one, all tokens so far."""
+        """The number of tokens trained before the first suspicious step, or so far if no step is suspicious."""
         since = self.spikes.guard.since if self.spikes.guard else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
@@ -307,8 +307,8 @@ def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
 def check(
     recipe: Recipe, folder: Path, back: ManualRewind | None = None
 ) -> tuple[RunFolder, Recipe, ManualRewind | None]:
-    """Check a recipe and a rewind against a folder. Return the folder's run, the recipe with which it will be
-    trained, and the rewind if it has not been done yet.
+    """Check a recipe and a rewind against a folder. Return the run folder, the recipe with which the run will be
+    trained, and the rewind. The rewind is None if it has been done already.
 
     Raises:
         InputError: if the folder cannot be used for this run, or the rewind is not possible.

@@ -2,10 +2,10 @@
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
-A trial of several durations trains one trunk: wsd runs of different durations are identical until the shortest of
-them starts its cooldown (Hägele et al. 2024, arXiv 2405.18392). At that point the state is copied, the cooldown is
-trained and evaluated, and the trunk continues from the copy. So k durations cost one run of the longest duration and
-k - 1 cooldowns.
+A trial of several durations trains one trunk, which is the run with the longest duration. It can do so because wsd
+runs of different durations are identical until the shortest of them starts its cooldown (Hägele et al. 2024, arXiv
+2405.18392). At that point the state is copied, the cooldown is trained and evaluated, and the trunk continues from
+the copy. So k durations cost one run of the longest duration and k - 1 cooldowns.
 """
 
 import json
@@ -92,7 +92,7 @@ def train_trial(
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return the recipe at each of the durations, in tokens, the shortest first.
+    """Return a copy of the recipe for each duration, in tokens. The shortest duration comes first.
 
     Raises:
         InputError: if the shorter durations cannot be branches of the run with the longest.

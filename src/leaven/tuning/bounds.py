@@ -1,4 +1,4 @@
-"""How far each value of a recipe is searched, and why (``BOUNDS``)."""
+"""The bounds within which each value of a recipe is searched, and the reasons for them (``BOUNDS``)."""
 
 import math
 from typing import NamedTuple
@@ -17,7 +17,8 @@ _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 
 
 
 class Bounds(NamedTuple):
-    """The bounds of a searched value. For a multiplier they apply to its product with the global value."""
+    """The bounds of a searched value. For the multiplier of a module or depth point, they apply to the multiplier
+    times the global value."""
 
     low: float  # in the unit of the value
     high: float
@@ -61,9 +62,9 @@ def bounds_of(path: str) -> Bounds:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a value may go down (``side`` 0) or up (1), and the text of what limits it.
+    """Return how far a value may go down (``side`` 0) or up (1), as a distance from the recipe, and what limits it.
 
-    The text is empty at a natural limit, such as dropout 0.
+    The limit is a text for the user. It is empty at a natural limit, such as dropout 0.
     """
     bounds, run = bounds_of(path), recipe.data.tokens
     value = point.value_at(recipe, path)
@@ -92,7 +93,8 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """Return ``end``, or else the farthest multiple of 1/8 towards it at which the recipe is valid."""
+    """Return ``end`` if the recipe is valid there. Otherwise return the multiple of 1/8 closest to ``end``, between 0
+    and ``end``, at which the recipe is valid."""
     if not why_invalid(recipe, path, end):
         return end
     steps = math.floor(abs(end) / FINEST)
@@ -102,7 +104,7 @@ def _reached(recipe: Recipe, path: str, end: float) -> float:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return the reason why a recipe with one value moved is invalid, or None if it is valid."""
+    """Return the reason why the recipe is invalid with only the value at ``path`` moved, or None if it is valid."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

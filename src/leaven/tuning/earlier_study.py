@@ -1,12 +1,14 @@
 """Read the trials of an earlier study, as knowledge for a search of another size or space (``--from-study``).
 
-The two studies must share their base and scaling rule: then equal hyperparameters mean the same at every size. Every
-value counts from the recipe of this search:
+The two studies must share their base and scaling rule: then equal hyperparameters mean the same at every size. The
+trials become points of this search: each value is written as a distance from the recipe of this search.
 
-- A value by module counts as trained, together with the global value: a study that doubled the global lr has doubled
-  the lr of every module. So the global values of the earlier study inform a search by module.
-- The warm-up counts as a share of the run. Batch and tokens are chosen for a size, not scaled by a rule: they count
-  from the start of their own study or, if this recipe comes from a study that moved them, from its best point.
+- For the multiplier of a module, the distance includes that of the global value: a study that doubled the global lr
+  has doubled the lr of every module. So the global values of the earlier study inform a search by module.
+- For the warm-up, the distance is that of its share of the run.
+- Batch and tokens are chosen for a size, not scaled by a rule. Their distance is measured in the earlier study, from
+  its start. If a study chose the batch or tokens of this recipe, the distance is measured from the best point of the
+  earlier study.
 """
 
 import json
@@ -31,9 +33,10 @@ MEASURED = 4  # degrees of freedom from which a noise is taken over as known
 
 
 def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | None]:
-    """Return the finished trials of the study in ``folder``, at points of ``space``, and its noise if it is known.
+    """Return the finished trials of the study in ``folder``, and its noise if it is known.
 
-    Numbers that only the earlier study searched follow those of ``space``, in steps of their own scale.
+    The trials are at points of ``space``. After the values of ``space``, each point has the numbers that only the
+    earlier study searched, in steps of their own scale.
 
     Raises:
         InputError: if the folder has no study that can be read, or one with another base or rule or with too few
@@ -81,7 +84,7 @@ def _read(folder: Path, what: str) -> tuple[StudyDocument, Recipe]:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return how far the value at ``path`` in a trial's recipe is from that of ``space.recipe``, as in ``octaves``.
+    """Return the distance of the value at ``path`` from ``space.recipe`` to ``there``, the recipe of a trial.
 
     ``since`` has the distances of batch and tokens.
     """

@@ -1,7 +1,7 @@
 """Convert points of a search space to recipes. A point says how far each value moves from its value in the recipe.
 
-*Octaves* are these distances, by path; :func:`values` are the numbers or names that the recipe has at a point. What
-the store of a study calls ``params`` are the same distances, because a study starts at 0.
+These distances, by path, are called ``octaves``. :func:`values` returns the numbers or names that the recipe has at a
+point. The ``params`` in the store of a study are the same distances, because a study starts at 0.
 
 In the unit ``octave``, a distance of 1 doubles a value, except for
 
@@ -11,9 +11,10 @@ In the unit ``octave``, a distance of 1 doubles a value, except for
 - ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. The sequences and their order
   stay the same; a larger batch means fewer steps. A recipe without a base gets its present scale as the base, so
   that the scaling rule moves lr, betas, eps and decay with the batch, as :func:`leaven.scaling.transfer.transfer`
-  does. Otherwise each batch size would be judged with the lr of another. With ``rule = "standard"`` nothing else
-  moves. Moving ``data.tokens`` works in the same way.
-- ``hyperparameters.depth.lr[2]``, a point of a depth profile. A profile of one point stands for three equal ones.
+  does. Without this, every batch size would be tried with the lr of the recipe's batch size. With
+  ``rule = "standard"`` nothing else moves. Moving ``data.tokens`` works in the same way.
+- ``hyperparameters.depth.lr[2]`` and other points of a depth profile: a profile of one point is first replaced by
+  three equal points (fewer if the model has fewer blocks).
 
 In the unit ``tenth``, for values that may be 0 (``TENTHS``), a distance of 1 adds 0.1. For a choice (``CHOICES``) the
 distance is the index of a level: 0 is the level in the recipe, and the other levels follow in their order.
@@ -58,7 +59,8 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of the points of a depth profile that affect a block. For one block: the first."""
+    """Return the paths of those points of a depth profile that affect a block. With one block, this is the first
+    point."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -74,7 +76,7 @@ def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
 
 
 def quantity_of(path: str) -> str:
-    """Return the quantity of a path, without module and point of a depth profile, such as ``lr``."""
+    """Return the quantity in a path: ``lr`` for ``hyperparameters.depth.lr[2]``."""
     return path.rpartition(".")[2].partition("[")[0]
 
 
@@ -141,7 +143,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Return the recipe at a point (distances by path), with ``seed`` as its seed unless that is None.
+    """Return the recipe at a point (distances by path). Unless ``seed`` is None, it becomes the seed of the recipe.
 
     Raises:
         ValueError: if the recipe would be invalid, for example with a warm-up longer than the run.

@@ -1,4 +1,4 @@
-"""Search spaces: which values of a recipe are searched (how far: ``bounds.py``).
+"""Search spaces: which values of a recipe are searched. How far they are searched is in ``bounds.py``.
 
 ``global`` has the nine values that apply to all modules: lr, init_std, residual, weight_decay, beta1, beta2, eps,
 warm-up and batch. ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and
@@ -13,10 +13,10 @@ If multiplying some values by c and dividing others by c gives the same model, t
 minimum. No single value of the group has an optimum or importance then, and a search that moves each value by its
 slope goes twice as far as it should. So ``per-module`` leaves out one value of each such group:
 
-- The global value if its multipliers in all modules are searched. Together they have the same effect; start the
-  search at the best global values.
-- The middle point of a depth profile if the multipliers of the blocks' modules are searched, which set the mean.
-- init_std where lr and residual together have the same effect, see :func:`_scaled_by_others`.
+- It leaves out the global value of a quantity if its multipliers in all modules are searched, because together they
+  have the same effect. Start such a search at the best global values.
+- It leaves out the middle point of a depth profile, because the multipliers of the blocks' modules set the mean.
+- It leaves out init_std of a module if lr and residual together have the same effect (:func:`_scaled_by_others`).
 """
 
 import math
@@ -102,7 +102,7 @@ class Space:
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with one value kept below ``limit``. ``limit`` is in the unit of the recipe."""
+        """Return the space with the value at ``path`` kept below ``limit``, which is in the unit of the recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -114,9 +114,9 @@ class Space:
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def expecting(self, expected: Mapping[str, Expectation]) -> "Space":
-        """Return the space with what laws and published runs expect of its values.
+        """Return the space with the optima that laws and published runs expect.
 
-        They often copied one another, so half a step is the least standard deviation.
+        Published runs often copied one another, so a standard deviation is at least half of the value's scale.
         """
         known = {
             each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
@@ -131,7 +131,7 @@ class Space:
         return replace(self, dimensions=told, earlier=earlier)
 
     def within_near(self) -> "Space":
-        """Return the space limited to the initial box, for a grid."""
+        """Return the space limited to the initial box. A grid uses it, because it cannot extend the box."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -142,12 +142,13 @@ class Space:
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    A value that the recipe does not have, or that has no effect, is left out if a set contains it, and is an error if
-    it is given by name.
+    A value that cannot be searched, for example because the recipe does not have it, is left out if a set or pattern
+    selects it. If it is given by name, it is an error.
 
     Args:
-        which: one of ``SETS``, or paths and patterns of paths with ``*``, separated by commas. ``recipe`` means the
-            values named in the recipe's ``[tuning]``: the default if there is one. Otherwise it is ``global``.
+        which: one of ``SETS``; or paths and patterns of paths with ``*``, separated by commas; or ``recipe`` for the
+            values that the recipe names in ``[tuning]``. The default is ``recipe`` if the recipe has a ``[tuning]``,
+            otherwise ``global``.
 
     Raises:
         InputError: if a path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
@@ -186,7 +187,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """Return the paths that the name of a set, a pattern or a path selects."""
+    """Return the paths that ``name`` selects. It is the name of a set, a pattern or a path."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths separated by commas")
 
@@ -220,10 +221,11 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A later operation
-    undoes the factor: for queries and keys their norm; for the last matrix of a branch, and for matrices whose effect
-    on it is linear, the branch's residual multiplier. As a consequence, the decay of these modules is not tuned
-    separately. Models with biases are excluded, because the biases would have to be scaled, too.
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A later operation can
+    undo the factor. For queries and keys, this is their norm. For the last matrix of a branch, and for matrices on
+    which the output of the branch depends linearly, it is the branch's residual multiplier. As a consequence, the
+    decay of these modules is not tuned separately. Models with biases are excluded, because the biases would have to
+    be scaled, too.
     """
     if model.bias:
         return set()
@@ -280,9 +282,10 @@ def _fixed(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return a searched value with its range: the range in the recipe's ``[tuning]``, or else up to the bounds.
+    """Return the dimension of a searched value. Its range is ``ends``, from the recipe's ``[tuning]``, if that is
+    given; otherwise it extends to the bounds.
 
-    If the value is outside its bounds, its range is from the value to the nearer bound.
+    If the value is already beyond one of its bounds, the range ends at the value on this side.
     """
     value = point.value_at(recipe, path)
     if isinstance(value, str):

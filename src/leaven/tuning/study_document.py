@@ -42,8 +42,11 @@ class Dimension:
         return self.near or (self.low, self.high)
 
     def change(self, to: float, origin: float = 0.0) -> str:
-        """Return the change from ``origin`` to ``to`` as text: a ratio as ``x0.29`` for the unit octave, a difference
-        as ``+0.05`` for the unit tenth, and the name of the new level for a choice."""
+        """Return the change from ``origin`` to ``to`` as text. Both are distances from the start.
+
+        The text is a ratio such as ``x0.29`` for the unit octave, a difference such as ``+0.05`` for the unit tenth,
+        and the name of the new level for a choice.
+        """
         if self.unit == "choice":
             return self.levels[round(to)] if self.levels else f"{to:g}"
         if self.unit == "tenth":
@@ -124,7 +127,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a larger budget would gain, and which two values bring the most of what was gained."""
+    """What a larger budget would gain, and which two values alone bring the largest share of the predicted gain."""
 
     trials: int  # as many further trials as the search has run
     flops: float  # their cost, at the mean cost of a trial
@@ -168,12 +171,13 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes, if it was run and differs from the best point; otherwise None."""
+        """The point with the fewest changes that equals the best within the noise, if it was rerun and differs from
+        the best point; otherwise None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     @property
     def unsure(self) -> list[Coordinate]:
-        """The changed values whose gain may be noise: neither shown to gain nor shown to be without effect."""
+        """The values that differ from the start although their gain may be noise. Those in ``idle`` are left out."""
         return [each for each in self.coordinates if each.best and not each.worth and each.path not in self.idle]
 
     def dimension(self, path: str) -> Dimension:
@@ -213,9 +217,10 @@ class StudyDocument(Answer):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, document: Any) -> Any:
-        """Read a document, in which infinities are missing because JSON has none.
+        """Prepare a document for validation. JSON has no infinities, so null stands for them in study.json.
 
-        A diverged trial gets the loss None, and infinite points of a curve are left out.
+        An interval with null becomes infinite. An infinite loss of a trial becomes None, and points of a curve with
+        an infinite or missing loss are left out.
         """
         if not isinstance(document, dict):
             return document

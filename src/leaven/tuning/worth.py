@@ -1,8 +1,8 @@
 """Estimate what the answer of a study is worth at a larger size (``leaven transfer STUDY/best.toml ...``).
 
-A published loss law says how the loss of the target falls with its tokens. So it says how many tokens a gain in nats
-is worth there. Which share of the gain survives the transfer is not known before: where it was measured, it was a
-quarter for values by module (docs/log.md, 2026-11-22). Hence the worth of several shares.
+A published loss law says how the loss of the target falls with its tokens. So it also says how many tokens a gain in
+nats is worth there. It is not known beforehand which share of the gain survives the transfer; where this was
+measured, it was a quarter for values by module (docs/log.md, 2026-11-22). So the worth is given for several shares.
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ TOKENS = 1e9, 2.5e12  # a factor of five beyond what the law was fitted to; at 1
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return the worth at ``target`` of the recipe that a study has written to the file ``answer``.
+    """Return what the gain of a study is worth at ``target``, for each of ``SHARES``.
 
-    The list is empty if the file lies in no study, if the study gained nothing that was confirmed, or if the law says
-    nothing about a run of this length.
+    ``answer`` is the best.toml of the study. The list is empty if ``answer`` is another file or lies in no study, if
+    the study measured no gain, or if the law says nothing about a run of the target's length.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

@@ -1,8 +1,8 @@
 """Record the output of every module in a forward pass, and the attention logits.
 
-Hooks only see the outputs of modules. Attention logits are not the output of a module, but they are the first to show
-a wrong power of the head dimension. So calls of ``torch.nn.functional.scaled_dot_product_attention`` are intercepted
-as well.
+Hooks only see the outputs of modules, and attention logits are not the output of a module. But a rule with a wrong
+power of the head dimension shows first in the attention logits. So calls of
+``torch.nn.functional.scaled_dot_product_attention`` are intercepted as well.
 """
 
 import math
@@ -18,13 +18,18 @@ from torch.overrides import TorchFunctionMode
 from leaven.model.attention import causal_attention
 
 ROWS = 256
-"""Number of positions kept from each output. Their RMS is within a few percent of the RMS over all positions."""
+"""The number of positions that are kept of each output. The RMS over these positions differs by a few percent from
+the RMS over all positions."""
 
 LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the tensor in a module's output: the output itself, its first element, logits or last hidden state."""
+    """Return the tensor in a module's output, or None if there is none.
+
+    It is the output itself, the first element of a tuple or list, or the attribute ``logits`` or
+    ``last_hidden_state``.
+    """
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -39,16 +44,17 @@ def tensor_of(output: Any) -> Tensor | None:
 class ActivationRecorder(TorchFunctionMode):
     """A context manager that records samples of every module's output; :meth:`take` returns them.
 
-    ``label`` maps the name of a module to the label under which it is recorded, or to None. Modules with the same
-    label (the layers) and repeated calls are stacked in the order in which they ran. A container that returns the
-    output of its last child unchanged is not recorded again.
+    ``label`` maps the name of a module to the label under which its output is recorded. If ``label`` returns None,
+    the output is not recorded. Outputs with the same label are stacked in the order in which they were computed; they
+    come from the layers of a model or from repeated calls. If a container returns the output of its last child
+    unchanged, this output is recorded only once.
 
-    Afterwards it has these attributes:
+    After a forward pass, the recorder has these attributes:
 
-    - ``containers``: the labels of containers that computed something new from the outputs of their children;
-    - ``matrices``: the labels of modules that own a matrix;
-    - ``trained``: the labels of outputs that require a gradient;
-    - ``head_sizes``: the head dimension of each attention, by the label of its logits.
+    - ``containers`` contains the labels of containers that computed a new output from the outputs of their children.
+    - ``matrices`` contains the labels of modules that own a matrix.
+    - ``trained`` contains the labels of outputs that require a gradient.
+    - ``head_sizes`` maps the label of attention logits to their head dimension.
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -83,7 +89,10 @@ class ActivationRecorder(TorchFunctionMode):
         self._hooks.close()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the samples of the last forward by label, each (calls, rows, features)."""
+        """Return the samples that were recorded since the last call, and forget them.
+
+        The result maps each label to a tensor of shape (calls, rows, features).
+        """
         found, self._found, self._seen = self._found, {}, []
         return {name: torch.stack(samples) for name, samples in found.items()}
 

@@ -1,4 +1,5 @@
-"""Track the memory of tensors from allocation to release, by part (weights, gradients, activations, ...)."""
+"""Track the memory of tensors from allocation to release. The memory is counted separately for each part, such as
+weights, gradients or activations."""
 
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from leaven.distributed.compat import resizes_seen, shapes_apart
 
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 GRAIN = 512
-"""Bytes; an accelerator's allocator rounds sizes up to a multiple of this."""
+"""An accelerator's allocator rounds sizes up to a multiple of this number of bytes."""
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait_tensor.default
@@ -25,23 +26,26 @@ _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait
 
 @dataclass(eq=False)
 class Allocation:
-    """The storage of one or more tensors."""
+    """The memory of a torch storage, which one or more tensors use."""
 
     part: str  # what the memory is used for
     size: int = 0  # bytes, now
 
 
 BytesByPart = Counter[str]
-"""Bytes by part."""
+"""The number of bytes of each part."""
 
 
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that records the memory of tensors of type ``of`` created inside it, and changes nothing.
+    """A context manager that records the memory of tensors that are created inside the context.
 
-    The part of a storage is set when it is created (:meth:`within`) or later (:meth:`mark`); the later setting
-    counts. Gradients, for example, are created like any other tensor and marked afterwards. Gathered or cast weights
-    and the buffers of collectives and updates are recognised by the operation. Reading a number from a fake tensor
-    gives 1.
+    Only tensors of the type ``of`` and parameters are recorded. :meth:`within` sets the part of a tensor when the
+    tensor is created, and :meth:`mark` sets it later; the last setting counts. Gradients, for example, are created
+    like any other tensor and marked afterwards. Gathered or cast weights, and the buffers of collectives and updates,
+    are recognised by the operation that creates them.
+
+    The recorder changes nothing in the computation, with one exception: a number that is read from a fake tensor,
+    which has no data, is 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -65,7 +69,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Count tensors created inside this context as ``part``."""
+        """Count tensors that are created inside this context as ``part``."""
         self._part, before = part, self._part
         try:
             yield
@@ -83,11 +87,12 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moves = []
 
     def now(self) -> BytesByPart:
-        """Return the bytes that are allocated now."""
+        """Return the bytes of each part that are allocated now."""
         return _sum((entry, entry.size) for entry in self._allocations.values())
 
     def peak(self) -> BytesByPart:
-        """Return the bytes by part at the moment since :meth:`begin` when the total was largest."""
+        """Return the bytes of each part at the moment of the peak. The peak is the largest total since
+        :meth:`begin`."""
         level = highest = sum(size for _, size in self._start)
         at = 0
         for number, (_, change) in enumerate(self._moves, start=1):

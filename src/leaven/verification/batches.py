@@ -1,6 +1,7 @@
-"""Batches for checks, by seed and step. The batches of one seed form one stream of sequences.
+"""Make the batches for checks. Each batch is identified by a seed and a step.
 
-The batches of the seed `HELD_OUT` measure the validation loss; no model is trained on them.
+The batches of one seed form one stream of sequences. The seed `HELD_OUT` is reserved for the validation loss, so no
+model is trained on its batches.
 """
 
 from collections.abc import Callable
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
 
 TokenBatch = tuple[Tensor, Tensor]
 Batches = Callable[[int, int], TokenBatch]
-"""(seed, step) -> inputs and targets, token ids (sequences, positions). A pure function."""
+"""A pure function from (seed, step) to a batch. Inputs and targets are token ids of shape (sequences, positions)."""
 
 HELD_OUT = 1_000_000
 
 
 def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of ``count`` sequences from a text. Batches for the seed `HELD_OUT` are
-    from the validation split, all others from the training split."""
+    """Return a function that makes batches of ``count`` sequences from a text. For the seed `HELD_OUT` it takes them
+    from the validation split, and for all other seeds from the training split."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -37,8 +38,8 @@ def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of synthetic text.
 
-    With probability 0.7 a token is followed by its fixed successor, otherwise by a token drawn from a Zipf
-    distribution.
+    Each token has a fixed successor. With probability 0.7 the next token is this successor, and otherwise it is drawn
+    from a Zipf distribution. A batch has ``count`` sequences.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
@@ -58,8 +59,10 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return sequences ``first`` to ``first + count - 1`` of a seed's stream, which has batches of ``size``
-    sequences."""
+    """Return the sequences ``first`` to ``first + count - 1`` of a seed's stream of sequences.
+
+    ``batches`` makes batches of ``size`` sequences from this stream.
+    """
     steps = range(first // size, -(-(first + count) // size))
     inputs, targets = zip(*(batches(seed, step) for step in steps), strict=True)
     here = slice(first % size, first % size + count)

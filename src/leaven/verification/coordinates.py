@@ -1,35 +1,41 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
-Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package record the size of every
-module's output for a few steps at several widths, on one batch, with a larger lr than for training. The size should
-not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth. This check also judges
-the *change* of the output since the first step. A wrong lr shows in the change at once, while the output is still
-mostly its initial value.
+Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
+widths for a few steps on one batch, with a larger lr than in normal training. They record the size (RMS) of every
+module's output, which should not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over
+depth. This check also judges the *change* of the output since the first step. A wrong lr shows in the change at once,
+while the output itself is still mostly its initial value.
 
-Two quantities may fall as the square root of the size without an error in the rule, because they are sums of terms
-with independent signs.
+Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The rule multiplies each
+residual branch by L^-alpha.
 
-- Over width: outputs of fixed size computed from a wide input. They are the logits, and query . key divided by a
-  growing head dimension. Under muP their initial part falls as N^-1/2; training adds a part of order 1, which takes
-  over.
-- Over depth: the residual stream. The sum of L branches at L^-alpha falls as L^(1/2 - alpha), until almost only the
-  embedding is left. Modules read the stream through a norm, so their outputs have to be flat.
+The outputs below may fall with the size although the rule is right, because they are sums of terms with independent
+signs.
 
-Attention logits with a growing head dimension *have* to fall at the start: query . key / sqrt(d) is flat only as long
-as queries and keys are independent, and grows as sqrt(d) once training has aligned them. The growth takes more steps
-than a check has (measured after 40 steps: +0.1), so the check requires the fall at the start.
+- Over width, an output of fixed size that is computed from a wide input may fall. These outputs are the logits, and
+  query . key divided by a growing head dimension. Under muP their initial part falls as N^-1/2. Training adds a part
+  of order 1, which soon dominates.
+- Over depth, the residual stream may fall. The sum of L branches, each multiplied by L^-alpha, falls as
+  L^(1/2 - alpha), until the stream is almost only the embedding. Modules read the stream through a norm, so their
+  outputs must not depend on the depth.
 
-Below alpha = 1 the rule lowers the lr inside blocks as L^(alpha-1), and so the matrices of a block learn less. For
-that reason only the outputs of these matrices may fall. The output of a norm has to be flat, because it passes on
-what the stream has learnt.
+If the head dimension grows, the attention logits *must* fall with the width at the start. With query . key / sqrt(d),
+the logits have the same size at every d only while queries and keys are independent. Once training has aligned
+queries and keys, these logits grow as sqrt(d). The growth takes more steps than a check has (the slope was +0.1 after
+40 steps). So the check requires that the logits fall at the start.
 
-Over depth, outputs are compared at the same relative depth: modules inside blocks in the middle block, the stream
-after the last block. A mean over blocks would give the first block, whose input is still the embedding, a weight of
-one half at depth 2 and of one sixteenth at depth 16, and bias every slope by +0.15; a mean of the two middle blocks
-would bias it by +0.2.
+If alpha is below 1, the rule lowers the lr inside blocks as L^(alpha-1), and so the matrices of a block learn less.
+Therefore the outputs of these matrices may fall with the depth. The output of a norm must not fall, because it passes
+on what the stream has learnt.
 
-The check cannot see faults in weight decay, in eps far below the gradient or in clipping, a readout that learns too
-slowly, or anything that needs many steps.
+Over depth, outputs are compared at the same relative depth. A module inside the blocks is measured in the middle
+block, and the stream is measured after the last block. A mean over all blocks would be biased, because the input of
+the first block is still the embedding. This block would have a weight of one half at depth 2, but only one sixteenth
+at depth 16, and every slope would be too high by 0.15. A mean over the two middle blocks would make it too high by
+0.2.
+
+The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
+detect a readout that learns too slowly, or any error that shows only after many steps.
 """
 
 import math
@@ -54,25 +60,29 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""Limits on |slope| of log2 over log2: of the initial output (start), and of the change after up to ``STEPS`` steps
-(early) or more (late). A wrong power of width or depth is 0.5 or 1; planted faults show as 0.33 or more. Right rules
-measured (docs/log.md: a dozen
-recipes on text, widths 64 to 512, depths 2 to 16, three seeds) at most 0.09 in width and 0.08 (start) and 0.19
-(early) in depth; growing heads 0.12 in width at the start, for falling logits attend more evenly. Neither more
-seeds nor larger sizes reduce the rest: a part of what a block adds is independent of the other blocks, and falls as
-L^-1/2.
+"""The limits on the size of a slope, by axis. A slope is that of log2 RMS over log2 size.
 
-After more steps (sooner for a higher lr) shallow models fit the batch through their attention. The slope of the
-attention's output over depth then falls to as low as -0.46 for some steps (step 5 at lr 0.008), and returns to 0.
+The limit ``start`` is for the initial output. The other two limits are for the later output and its change: ``early``
+after up to ``STEPS`` steps, and ``late`` after more steps.
+
+A wrong power of width or depth changes the slope by 0.5 or 1, and errors that were planted in a rule gave slopes of
+0.33 or more. Right rules were measured with a dozen recipes on text, at widths 64 to 512 and depths 2 to 16, with
+three seeds (docs/log.md). Over width their slopes were at most 0.09. Over depth they were at most 0.08 (start) and
+0.19 (early). With growing heads the slope over width at the start was up to 0.12, because smaller logits attend more
+evenly. More seeds or larger sizes do not reduce these slopes: a part of what a block adds to the stream is
+independent of the other blocks, and this part falls as L^-1/2.
+
+After more steps (sooner at a higher lr), shallow models fit the batch through their attention. The slope of the
+attention's output over depth then falls as low as -0.46 for some steps (step 5 at lr 0.008), and returns to 0.
 """
 
 INDEPENDENT = -0.5
-"""The slope over n of a mean of n independent terms."""
+"""The slope of log RMS over log n for a mean of n independent terms, whose RMS falls as n^-1/2."""
 
 
 @dataclass(frozen=True)
 class ActivationRecord:
-    """The outputs, in one run, of all modules that share a label."""
+    """The outputs of all modules that share a label, measured in one run."""
 
     squares: dict[str, tuple[float, ...]]  # mean square of each call, by quantity
     features: int  # size of the last dimension, or the head dimension behind attention logits
@@ -82,8 +92,11 @@ class ActivationRecord:
     stuck: bool  # whether a weight of the module is trained and did not change at all
 
     def rms(self, quantity: str, axis: str) -> float:
-        """Return the RMS over all calls for the width axis, or the RMS of the call at the reference depth for the
-        depth axis."""
+        """Return the RMS of a quantity. For the width axis it is the RMS over all calls (over all layers).
+
+        For the depth axis it is the RMS of one call: the last call of a container, or the middle call of another
+        module.
+        """
         values = self.squares[quantity]
         if axis == "depth":
             values = (values[-1 if self.container else len(values) // 2],)
@@ -92,7 +105,7 @@ class ActivationRecord:
 
 @dataclass(frozen=True)
 class CoordinateCheck(SizeCheck[ActivationRecord]):
-    """The coordinate check. See the top of the file."""
+    """The coordinate check, which the top of this file explains."""
 
     steps: int = STEPS
 
@@ -100,14 +113,22 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     quantity = "slope of log2 output RMS over log2 size"
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
-    """Hidden weights start at 1/sqrt(fan in). With smaller weights, a module's output changes mostly because the
-    module's own weights change, and their alignment with the input still falls at these widths (slope -0.13 from 64
-    to 256). Residual branches start at half. Whole branches are as large as the embedding at depth 2, and modules
-    between them change by 2^0.25 less than at depth 4. With smaller branches, outputs again change mostly because of
-    the module's own weights (slope -0.11 over width, for branches at a quarter)."""
+    """The initial values of the small models.
+
+    Hidden weights start with a std of 1/sqrt(width). With smaller weights, a module's output would change mostly
+    because the module's own weights change. The alignment of these weights with the input still falls at the widths
+    of the check (slope -0.13 from 64 to 256).
+
+    Residual branches start with a multiplier of one half. With a multiplier of 1, the branches would be as large as
+    the embedding at depth 2, and modules between them would change less than at depth 4, by a factor of 2^0.25. With
+    smaller branches, outputs would again change mostly because of the module's own weights (slope -0.11 over width at
+    a multiplier of one quarter)."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes, and width at the largest depth, because a rule may fail only where both grow."""
+        """Return the axes of every size check. If both width and depth grow, add the width at the largest depth.
+
+        The added axis has two widths. It finds errors of a rule that show only where width and depth both grow.
+        """
         axes = super().axes()
         if len(axes) < 2:
             return axes
@@ -115,7 +136,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train an instance for some steps on its first batch and return its outputs before and after."""
+        """Train a model for some steps on its first batch. Return its outputs before and after, by label."""
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -171,7 +192,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
 
 
 class _FirstOutputs(Callback[StepResult]):
-    """A callback that keeps the outputs of the first forward."""
+    """A callback that keeps the outputs of the first forward pass."""
 
     def __init__(self, recorder: ActivationRecorder) -> None:
         self._recorder = recorder
@@ -188,8 +209,10 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why no slope can be judged: the output never changes, or is 0 at some sizes. Return "" if one can be
-    judged."""
+    """Return the reason why no slope can be judged, or "" if a slope can be judged.
+
+    No slope can be judged if the weights or the output never change, or if a quantity is 0 at some sizes only.
+    """
     if any(line.stuck for line in lines):
         return "its weights never change  <- an lr of 0, or no gradient within these steps?"
     if any(line.trained for line in lines) and not any(means["change"]):
@@ -201,7 +224,7 @@ def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[Activation
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and highest slope that the theory at the top of this file allows."""
+    """Return the lowest and the highest slope that a right rule may have. The top of this file explains them."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)
@@ -214,7 +237,10 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return the usual cause of a slope ``value``. ``foreign``: the model is a factory's, with its initial values."""
+    """Return a note that names the usual cause of a slope of this ``value``.
+
+    ``foreign`` says whether a user's factory function made the model, with its own initial values.
+    """
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

@@ -1,7 +1,8 @@
-"""Run two training steps of one rank of any layout on a single processor, with tensors that have no data.
+"""Run two training steps of one rank of any parallel layout on a single CPU, with tensors that have no data.
 
-The model, its layout, the optimizer and the step are those of real training. Tensors have shapes but
-no values (torch's fake tensors), and collectives return without other ranks (torch's fake process group).
+The model, its layout, the optimizer and the step are the same as in real training. But tensors have only shapes and
+no values (torch's fake tensors), and collectives return although there are no other ranks (torch's fake process
+group).
 """
 
 import time
@@ -41,11 +42,12 @@ class StepMemory:
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
-    """Return the memory of one rank of a recipe's layout in the second step, when the optimizer state exists.
+    """Return the memory that one rank of a recipe's layout uses in a training step.
 
-    The model is not compiled. ``device`` selects the kernels: on a CPU, attention is computed block by block and the
-    loss over fewer tokens at a time. Call it only once in a process, and only if the
-    process has no process group.
+    The second step is measured, because the optimizer state does not exist before the end of the first step. The
+    model is not compiled. ``device`` selects the kernels: the kernels of a CPU compute attention block by block, and
+    the loss over fewer tokens at a time. Call this function only once in a process, and only if the process has no
+    process group.
     """
     began, layout, processor = time.perf_counter(), recipe.layout, torch.device("cpu")
     group = SINGLE_PROCESS
@@ -75,7 +77,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
 
 def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
-    """Run two steps and return the memory of the second one."""
+    """Run two training steps by calling ``step``, and return the memory of the second one."""
     began = time.perf_counter()
     tracker.mark(training.sharded.leaves, "weights")
     for stage in training.sharded.stages:
@@ -124,7 +126,7 @@ class NoText:
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Replace the kernels for CPU tensors by the kernels of another device type, as a context manager."""
+    """Inside this context, use the kernels of another device type for CPU tensors."""
     if device == "cpu":
         yield
         return
@@ -143,8 +145,8 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> T
 class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
-    It keeps the arguments, the output and, for each query, the sum of exponentials in fp32 (Dao et al. 2022, arXiv
-    2205.14135, algorithm 1).
+    For the backward pass it keeps the arguments, the output and, for each query, one fp32 number: the sum of
+    exponentials (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
     """
 
     @staticmethod

@@ -1,17 +1,17 @@
 """The duration check: does the best lr change with the tokens of a run as the rule says?
 
-It also measures whether training at the base is limited by gradient noise or by the number of steps.
+The check sweeps the lr at several durations, and fits the exponent of the best lr over the tokens. Everything else
+that the rule changes (decay, eps, the betas) follows the rule in every run. Two groups of control runs without a
+sweep measure what the rule gains. In the first group only the lr stays unchanged, in the second group everything
+does.
 
-A sweep over lr at several durations gives the exponent of the best lr. Everything else that the rule changes (decay,
-eps, the betas) follows the rule in every run. Two groups of control runs without a sweep measure what the rule gains:
-one leaves only the lr unchanged, the other leaves everything unchanged.
-
-The rule is derived in the limit where gradients are mostly noise. Whether the base is in that limit is measured with
-twice the batch at the same tokens, under the batch rule, at the base's best lr. In McCandlish et al. 2018 (arXiv
-1812.06162, equation 2.11) the tokens needed for a loss are proportional to 1 + x, where x is the batch divided by the
-critical batch. So doubling the batch has the same effect as shortening the run by log2((1 + 2x) / (1 + x)) octaves: 0
-if all is noise, 1 if only the number of steps counts, 0.585 at the critical batch. The sweep measures the gain of an
-octave of tokens.
+The check also measures whether training at the base (1 times the family's tokens) is limited by gradient noise
+or by the number of steps, because the rule is derived for gradients that are mostly noise. For this purpose it trains
+with twice the batch on the same tokens, under the batch rule, at the base's best lr. According to McCandlish et al.
+2018 (arXiv 1812.06162, equation 2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch
+divided by the critical batch. So doubling the batch has the same effect as shortening the run by
+log2((1 + 2x) / (1 + x)) octaves. This is 0 if gradients are only noise, 1 if only the number of steps counts, and
+0.585 at the critical batch. The sweep measures how much loss an octave of tokens gains.
 """
 
 import math
@@ -30,7 +30,7 @@ from leaven.verification.subject import ModelFamily
 from leaven.verification.sweep import SWEPT, losses_of, sweep
 
 CRITICAL = math.log2(1.5)
-"""What twice the critical batch costs, in octaves of tokens."""
+"""The cost of doubling the batch, in octaves of tokens, if the batch is the critical one."""
 
 EXPONENT = "exponent of the best lr over tokens"
 
@@ -47,7 +47,8 @@ def duration(
     """Run the check, or resume it, at ``ratios`` times the family's tokens.
 
     Raises:
-        InputError, ChecksStopped: as :func:`leaven.verification.sweep.sweep` does.
+        InputError: if there is no ratio other than 1, or :func:`leaven.verification.sweep.sweep` raises it.
+        ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
@@ -61,8 +62,8 @@ def duration(
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
     """Return the changes that put a measured exponent into a recipe.
 
-    ``document`` is the result of a check in the folder ``run``. Return None if the exponent has no interval, or if an
-    optimum is at the edge of a grid.
+    ``document`` is the result of a duration check in the folder ``run``. Return None if the exponent was not
+    measured, if it has no interval, or if an optimum is at the edge of a grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -81,7 +82,10 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Measure what twice the batch costs at the base's best lr, in units of the gain of an octave of tokens."""
+    """Measure the loss that doubling the batch costs at the base's best lr.
+
+    The cost is divided by the loss that an octave of tokens gains, so its unit is octaves of tokens.
+    """
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
     best = int(losses[base].means.argmin())
@@ -116,7 +120,8 @@ def _regime_note(found: Estimate) -> str:
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Compare longer runs under the rule with control runs, where the lr or everything is unchanged."""
+    """Compare longer runs under the rule with control runs. In control runs, either the lr or everything is
+    unchanged."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     arms = {
         (scale, arm): [

@@ -1,10 +1,10 @@
 """The equivalence check: does another batch size on the same data train an equally good model?
 
-The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with decay Mlodozeniec et al. 2025) says that
-batches kappa times larger with an lr sqrt(kappa) times higher, betas to the power kappa and so on follow the same
-stochastic differential equation: the final loss is the same as long as gradients are mostly noise, though it need not
-be the lowest loss possible. Control runs change only the batch. If their loss stays the same as well, the check is
-not conclusive.
+The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with decay Mlodozeniec et al. 2025) says how to change
+the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the power
+kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the same as
+long as gradients are mostly noise. It need not be the lowest possible loss. Control runs change only the batch. If
+their loss stays the same as well, the check shows nothing and does not pass.
 """
 
 import math
@@ -22,15 +22,18 @@ from leaven.verification.subject import ModelFamily
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
-"""Steps of the run with the largest batch. With fewer, the loss depends mainly on the number of steps: with 64 steps,
-the right rule was off by 1.8 nats at batch x 1/4."""
+"""The least number of steps of the run with the largest batch. With fewer steps, the loss depends mainly on the
+number of steps. With 64 steps, the loss under the right rule was off by 1.8 nats at 1/4 of the batch."""
 
 TOLERANCE = 0.02
-"""Allowed difference, relative to the improvement over a uniform guess. The equation holds in the limit of small lrs:
-in a toy model the rule holds to 5% of the excess loss from batch x 1/4 to x 8, where no rule is off by 50%."""
+"""The allowed difference of the loss, as a share of the improvement over a uniform guess.
+
+It is not 0 because the equation holds only in the limit of small lrs. In a toy model with 1/4 to 8 times the batch,
+the rule keeps the loss to within 5% of the excess loss. Without a rule, the loss is off by 50%.
+"""
 
 FACTORY_TOKENS = 524_288
-"""Default tokens of a factory's run: 256 steps of a batch x 4."""
+"""The default number of tokens in a run of a user's factory: 256 steps at 4 times the default batch."""
 
 ARMS = ("rule", "no rule")
 
@@ -41,8 +44,9 @@ def equivalence(
     """Run the check, or resume it, at ``ratios`` times the family's batch.
 
     Raises:
-        InputError: if a batch is not a whole number of sequences, the factory takes no ratios, or the folder is in
-            use.
+        InputError: if there are too few ratios or steps, if a batch is not a whole number of sequences, if the
+        factory
+            takes no ratios, or if the folder is in use.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     kappas = sorted({1.0, *ratios})
@@ -85,10 +89,11 @@ def equivalence(
 
 
 def _limit(losses: np.ndarray, vocab_size: int) -> float:
-    """Return the allowed difference: two standard errors of a difference of means, or the rule's tolerance if larger.
+    """Return the allowed difference of the mean loss, in nats per token.
 
-    Both are computed from the losses at the family's own batch, where the rule has no effect. So a fault in the rule
-    cannot widen the limit by which it is judged.
+    It is the larger of two numbers: two standard errors of a difference of means, and `TOLERANCE` times the
+    improvement over a uniform guess. ``losses`` are the losses of the seeds at the family's own batch, where the rule
+    has no effect. So an error in the rule cannot widen the limit by which the rule is judged.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

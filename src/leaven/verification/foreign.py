@@ -5,9 +5,9 @@
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
-``seed``, ``ratios`` and a third returned value, ``batch(seed, step) -> (inputs, targets)``, are optional.
-docs/concepts/checks.md describes them, and how a model is trained. The result of a training run is the mean loss on
-held-out text. A run has diverged if this loss is worse than the loss of a uniform guess.
+The parameters ``seed`` and ``ratios`` are optional. So is a third returned value, ``batch(seed, step) -> (inputs,
+targets)``. docs/concepts/checks.md describes them, and says how a model is trained. The result of a training run is
+the mean loss on held-out text. If this loss is worse than that of a uniform guess, the run has diverged.
 """
 
 import importlib
@@ -44,7 +44,8 @@ from leaven.verification.model_instance import (
 )
 
 MADE_UP = "made-up"
-"""The source of synthetic text, drawn from a Markov chain: endless, and needs no tokenizer."""
+"""The name of the source of synthetic text. The text is drawn from a Markov chain, so it is endless and needs no
+tokenizer."""
 
 SOURCE = "python-stdlib"
 LEAST_VOCABULARY = 257  # 256 bytes and end-of-text
@@ -55,17 +56,17 @@ VALIDATION_TOKENS = 32_768
 
 
 Prepare = Callable[[Data, int], TokenSet]
-"""Tokenises data for a vocabulary of a size, as :func:`leaven.data.tokens.prepare`."""
+"""A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
 
 
 def text_of(source: str) -> Data:
-    """Return the data settings for a source. Their number of tokens is not used."""
+    """Return the data settings for a source of text. The number of tokens in these settings is not used."""
     return Data(source=source, tokens=1)
 
 
 @dataclass(frozen=True)
 class ForeignFamily:
-    """The models that a factory makes at any width and depth."""
+    """The models that a user's factory function makes at any width and depth."""
 
     name: str  # module:factory
     vocab_size: int
@@ -87,7 +88,12 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return 1: the factory's lr is the unit of all lrs."""
+        """Return the family's own value of a quantity. It is 1 for the lr, because the factory's lr is the unit of
+        all lrs.
+
+        Raises:
+            InputError: if the quantity is not the lr.
+        """
         if quantity != "lr":
             raise InputError(
                 f"{self.name}: this check changes {quantity}; give a recipe file, a factory does not state it"
@@ -95,15 +101,19 @@ class ForeignFamily:
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0: values are multiples of the factory's value, to which the factory has already applied its
-        ratios."""
+        """Return 0. Values are multiples of the factory's value, and the factory has already scaled this value with
+        its ratios."""
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
         return self.instance(scale, seed)[0]
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return a training run. Its key has a hash of the initial model, so that a changed factory is run again."""
+        """Return a training run. Its key depends on a hash of the initial model, so a changed factory is run again.
+
+        Raises:
+            InputError: if the batch is not a whole number of sequences.
+        """
         scale = setting.scale
         if scale.batch * self.sequences % 1:
             raise InputError(
@@ -130,7 +140,7 @@ class ForeignFamily:
         return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
 
     def instance(self, scale: RunScale, seed: int) -> tuple[ModelInstance, Batches]:
-        """Return an instance, and the function that makes the batches of all seeds."""
+        """Return a model with its optimizer and batches, and the function that makes the batches of all seeds."""
         model, optimizer, own = _made(self.name, scale, seed)
         batches = own or self._text
         return ModelInstance(model, optimizer, partial(batches, seed), plain_label), batches
@@ -143,7 +153,7 @@ class ForeignFamily:
         return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
-        """Return a hash of an instance's optimizer, initial values, first loss and first gradient."""
+        """Return a hash of the model at a scale: its optimizer, initial values, first loss and first gradient."""
         instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -174,7 +184,10 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train an instance from the start and return its validation loss."""
+        """Train a new model and return the outcome, whose loss is the validation loss.
+
+        The loss is at most that of a uniform guess, which is also the loss of a diverged run.
+        """
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
         instance, batches = family.instance(setting.ruled_scale, setting.seed)
@@ -214,14 +227,15 @@ def foreign(
     batch_tokens: int | None = None,
     tokens: int | None = None,
 ) -> ForeignFamily:
-    """Return the family of ``module:factory``, imported from the working directory as ``python -m`` does.
+    """Return the family of models that a user's factory makes.
 
-    One model is built at ``scale`` to find the vocabulary. Models are trained on the text of ``source``
-    (``data.source`` of a recipe, or :data:`MADE_UP`), which ``prepare`` tokenises, unless the factory returns
-    batches.
+    ``entry`` is the factory as ``module:factory``. It is imported from the working directory, as ``python -m`` does.
+    One model is built at ``scale`` to find the vocabulary. If the factory returns batches, models are trained on
+    these batches. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` has
+    the same form as ``data.source`` in a recipe, or is :data:`MADE_UP`.
 
     Raises:
-        InputError: if the module or function does not exist, its result has another form, or the text does not fit.
+        InputError: if the module or function does not exist, its result has a wrong form, or the text does not fit.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens = tokens or TOKENS
@@ -249,7 +263,7 @@ def foreign(
 
 
 def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
-    """Call the factory, with the same random state at each call."""
+    """Call the factory with a seeded random state, so that equal arguments give equal results."""
     factory = _factory(entry)
     ratios = Ratios(batch=scale.batch, tokens=scale.tokens)
     known = inspect.signature(factory).parameters

@@ -1,27 +1,31 @@
 """The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
+An exponent below is the slope of a log2 quantity over the log2 width or depth of the model.
+
 AdamW divides by ``sqrt(v) + eps``, so the effect of eps is the same at every scale if eps scales like the gradient.
-For each group of parameters, the measured exponent of the gradient's RMS has to equal the exponent of eps in the
-optimizer. The coordinate check cannot see this while eps is small. In large models the gradients are smaller, and
+For each group of parameters, the measured exponent of the gradient's RMS must equal the exponent of eps in the
+optimizer. The coordinate check cannot test this while eps is small. In large models the gradients are smaller, and
 eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
 
-PyTorch's AdamW shrinks a weight by lr x weight_decay in each step. If a rule lowers the lr with width and leaves the
-weight decay alone, the decay vanishes, and no check of activations sees that within a few steps. So the exponent of
-the product has to be 0. :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings
-alone, also over batch and duration.
+PyTorch's AdamW shrinks a weight by the share lr x weight_decay in each step. If a rule lowers the lr with the width
+and does not change the weight decay, this share vanishes in wide models. No check of activations shows this within a
+few steps. So this check requires that the exponent of lr x weight_decay is 0.
+:mod:`leaven.verification.invariants` checks everything that follows from the optimizer's settings alone, also over
+batch and duration.
 
-Every parameter has to change. Gains and biases have to change by the same amount at every scale, because Adam changes
-each entry by about the lr in a step.
+Every parameter must change in training. Gains and biases must change by the same amount at every scale, because Adam
+changes each entry by about the lr in a step.
 
-If all heads share the gain of a query or key norm, the gain's gradient is a sum over heads. The terms have
-independent signs at the start. After about 150 steps they are coherent, and the measured exponent is 0, the exponent
-of the gain's eps. These gains are judged over width only from 150 steps on.
+If all heads share the gain of a query or key norm, the gain's gradient is a sum over heads. At the start, the terms
+of the sum have independent signs. After about 150 steps the terms are coherent, and the measured exponent is 0, which
+is also the exponent of the gain's eps. So these gains are judged over width only if the check has at least 150 steps.
 
-Below alpha = 1 two quantities may fall with depth by up to L^(alpha-1). The first is lr x decay, because the lr
-inside blocks falls and the published rules leave the decay unchanged (``scale_decay_with_depth`` raises it instead).
-The second is the gradients inside blocks after some steps: the gradient of a gain is in part proportional to what the
-block has learnt, which falls with the lr. At alpha = 1/2, where the exponent of eps is -0.50, the measured exponent
-of the pre-MLP gain was -0.59 on text, and -0.90 on a Markov chain that is learnt quickly.
+If alpha (the rule multiplies a branch by L^-alpha, where L is the depth) is below 1, two quantities may fall with the
+depth by up to L^(alpha-1). The first is lr x decay, because the lr inside blocks falls and the published rules do not
+change the decay (the option ``scale_decay_with_depth`` raises it). The second is the gradients inside blocks after
+some steps. The gradient of a gain is in part proportional to what the block has learnt, and this falls with the lr.
+At alpha = 1/2 the exponent of eps is -0.50, and the measured exponent of the pre-MLP gain was -0.59 on text and -0.90
+on a Markov chain that is learnt quickly.
 """
 
 import math
@@ -40,9 +44,12 @@ from leaven.verification.size_check import SizeAxis, SizeCheck
 from leaven.verification.small_models import CheckStart
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
-"""Limits on the difference of the two exponents. Widths 64 to 512 and depths 2 to 32 measured at most 0.14 at the
-start; later, models of different width have learnt different amounts and the slopes drift (-0.77 for -1 after 20
-steps)."""
+"""The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
+
+Right rules at widths 64 to 512 and depths 2 to 32 differed by at most 0.14 at the start. The limit at the end is
+larger, because by then models of different width have learnt different amounts and the slopes drift: after 20 steps a
+slope was -0.77 where the rule has -1.
+"""
 
 COHERENT_STEPS = 150
 WARMUP_STEPS = 20
@@ -50,7 +57,7 @@ WARMUP_STEPS = 20
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """The parameters, in one run, that share a label."""
+    """What a run measures of all parameters that share a label."""
 
     start: float  # RMS of the gradient at the first step
     end: float  # RMS of the gradient over the last quarter of the steps
@@ -63,29 +70,31 @@ class GradientRecord:
 
 @dataclass(frozen=True)
 class GradientCheck(SizeCheck[GradientRecord]):
-    """The gradient check, over the same models as the coordinate check."""
+    """The gradient check, which the top of this file explains."""
 
     steps: int = 20
     lr_factor: float = 0.125
-    """A fraction of the lr for training keeps the models' gradients comparable: at all of it, without a schedule, the
-    slopes of gains scatter by 0.3 after 20 steps; from 1/16 to 1/4 of it they stay within the limits."""
+    """The check trains with this fraction of the family's lr, so that the gradients of the models stay comparable. At
+    the full lr, without a schedule, the slopes of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of the lr,
+    the slopes stay within the limits."""
 
     name = "gradients"
     quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
     parts = ("start", "end", "eps", "decay", "moved")
     drawn = ("start", "end", "eps")
     start = CheckStart(hidden=0.5, residual=1.0)
-    """Hidden weights start at half of 1/sqrt(fan in). The branches of a few blocks are then small compared with the
-    embedding, as they are in deep models, and gradients inside have their exponent of depth from depth 2 on."""
+    """The initial values of the small models. Hidden weights start with a std of half of 1/sqrt(width). The branches
+    of a few blocks are then small compared with the embedding, as they are in deep models. So gradients inside blocks
+    already show the right exponent of depth from depth 2 on."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train an instance on new batches with a warm-up, and return its gradients at the start and the end.
+        """Train a model with a warm-up, on a new batch in each step. Return its gradients at the start and the end.
 
-        The end is the last quarter of the steps, because a gain has few entries and its gradient on one batch is
-        noisy.
+        Gradients at the end are averaged over the last quarter of the steps, because a gain has few entries and its
+        gradient on one batch is noisy.
         """
         instance.scale_lr(self.lr_factor)
         before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
@@ -164,7 +173,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 class _GradientRecorder(Callback[StepResult]):
-    """A recorder that keeps the RMS of the gradients of the first step and of the last quarter of the ``steps``."""
+    """A callback that keeps the RMS of each gradient in the first step, and in each step of the last quarter of
+    ``steps``."""
 
     def __init__(self, instance: ModelInstance, steps: int) -> None:
         self._instance, self._steps = instance, steps
@@ -175,7 +185,8 @@ class _GradientRecorder(Callback[StepResult]):
         self.take(step.step - 1)
 
     def take(self, number: int) -> None:
-        """Keep the gradients of a step, counted from 0, if they are needed."""
+        """Keep the RMS of the current gradients if the step ``number``, counted from 0, is one of the steps to
+        keep."""
         late = number >= self._steps - self._steps // 4
         if number == 0 or late:
             found = _rms(self._instance, lambda name, parameter: parameter.grad)
@@ -184,7 +195,10 @@ class _GradientRecorder(Callback[StepResult]):
 
 
 def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) -> dict[str, float]:
-    """Return the RMS of ``of(name, parameter)`` by label, over all entries of all layers."""
+    """Return a mapping from each label to the RMS of ``of(name, parameter)`` over all entries of all layers.
+
+    A parameter is left out if ``of`` returns None for it.
+    """
     sums: dict[str, tuple[float, int]] = {}
     for name, parameter in instance.model.named_parameters():
         label, values = instance.label(name), of(name, parameter)
@@ -195,8 +209,10 @@ def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) ->
 
 
 def _standstill(records: Sequence[GradientRecord]) -> str:
-    """Return why no slope can be judged: a value never changes, or is 0 at some sizes. Return "" if one can be
-    judged."""
+    """Return the reason why no slope can be judged, or "" if a slope can be judged.
+
+    No slope can be judged if a parameter never changes, or if a quantity is 0 at some sizes only.
+    """
     if not all(record.moved for record in records):
         return "never changes  <- an lr of 0, or no gradient within these steps?"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

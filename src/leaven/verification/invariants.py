@@ -1,21 +1,23 @@
 """Invariants of a rule: combinations of optimizer settings that must not change with the model, batch or run length.
 
-They are computed exactly, without a training step, from a module's lr, eps, betas and decay at two scales: the
-exponent of a combination over the ratio of the scales. The combinations have the same value for all parametrizations
-that are equivalent in training (multiplier x c, init / c, lr / c, eps x c, decay x c):
+The check reads a module's lr, eps, betas and decay at two scales, and computes the exponent of each combination over
+the ratio of the scales. This is exact and needs no training step. Some parametrizations are equivalent in training
+(multiplier x c, init / c, lr / c, eps x c, decay x c). A combination has the same value for all of them.
 
-- ``lr x eps x entries`` (all entries of the module, in all layers) is constant. A step changes the loss by lr x the
-  sum of absolute gradients, which is the same at every scale, and eps scales like the gradient, which the gradient
-  check tests. Together these two conditions determine the lr of every module, including the gains.
-- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant; at alpha below 1 it may fall with
-  depth as L^(alpha - 1).
-- ``beta1``, ``beta2``: the half-life of the moments, relative to the run, is constant.
-- ``lr`` grows as the square root of the batch and falls as duration^-t, t from 0 to 1/2 (Malladi et al. 2022, arXiv
-  2205.10287; the literature finds 0.3 to 0.5). Over width and depth it depends on the
-  parametrization.
+- ``lr x eps x entries`` is constant, where the entries are those of the module in all layers. A step changes the loss
+  by lr x the sum of absolute gradients, and this change is the same at every scale. Also, eps scales like the
+  gradient, which the gradient check tests. Together these two conditions determine the lr of every module, including
+  the gains.
+- ``lr x decay x steps`` is constant. It is the share by which a weight shrinks in a run. If alpha (the depth exponent
+  of the branch multipliers) is below 1, it may fall with the depth L as L^(alpha - 1).
+- ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments, relative to the length of the run. They are
+  constant.
+- ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls as duration^-t with t
+  from 0 to 1/2; the literature finds 0.3 to 0.5. It is not judged over width and depth, where the right exponent
+  depends on the parametrization.
 
-The axis ``both`` changes width and depth at once: an exponent can be right on each axis and wrong if both grow. Only
-settings are checked here. The other checks show whether training behaves in the same way at all scales.
+The axis ``both`` changes width and depth at once, because an exponent can be right on each axis and wrong if both
+grow. This check reads only settings. The other checks show whether training behaves in the same way at all scales.
 """
 
 import math
@@ -30,10 +32,10 @@ from leaven.verification.subject import ModelFamily
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
-"""Limit on the exponents, which are exact but for rounding."""
+"""The limit on how far an exponent may be outside its allowed range. It only allows for rounding errors."""
 
 FACTOR = 4.0
-"""Ratio of the larger batch, or of the longer run, to the family's own."""
+"""The larger batch is this many times the family's batch, and the longer run has this many times its tokens."""
 
 COLUMNS = ("lr x eps x entries", "lr x decay x steps", "beta1", "beta2", "lr")
 _REASONS = {
@@ -47,7 +49,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """The optimizer settings of the group that one parameter is in, and the size of that group."""
+    """The optimizer settings of one parameter, and the number of entries of all parameters with its label."""
 
     lr: float
     eps: float
@@ -56,7 +58,7 @@ class GroupSettings:
     entries: int  # of all parameters with the same label, in all layers
 
     def value(self, column: str, steps: float) -> float:
-        """Return the value of a combination, for a run of ``steps``."""
+        """Return the value of the combination named ``column``, for a run of ``steps``."""
         match column:
             case "lr x eps x entries":
                 return self.lr * self.eps * self.entries
@@ -69,12 +71,12 @@ class GroupSettings:
 
 
 SettingsByLabel = Mapping[str, Sequence[GroupSettings]]
-"""Settings by label, from the first layer to the last."""
+"""A mapping from each label to the settings of its parameters, from the first layer to the last."""
 
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """A larger scale, compared with the smallest one."""
+    """A larger scale, and how it differs from the smallest scale."""
 
     axis: str
     ratio: float  # by which the axis grows
@@ -83,7 +85,8 @@ class ScaleChange:
 
 
 def settings_of(instance: ModelInstance) -> SettingsByLabel:
-    """Return the settings of each parameter by label, leaving out parameters whose optimizer has no eps."""
+    """Return a mapping from each label to the settings of its parameters. Parameters without an eps in their
+    optimizer group are left out."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -102,7 +105,8 @@ def settings_of(instance: ModelInstance) -> SettingsByLabel:
 
 
 def invariants(family: ModelFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return a row for each label, and one for batch or tokens if the rule ignores them."""
+    """Return the rows of the check: a judged row for each label. If the settings do not change with the batch or with
+    the tokens, add a row that says so."""
     width, depth = min(widths), min(depths)
 
     def at(scale: RunScale) -> SettingsByLabel:
@@ -160,7 +164,11 @@ def _row(label: str, base: SettingsByLabel, changes: Sequence[ScaleChange], alph
 def _exponents(
     column: str, small: Sequence[GroupSettings], large: Sequence[GroupSettings], change: ScaleChange
 ) -> list[float]:
-    """Pair the parameters of two scales; if the number of layers differs, pair the first and the last layers."""
+    """Return the exponents of a combination between two scales, one for each pair of layers.
+
+    If the scales have different numbers of layers, only the first layers and the last layers are compared. An
+    exponent is infinite if the combination is 0 at one scale only.
+    """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []
@@ -174,7 +182,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and highest exponent of a combination over an axis."""
+    """Return the lowest and the highest exponent that a combination may have over an axis."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

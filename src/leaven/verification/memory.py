@@ -1,7 +1,8 @@
-"""The memory check: compare the planner's memory of a rank with a dry run (:mod:`leaven.verification.dry_run`).
+"""The memory check: does a rank need as much memory as the planner says?
 
-The planner computes sizes from formulas; the dry run executes training steps and records every allocation. Both omit
-memory that is not in tensors: the context, kernels and fragmentation.
+The planner computes the memory of a rank from formulas. The dry run (:mod:`leaven.verification.dry_run`) executes
+training steps without data and records every allocation. Both leave out memory that is not in tensors: the context,
+kernels and fragmentation.
 """
 
 import time
@@ -24,7 +25,7 @@ from leaven.training.worker import WorkerPool
 from leaven.verification.dry_run import StepMemory, dry_run
 
 LIMITS = {"between steps": 0.02, "peak": 0.05}
-"""Allowed error of the planner, relative to the dry run."""
+"""The allowed error of the planner, as a share of the dry run's memory."""
 
 PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
 _OF_PLANNER = {"accumulation": "grads"}
@@ -44,10 +45,11 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 
 
 def rehearsal(recipe: Recipe) -> Recipe:
-    """Return a recipe with the same memory and shorter steps.
+    """Return a recipe that needs the same memory but has shorter steps, for a dry run.
 
-    It has at most the micro-batches that fill the pipeline twice, unless all micro-batches are in flight at once. It
-    has no start weights and no batch ramp.
+    A step has at most twice as many micro-batches as the pipeline has ranks. Only under the schedule "gpipe", which
+    keeps all micro-batches in flight at once, their number stays unchanged. The new recipe has no start weights and
+    no batch ramp.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -78,9 +80,10 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the given ``ranks`` or, without them, the first rank of each stage.
+    """Return the ranks to check.
 
-    The stages are all stages, or by default the first, second and last.
+    They are the given ``ranks``. If no ranks are given, they are the first rank of the first, the second and the last
+    pipeline stage, or of every stage if ``all_stages`` is true.
 
     Raises:
         InputError: if the layout has no such rank.
@@ -97,7 +100,11 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the planner with dry runs of some ranks of a :func:`rehearsal`, each in its own process."""
+    """Compare the memory that the planner predicts for some ranks with a dry run of each rank.
+
+    ``recipe`` is a :func:`rehearsal`. Each rank runs in its own process. ``on_rank`` is called with the number of
+    finished ranks and the number of all ranks.
+    """
     how = arrangement(recipe)
     began, rows = time.perf_counter(), dict[int, list[MemoryCheckRow]]()
     on_rank(0, len(ranks))
@@ -123,16 +130,18 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the memory constants of leaven's trainer, with memory outside of tensors set to 0."""
+    """Return the constants from which the planner computes the memory of leaven's trainer. Those for memory outside
+    of tensors are set to 0."""
     code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
-    """Return the judged rows (between steps, peak), followed by a row for each part of the peak.
+    """Compare the planned memory of a rank with the memory of its dry run.
 
-    Parts are not judged, because the planner adds up the parts' maxima at different moments, and the dry run measures
-    all parts at one moment.
+    The first two rows are judged: the memory between steps, and the peak. They are followed by a row for each part of
+    the peak, such as gradients. These rows are not judged: the planner adds the largest sizes of all parts, which may
+    occur at different moments, but the dry run measures all parts at one moment.
     """
     rows = [
         _row(rank, stage, "between steps", planned.states, taken.stays.total()),

@@ -1,4 +1,7 @@
-"""One model of a family, and the settings of one training run."""
+"""One model that a check trains, and the settings of one training run.
+
+A family is a model that can be built at any width and depth, with its optimizer and data.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +42,10 @@ class RunSetting:
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale at which the rule is applied."""
+        """The scale for which the rule computes the hyperparameters.
+
+        If the run is not ``ruled``, it has the family's own batch and tokens.
+        """
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -53,17 +59,17 @@ class ModelInstance:
     label: Callable[[str], str | None]  # name of a module or parameter -> its label in tables; None leaves it out
 
     def loss(self, step: int) -> Tensor:
-        """Return the mean cross-entropy of the batch of a step, in nats."""
+        """Return the mean cross-entropy on the batch of a step, in nats per token."""
         return self.loss_of(self.batch(step))
 
     def loss_of(self, batch: TokenBatch) -> Tensor:
-        """Return the mean cross-entropy of a batch, in nats."""
+        """Return the mean cross-entropy on a batch, in nats per token."""
         inputs, targets = batch
         logits = self.logits(inputs)
         return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().to(logits.device))
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """Return the model's output for token ids."""
+        """Return the model's logits for token ids."""
         found = tensor_of(self.model(inputs.to(next(self.model.parameters()).device)))
         assert found is not None, "the model returns no tensor"
         return found
@@ -82,7 +88,11 @@ def plain_label(name: str) -> str:
 
 
 def own_label(name: str) -> str:
-    """Label leaven's own modules: the output of a block is "residual", the output of the model "unembedding"."""
+    """Return the label of a module of leaven's own transformer.
+
+    It is the plain label without ``layers.``. A whole block is labelled "residual", and the whole model
+    "unembedding".
+    """
     plain = plain_label(name)
     named = {"output": "unembedding", "layers": "residual"}
     return named.get(plain, plain.removeprefix("layers."))

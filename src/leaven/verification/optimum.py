@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats, values are log2. Arrays may have leading dimensions "...", so that all bootstrap samples are
-computed at once.
+Losses are in nats. Values of the hyperparameter are given as log2, in octaves. Arrays may have leading dimensions
+"..." for bootstrap samples, so that all samples are computed at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 POINTS = 3
-"""Points near the lowest that the parabola is fitted to. Loss curves are steeper on one side than on the other: with
-five points of a grid of octaves the vertex drifted by half an octave although the lowest point stayed
-(docs/log.md)."""
+"""A parabola is fitted to this number of points around the lowest loss. More points are worse, because loss curves
+are steeper on one side than on the other. With five points of a grid of octaves, the vertex moved by half an octave
+although the lowest point stayed the same (docs/log.md)."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,10 @@ class LossGrid:
 
     @property
     def noise(self) -> float | None:
-        """The standard deviation of the loss between seeds, pooled over the values near the best; None for one
-        seed."""
+        """The standard deviation of the loss between seeds, or None for one seed.
+
+        It is pooled over the tried values nearest to the one with the lowest mean loss.
+        """
         if self.losses.shape[1] < 2:
             return None
         near = self._points(self.means.argmin(-1))
@@ -51,8 +53,10 @@ class LossGrid:
 
     @property
     def edge(self) -> int:
-        """-1 or 1 if the lowest loss is at the first or last value, so that the optimum may lie outside the grid;
-        else 0."""
+        """-1 if the lowest mean loss is at the first value of the grid, 1 if it is at the last value, otherwise 0.
+
+        At an edge, the optimum may be outside the grid. The edge is also 0 if a loss is not finite.
+        """
         if not self.finite:
             return 0
         place = int(self.means.argmin())
@@ -64,7 +68,11 @@ class LossGrid:
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, (...): the vertex of a parabola through the lowest mean losses."""
+        """Return log2 of the best value, (...).
+
+        A parabola is fitted to the mean losses around the lowest one. The best value is the vertex of this parabola,
+        clipped to the grid. If the parabola has no minimum, it is the tried value with the lowest mean loss.
+        """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -75,18 +83,21 @@ class LossGrid:
     def loss_at(self, octave: Array) -> Array:
         """Return the loss at ``octave``, log2 of the hyperparameter, in the same shape (...).
 
-        It lies on the parabola through the mean losses at the three tried values nearest to ``octave``.
+        A parabola is fitted to the mean losses at the three tried values around the one nearest to ``octave``. The
+        loss is read from this parabola.
         """
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
     def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of the `POINTS` tried values around each index in ``place``, all within the range."""
+        """Return the indices of the `POINTS` tried values around each index in ``place``, shifted so that all are
+        valid."""
         first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return the coefficients of the parabola through the points around an index, highest power first."""
+        """Return the coefficients of the parabola through the mean losses around each index in ``place``. The
+        coefficient of the highest power is first."""
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
@@ -98,7 +109,7 @@ class LossGrid:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its 95% interval over seeds, which is None for one seed."""
+    """A number with its 95% interval over seeds. The ends of the interval are None if there is only one seed."""
 
     value: float
     low: float | None
@@ -106,15 +117,16 @@ class Estimate:
 
     @property
     def ends(self) -> tuple[float, float]:
-        """The ends of the interval. Both are the value itself for one seed."""
+        """The ends of the interval. If there is only one seed, both ends are the value itself."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 
 def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], draws: int = 1000) -> Estimate:
-    """Return the value of a function of loss grids, with its bootstrap interval over seeds.
+    """Compute ``of(grids)``, and its 95% bootstrap interval over seeds.
 
-    Seeds are drawn with replacement, independently for each value. Deviations from the mean of n drawn values are too
-    small by sqrt((n - 1) / n), about 30% at two seeds, and are scaled up accordingly.
+    The bootstrap draws seeds with replacement, independently for each value of the hyperparameter. With n seeds, the
+    deviations of the drawn losses from their mean are too small by a factor of sqrt((n - 1) / n), which is about 30%
+    for two seeds. So they are scaled up.
     """
     value, seeds = float(of(grids)), grids[0].losses.shape[1]
     if seeds < 2:
@@ -131,8 +143,11 @@ def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid
 
 
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
-    """Return the shift of the optimum in octaves, and the regret: the extra loss of the base's best value at the
-    target."""
+    """Compare the optima of two scales, and return (shift, regret).
+
+    The shift is the number of octaves from the best value of the base to the best value of the target. The regret is
+    the extra loss in nats that the base's best value has at the target.
+    """
 
     def regret(grids: Sequence[LossGrid]) -> Array:
         best = grids[0].optimum()
@@ -143,8 +158,11 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
 
 def exponent(grids: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
-    """Return the exponent of the optimum: the least-squares slope of the log2 optimum over the log2 ratio of
-    scales."""
+    """Return the exponent with which the best value changes with the scale.
+
+    ``grids`` maps the size of each scale (such as its width) to its losses. The exponent is the least-squares slope
+    of the log2 best value over the log2 size.
+    """
     ratios = np.log2(list(grids))
     ratios -= ratios.mean()
 

@@ -36,7 +36,8 @@ from leaven.verification.model_instance import (
 class RecipeFamily:
     """A recipe and its transfers to other widths and depths.
 
-    :class:`leaven.verification.foreign.ForeignFamily` has the same public attributes and methods.
+    Checks use it in the same way as :class:`leaven.verification.foreign.ForeignFamily`, which makes models with a
+    user's factory.
     """
 
     recipe: Recipe
@@ -56,7 +57,8 @@ class RecipeFamily:
 
     @property
     def alpha(self) -> float:
-        """The depth exponent of the rule, or 1 if the rule has none."""
+        """The exponent alpha with which the rule multiplies residual branches by depth^-alpha. 1 if the rule has
+        none."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
@@ -77,7 +79,7 @@ class RecipeFamily:
         """Return the recipe's value of a quantity.
 
         Raises:
-            InputError: if the recipe has no value, or a value that cannot be swept.
+            InputError: if the recipe has no value for this quantity, or the value is 0 and cannot be swept.
         """
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
@@ -95,7 +97,8 @@ class RecipeFamily:
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
         """Return the exponent by which the rule scales a base value with the batch or duration.
 
-        It is 0 for width and depth, where each tensor has a different exponent.
+        The exponent is 0 for width and depth, because there the rule scales each tensor differently and leaves the
+        base value unchanged.
         """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -105,7 +108,9 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model of a scale, with optimizer and batches. Batch and tokens only affect the optimizer.
+        """Return a new model at a scale, with its optimizer and batches.
+
+        The batch and tokens of the scale change only the settings of the optimizer.
 
         Raises:
             InputError: if the recipe cannot have this width and depth.
@@ -159,7 +164,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything that affects the loss. Names and reasons do not affect it."""
+        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the loss."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 

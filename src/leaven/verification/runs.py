@@ -26,11 +26,11 @@ VERDICT = "check.json"
 
 
 class CheckTrial(Protocol):
-    """A training run as plain data, which is sent to a worker process and identified by its key."""
+    """The description of a training run. It is sent to a worker process, and its key identifies it."""
 
     @property
     def key(self) -> str:
-        """An identifier that is equal for two trials that compute the same loss."""
+        """A text that identifies the run. Two trials that compute the same loss have the same key."""
         ...
 
     @property
@@ -39,8 +39,10 @@ class CheckTrial(Protocol):
         ...
 
     def run(self) -> Outcome:
-        """Train and return the outcome. A diverged run gets a finite loss, worse than a uniform guess, so it can be
-        drawn."""
+        """Train and return the outcome.
+
+        The loss of a diverged run is set to a finite number, so that charts can show it.
+        """
         ...
 
 
@@ -63,8 +65,8 @@ class RunStore:
     ) -> None:
         """Set up without starting workers.
 
-        ``on_run`` is called with the number of finished runs and the number of all runs; ``stop`` returns whether to
-        stop.
+        ``on_run`` is called with the number of finished runs and the number of all runs. ``stop`` is called again and
+        again, and the runs stop once it returns true.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._resources = ExitStack()
@@ -78,7 +80,7 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run each trial that has no result yet, the longest first, and return a function from trials to outcomes.
+        """Run all trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
         Raises:
             InputError: if the folder is in use or cannot be created, or a run's process dies twice.
@@ -126,7 +128,8 @@ class RunStore:
 
 
 def _read(path: Path) -> dict[str, Outcome]:
-    """Return the outcomes in a file by the key of their trial; lines without an outcome are ignored."""
+    """Read a file of results. Return a mapping from the key of each trial to its outcome. Lines without an outcome
+    are ignored."""
     found: dict[str, Outcome] = {}
     for entry in storage.read_json_lines(path).documents:
         with suppress(KeyError, TypeError):

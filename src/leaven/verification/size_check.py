@@ -1,4 +1,5 @@
-"""Short checks: train small models of several widths and depths for some steps, and compare measurements."""
+"""Size checks train small models of several widths and depths for some steps, and compare what they measure at each
+size."""
 
 import math
 from abc import ABC, abstractmethod
@@ -13,12 +14,12 @@ from leaven.verification.subject import ModelFamily
 from leaven.verification.verdict import curve, geometric_mean, slope, verdict
 
 Measured = TypeVar("Measured")
-"""What a check measures of one module or parameter in one run."""
+"""The type of the measurements that a check makes of one module or parameter in one run."""
 
 
 @dataclass(frozen=True)
 class SizeAxis:
-    """A series of scales in which only the width or only the depth grows."""
+    """A series of scales in which either only the width or only the depth grows."""
 
     name: str  # width | depth
     scales: tuple[RunScale, ...]
@@ -35,7 +36,7 @@ class SizeAxis:
 
 @dataclass(frozen=True)
 class SizeCheck(ABC, Generic[Measured]):
-    """A check of a few training steps. Subclasses define how a model is measured and how a module is judged."""
+    """A check that trains for a few steps. Subclasses define how a model is measured and how a module is judged."""
 
     family: ModelFamily
     widths: Sequence[int]
@@ -53,11 +54,12 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model and return the measurements of each module."""
+        """Train a model and return a mapping from the label of each module to its measurements."""
 
     @abstractmethod
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return the value of one of the ``parts`` of a measurement."""
+        """Return one quantity of a measurement as a number. ``part`` is the name of the quantity, one of
+        ``parts``."""
 
     @abstractmethod
     def judge(
@@ -68,25 +70,32 @@ class SizeCheck(ABC, Generic[Measured]):
         means: Mapping[str, Sequence[float]],
         slopes: Mapping[str, float | None],
     ) -> VerdictRow:
-        """Return the verdict on a module, given its measurements by size and seed, and the mean and slope of each
-        part."""
+        """Return the row that says whether a module passes.
+
+        ``lines`` has the measurements of the module for each size and, within a size, for each seed. ``means`` maps
+        each of the ``parts`` to its geometric mean over seeds at each size, and ``slopes`` maps it to its slope over
+        the sizes.
+        """
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the widths at the smallest depth, and the depths at the smallest width, if there are several."""
+        """Return the axes of the check: all widths at the smallest depth, and all depths at the smallest width.
+
+        An axis with only one size is left out.
+        """
         least = RunScale(min(self.widths), min(self.depths))
         width = SizeAxis("width", tuple(RunScale(size, least.depth) for size in sorted(set(self.widths))))
         depth = SizeAxis("depth", tuple(RunScale(least.width, size) for size in sorted(set(self.depths))))
         return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
 
     def exact_rows(self) -> Sequence[VerdictRow]:
-        """Return rows that need no training."""
+        """Return the rows of the check that need no training."""
         return ()
 
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:
         """Run the check. ``on_model`` is called with the number of finished sizes and the number of all sizes.
 
         Raises:
-            InputError: if the family has no model of one of these sizes.
+            InputError: if the family cannot build a model of one of these sizes.
         """
         axes, rows, curves = self.axes(), [*self.exact_rows()], list[VerdictCurve]()
         wanted = sorted({scale for axis in axes for scale in axis.scales}, key=lambda s: (s.width, s.depth))
@@ -124,14 +133,14 @@ class SizeCheck(ABC, Generic[Measured]):
         )
 
     def _conclusive(self, row: VerdictRow, axis: SizeAxis) -> VerdictRow:
-        """Return the row, marked as undecided if it failed with only two sizes and one seed, which may be noise."""
+        """Return the row. If it failed with only two sizes and one seed, which may be noise, mark it as undecided."""
         if row.passed is not False or self.seeds > 1 or len(axis.sizes) > 2 or row.beyond == math.inf:
             return row
         note = f"inconclusive: two sizes and one seed are too few to judge ({row.note})"
         return row.model_copy(update={"undecided": True, "note": note})
 
     def _more_sizes(self) -> str:
-        """Return advice: the options to give if two sizes and one seed were too few."""
+        """Return advice for a check that had too few sizes and seeds: the command-line options that add more."""
         options = ["--seeds 3"]
         for option, sizes in (("--widths", sorted(set(self.widths))), ("--depths", sorted(set(self.depths)))):
             if len(sizes) == 2:

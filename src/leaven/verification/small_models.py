@@ -1,9 +1,9 @@
 """Derive small models from a recipe of any size, with initial values for checks of a few steps.
 
-The exponents of a rule do not depend on the sizes at which they are measured, as long as the proportions of the model
-are kept. So a check without --widths measures at 64 to 512. If the recipe does not fit such widths, its head
-dimension is reduced and its d_ff rounded. The vocabulary and sequence length are reduced, because large ones only
-take more time.
+The exponents of a rule do not depend on the sizes at which they are measured, as long as the model keeps its
+proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit such widths,
+its head dimension is reduced and its d_ff is rounded. The vocabulary and the sequence length are reduced, because
+larger values would only take more time.
 """
 
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from leaven.scaling.table import ParameterTable, parameter_table
 WIDTH, TIMES = 64, (1, 2, 4, 8)
 DEPTHS = (2, 4, 8, 16)
 VOCABULARY, SEQ_LEN = 4096, 256
-"""Upper limits. No rule depends on either size."""
+"""Upper limits for the small models. No scaling rule depends on these two sizes."""
 
 LARGEST_GROUP = 8
-"""Heads per kv head: with a head dimension of 8 this makes a width of 64."""
+"""The largest number of heads per kv head. With a head dimension of 8, it gives a width of 64."""
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe at width 64 or near it, and what else was changed, as in "d_head 128 -> 64"."""
+    """Return a recipe at or near width 64, and texts that name the other changes, such as "d_head 128 -> 64"."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
@@ -49,7 +49,8 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64, or at a nearby width with similar proportions if it does not fit 64."""
+    """Return the shape at width 64. If the shape does not fit this width, use a nearby width and similar
+    proportions."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:
@@ -91,14 +92,17 @@ class CheckStart:
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """Return the recipe with its base at a width and depth, and with initial values close to the large-model limit.
+    """Return the recipe with its base (the scale at which its values apply) at a width and depth, and with initial
+    values that make small models behave like large ones.
 
-    The exponents depend neither on the base nor on the initial values, but with these values small models already
-    show the exponents of large models. The embedding starts at RMS 1 and the readout at 1/width (a tied readout by
-    its multiplier, see :func:`calibrated_table`).
-    With a small embedding, the stream at depth 2 consists mostly of branches, whose sum falls with depth as L^(1/2 -
-    alpha), and the gradients inside blocks have the same error. With a large readout, the gradient of the final
-    norm's gain is of order N^-2 at first, and the logits keep their initial values for longer.
+    In the limit of large models, the exponents depend neither on the base nor on the initial values. With these
+    initial values, small models already show the exponents of large models. The embedding starts at RMS 1, and the
+    readout at 1/width. A tied readout is reduced by its multiplier (see :func:`calibrated_table`).
+
+    With a smaller embedding, the stream at depth 2 would consist mostly of branches. With depth exponent alpha, the
+    sum of L branches falls as L^(1/2 - alpha), and the gradients inside blocks would have the same error. With a
+    larger readout, the gradient of the final norm's gain would be of order N^-2 at first (N is the width), and the
+    logits would keep their initial values for longer.
 
     Raises:
         InputError: if the width does not fit the recipe.
@@ -120,8 +124,9 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
 def calibrated_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a :func:`calibrated` recipe.
 
-    A tied matrix cannot start at 1 for the embedding and at 1/width for the readout. It starts at 1, and its forward
-    multiplier is divided by the base's width at every scale, which does not change any exponent.
+    A tied matrix is both embedding and readout, so it cannot start at 1 for the one and at 1/width for the other. It
+    starts at 1. Its forward multiplier, the factor on the logits, is divided by the base's width at every scale. This
+    does not change any exponent.
     """
     table = parameter_table(recipe)
     rows = tuple(

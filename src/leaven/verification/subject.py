@@ -1,4 +1,4 @@
-"""The models that a check trains, made from a recipe or from a factory given as ``module:factory``."""
+"""Make the models that a check trains, from a recipe or from a user's factory function (``module:factory``)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ ModelFamily = RecipeFamily | ForeignFamily
 
 @dataclass(frozen=True)
 class SmallModels:
-    """The models of a check of a few steps."""
+    """The models of a check that trains for a few steps."""
 
     family: ModelFamily
     widths: Sequence[int]
@@ -46,12 +46,13 @@ def small_models(
     alpha: float | None = None,
     grow_heads: bool = False,
 ) -> SmallModels:
-    """Return the models of a recipe or factory for a check of a few steps. By default the widths suit the recipe.
+    """Return the models of a recipe or factory for a check that trains for a few steps.
 
-    ``source`` and ``alpha`` are for factories only, ``grow_heads`` for recipes.
+    If no widths are given, widths that fit the recipe are chosen. ``source`` and ``alpha`` are only for factories,
+    and ``grow_heads`` is only for recipes.
 
     Raises:
-        InputError: if there are fewer than two sizes, or a size does not fit.
+        InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
     """
     wide, deep = widths or [WIDTH * times for times in TIMES], depths or DEPTHS
     if all(len(set(axis)) < 2 for axis in (wide, deep)):
@@ -74,7 +75,7 @@ def small_models(
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the models of a recipe for whole training runs.
+    """Return the models of a recipe for a check that trains them in complete runs.
 
     Raises:
         InputError: if the recipe cannot be trained.

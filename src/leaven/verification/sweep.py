@@ -1,19 +1,28 @@
 """Sweeps: is the best value of a hyperparameter at one scale also the best at other scales?
 
-The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. They train models over
-a grid of values of one hyperparameter, with some seeds each, at two or more scales. Values are in base coordinates,
-so under a right rule the optima of all scales are equal. A sweep measures three numbers (compare Kalra and Barkeshli
-2026, arXiv 2605.21486): the shift of the optimum in octaves, with a bootstrap interval; the regret, which is how much
-worse in nats the base's best value is at the other scale; and the noise between seeds. A flat optimum shifts easily
-at no cost, and at a steep optimum a small shift is expensive. So both shift and regret are judged. They are judged by
-the ends of their intervals, so that a check does not pass by noise:
+The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. A sweep trains models on a
+grid of values of one hyperparameter, with several seeds for each value, at two or more scales. One scale is the base,
+and the others are compared with it. Values are base values, which the rule converts to each scale. So if the rule is
+right, the best value is the same at all scales.
 
-- passed: the upper end of the regret is within its limit; or both ends of the shift and the lower end of the regret
-  are within their limits;
-- failed: even the lower end of the regret is above its limit, or both ends of the shift are beyond its limit;
-- undecided (does not pass): anything else.
+A sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
-A grid whose optimum is at its edge is extended by one step at that scale, up to :data:`EXTENSIONS` times.
+- The shift is the distance in octaves between the best values of the two scales.
+- The regret is the loss in nats that the base's best value costs at the other scale, compared with the best value
+  there.
+- The noise is the spread of the loss between seeds.
+
+A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
+are judged. They are judged by the ends of their 95% bootstrap intervals, so that a check does not pass by noise:
+
+- The check passes if the upper end of the regret is within the limit. It also passes if both ends of the shift and
+  the lower end of the regret are within their limits.
+- The check fails if the lower end of the regret is above the limit, or if the whole interval of the shift is beyond
+  its limit on one side.
+- Otherwise the check is undecided, which does not count as passed.
+
+If the best value of a scale is at the edge of its grid, the grid of this scale is extended by one step, up to
+:data:`EXTENSIONS` times.
 """
 
 import math
@@ -33,10 +42,10 @@ from leaven.verification.subject import ModelFamily
 from leaven.verification.verdict import curve, verdict
 
 REGRET_LIMIT = 0.01
-"""Nats per token. Losses of published scaling laws are given to a hundredth."""
+"""The limit on the regret, in nats per token. Published scaling laws give losses to a hundredth."""
 
 EXTENSIONS = 3
-"""Steps by which a grid grows on either side."""
+"""The largest number of times that a grid is extended."""
 
 AXES: tuple[ScaleAxis, ...] = ("width", "depth", "batch", "tokens")
 
@@ -52,7 +61,7 @@ class SweptValue:
     shift_limit: float  # allowed shift in octaves: half a step of the default grid
 
     def grid(self, family: ModelFamily) -> list[float]:
-        """Return the default grid."""
+        """Return the default grid, in the family's unit."""
         return [family.value(self.key) * 2.0**octave for octave in self.octaves]
 
 
@@ -76,10 +85,12 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each scale.
 
-    The first scale is the base of the comparison; ``grid`` has values in the family's unit.
+    The other scales are compared with the first one. ``grid`` contains values in the family's unit.
 
     Raises:
-        InputError: if there are fewer than two scales or three values, a scale does not fit, or the folder is in use.
+        InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
+        scale,
+            or if the folder is in use.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     swept, scales, values = SWEPT[quantity], list(dict.fromkeys(scales)), sorted(set(grid))
@@ -109,7 +120,7 @@ def sweep(
 
 
 def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
-    """Return short names that distinguish the scales: ``64x4``, ``tokens x2``."""
+    """Return a mapping from each scale to a short name, such as ``64x4`` or ``tokens x2``, that distinguishes it."""
 
     def label(scale: RunScale) -> str:
         parts = [f"{scale.width}x{scale.depth}"] if len({(s.width, s.depth) for s in scales}) > 1 else []
@@ -124,7 +135,8 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
 def _extended(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, list[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
-    """Return the losses at each scale, on grids that were extended until they contain the optimum."""
+    """Return the losses at each scale. Extend each grid until the best value is no longer at its edge, at most
+    `EXTENSIONS` times."""
     losses = losses_of(family, swept, grids, store, seeds)
     for _ in range(EXTENSIONS):
         wider = {scale: _wider(family, swept, scale, grids[scale], losses[scale]) for scale in grids}
@@ -138,7 +150,10 @@ def _extended(
 def _wider(
     family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
-    """Return the grid with one more value at the edge where the optimum is, if that value is valid."""
+    """Return the grid of a scale with one more value beyond the edge at which the best value lies.
+
+    Return the grid unchanged if the best value is not at an edge, or if the new value would be invalid.
+    """
     if not losses.edge:
         return grid
     value = grid[0] ** 2 / grid[1] if losses.edge < 0 else grid[-1] ** 2 / grid[-2]
@@ -152,7 +167,7 @@ def _wider(
 def losses_of(
     family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
 ) -> dict[RunScale, LossGrid]:
-    """Train all runs and return the losses on the grid of each scale."""
+    """Train the runs that have no result yet. Return the losses on the grid of each scale."""
     runs = {
         (scale, value, seed): family.trial(RunSetting(scale, value, seed, swept.key))
         for scale, grid in grids.items()
@@ -176,7 +191,10 @@ def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale
 
 
 def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale, LossGrid]) -> list[MeasuredRow]:
-    """Return the measured exponent of the best value over each axis, including the rule's own exponent."""
+    """Return a row for each axis with the exponent at which the best value changes with the scale.
+
+    Values are base values, so the exponent of the rule is added to the fitted exponent.
+    """
     found = []
     for axis in AXES:
         on_axis = along(losses, axis)
@@ -200,7 +218,8 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the loss over the values, the optimum of each scale, and the best value over each axis."""
+    """Yield the curves of the document: for each scale, the loss over the values and the optimum. For each axis, the
+    best value over the axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())
@@ -228,7 +247,8 @@ def _curves(
 
 
 def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> VerdictRow:
-    """Return the verdict on two scales, given by name; the first is the base."""
+    """Return the row that compares a scale with the base. ``pair`` maps the names of the base and of the other scale,
+    in this order, to their losses."""
     limit = swept.shift_limit
     row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
     base, target = pair.values()
@@ -276,7 +296,8 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
 
 
 def _around_edge(grid_losses: LossGrid) -> str:
-    """Return a grid of five values centred at the edge, as the text of an option."""
+    """Return a grid of five values around the edge at which the best value lies, as text for a command-line
+    option."""
     values = (2**grid_losses.octaves).tolist()
     steps = [high / low for low, high in pairwise(values)]
     step, edge = (steps[0], values[0]) if grid_losses.edge < 0 else (steps[-1], values[-1])

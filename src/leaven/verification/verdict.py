@@ -1,4 +1,4 @@
-"""Make the document of a check from its rows, and its curves from values by scale and seed."""
+"""Make the document of a check, which contains its judged rows and its curves."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,11 @@ def verdict(
     measured: Sequence[MeasuredRow] = (),
     advice: str = "",
 ) -> CheckDocument:
-    """Return the document of a check. Its ``fault`` is the worst clear failure, or else the worst undecided one."""
+    """Return the document of a check.
+
+    The check passes if no row failed and at least one row passed. ``fault`` names the row that failed by the most. An
+    undecided row is named only if all failed rows are undecided.
+    """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(
         passed=not failed and any(row.passed for row in rows),
@@ -37,7 +41,8 @@ def verdict(
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return b of the least-squares fit log2 y = a + b log2 x; None if a y is not positive and finite."""
+    """Return b of the least-squares fit log2 y = a + b log2 x. Return None if a value of y is not positive and
+    finite."""
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None
@@ -45,7 +50,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean over seeds; 0 if a value is 0, NaN if a value is not finite."""
+    """Return the geometric mean over seeds. It is 0 if a value is 0, and NaN if a value is not finite."""
     array = np.asarray(values, dtype=float)
     if not np.isfinite(array).all():
         return math.nan
@@ -55,7 +60,10 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Make a curve from values by scale and seed. Values that are not finite become None."""
+    """Make a curve with a point for each x: the geometric mean over seeds, and the lowest and highest value.
+
+    ``by_seed`` has, for each x, the values of all seeds. Results that are not finite become None.
+    """
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}
     return VerdictCurve(module=module, axis=axis, quantity=quantity, x=list(map(float, x)), **finite)

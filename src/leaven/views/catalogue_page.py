@@ -32,7 +32,8 @@ LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside
 
 @dataclass(frozen=True)
 class CatalogueChart:
-    """The definition of a chart: its texts, how to get the value of a run, and the lines of laws or rules."""
+    """The definition of a chart of published runs. It has the chart's texts, a function that returns the value of a
+    run, and a function that returns the lines of scaling laws or rules."""
 
     key: str
     title: str
@@ -46,8 +47,11 @@ class CatalogueChart:
 
 
 def _laws(pick: str) -> Callable[[Sequence[float]], dict[str, list[LinePoint]]]:
-    """Return a function that returns the predictions of each law for model sizes at 20 tokens per parameter. Only the
-    main form of a law is used."""
+    """Return a function that makes the lines of all scaling laws for a chart.
+
+    It takes model sizes, and returns what each law predicts for these sizes at 20 tokens per parameter. ``pick`` is
+    the predicted quantity, such as ``lr``. Only the main form of a law is used.
+    """
 
     def lines(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
         found: dict[str, list[LinePoint]] = {}
@@ -66,8 +70,11 @@ def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return the init std of each rule for each model size N. With N = 12 L d^2 (without embeddings) and L = d /
-    aspect, the width d is (N x aspect / 12)^(1/3)."""
+    """Return a line for each init rule: its init std over the model size N.
+
+    The width d is computed from N. With N = 12 L d^2 (without embeddings) and L = d / aspect layers, the width is
+    (N x aspect / 12)^(1/3).
+    """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
         "small-init, sqrt(2 / (5 d))": lambda d: math.sqrt(2 / (5 * d)),
@@ -131,14 +138,15 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return a recipe's values by the keys of the charts. The lr and the init std are the values of hidden matrices,
-    after the scaling rule."""
+    """Return a mapping from the key of each chart to a recipe's value. The lr and the init std are those of the
+    hidden matrices, after the scaling rule is applied."""
     case = Case(recipe, parameter_table(recipe).rows)
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return the colours of the lineages with the most runs, by lineage."""
+    """Return a mapping from each lineage (model family) that has its own colour to this colour. These are the
+    lineages with the most runs."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -165,7 +173,8 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart, and the names of its lines in the order of the numbers at their ends.
+    """Return a chart, and the names of its lines. On the chart, each line has a number at its end, and the names are
+    in the order of these numbers.
 
     The recipe ``own`` is drawn as a star at its size and ``own_value``.
     """
@@ -247,8 +256,11 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return (size, lower quartile, upper quartile) for sizes near which at least four lineages have runs. Each
-    lineage counts once."""
+    """Return the points of the band as (size, lower quartile, upper quartile).
+
+    The quartiles at a size are those of the medians of the lineages, so each lineage counts once. Sizes near which
+    fewer than four lineages have runs are left out.
+    """
     points = sorted(points, key=lambda point: point[0].params_total)
     if not points:
         return []
@@ -267,7 +279,8 @@ def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float, float]]]]:
-    """Split a line into parts inside and outside the fitted range. Each part begins where the previous part ends."""
+    """Split a line into parts that are inside and parts that are outside the fitted range of the law. Each part
+    begins where the previous part ends."""
     made: list[tuple[bool, list[tuple[float, float]]]] = []
     for fitted, together in groupby(points, key=lambda point: point[2]):
         before = [made[-1][1][-1]] if made else []
@@ -290,8 +303,8 @@ _LINKED = re.compile(r"arXiv (\d{4}\.\d{4,5})|^([\w.-]+/[\w.-]+): ")
 
 
 def linked(source: str) -> list[tuple[str, str]]:
-    """Split the text of a source into pairs (text, address). arXiv numbers and repositories have an address; other
-    text has the address ""."""
+    """Split the text of a source into pairs (text, web address). arXiv numbers and repositories have an address. The
+    address of all other text is ""."""
     parts, at = [], 0
     for found in _LINKED.finditer(source):
         paper, repository = found.groups()

@@ -66,12 +66,13 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Escape a text of a user for plotly, which would interpret tags as markup and %{...} as a placeholder."""
+    """Escape a user's text for plotly. Otherwise plotly would read tags as markup, and %{...} as a placeholder."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
 def hue(number: int) -> str:
-    """Return one of the nine categorical colours of the style sheet. Numbers begin at 0 and wrap around."""
+    """Return one of the nine categorical colours of the style sheet. Number 0 is the first colour, and number 9 is
+    the first again."""
     return f"var(--hue-{number % 9 + 1})"
 
 
@@ -168,10 +169,10 @@ def bars(
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Smooth y by fitting a straight line around every point. The window of a point reaches ``share`` times its index
-    to each side.
+    """Smooth y by fitting a straight line around every point.
 
-    The window grows with the index because a loss is drawn over the logarithm of tokens. Unlike a moving average, a
+    The window of a point reaches to each side by ``share`` times the point's index (at least 2 points). It grows with
+    the index because a loss is drawn over the logarithm of tokens. Unlike a moving average, a
     local line does not lag where the curve falls, and it is correct at the end of the curve.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
@@ -197,8 +198,8 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
-    """Return the indices of at most ``most`` points that are evenly spaced along the axis. They always include the
-    last point."""
+    """Choose at most ``most`` points that are evenly spaced along the x axis, and return their indices. The last
+    point is always included."""
     if len(x) <= most:
         return list(range(len(x)))
     places = np.log(np.maximum(x, 1)) if logarithmic else np.asarray(x, dtype=float)
@@ -207,6 +208,7 @@ def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
 
 
 def corners(values: Sequence[float | None]) -> list[int]:
-    """Return the indices at which a step function begins or ends a level. These points suffice to draw it."""
+    """Return the indices at which a step function begins or ends a level. These points are enough to draw the
+    function."""
     last = len(values) - 1
     return [i for i, v in enumerate(values) if i in {0, last} or v != values[i - 1] or v != values[i + 1]]

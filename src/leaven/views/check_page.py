@@ -1,4 +1,4 @@
-"""Render the page of a check: charts, tables with the verdict of each row, measured values and settings."""
+"""Render the page of a check. It has charts, tables in which each row is judged, measured values and settings."""
 
 from collections.abc import Iterable, Sequence
 from itertools import cycle
@@ -38,8 +38,8 @@ def _setting(value: Any) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Draw a curve over model size for each module, relative to its first point. Gradients are also divided by
-    eps."""
+    """Draw charts over model size with a curve for each module. The values of a curve are divided by its first value.
+    Gradients are also divided by eps."""
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
     sections = []
@@ -68,8 +68,11 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
-    """Return the points divided by the first point. Return an empty list if a value is 0 or not finite, which a
-    logarithmic axis cannot show."""
+    """Return the values of a curve divided by its first value. If ``eps`` is given, each value is first divided by
+    eps.
+
+    Return an empty list if a value is 0 or not finite, because a logarithmic axis cannot show it.
+    """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
     known = [value for value in values if value]
@@ -77,10 +80,10 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Draw the loss over lr, weight decay, init std or batch size, with a line for each model and a star at each
-    optimum.
+    """Draw the loss over the swept lr, weight decay, init std or batch size.
 
-    For each axis along which the models differ, another chart shows the optimum over this axis.
+    The chart has a line for each model, with a star at the best value. The models differ in width, depth, batch or
+    tokens. For each of these that the check fitted, another chart shows the best value over it.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
@@ -103,7 +106,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:
-    """Draw the best value of the hyperparameter at each width, depth or duration, with 95% intervals."""
+    """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals."""
     level = _line("equal to the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
     line = _line(title, curve.x, curve.y, _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)

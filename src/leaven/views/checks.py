@@ -13,7 +13,8 @@ SLOPES = ("coordinates", "gradients")
 SWEEPS = ("transfer", "duration", "batch", "decay", "init")
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
 _INTERVALS = {"shift": ("low", "high"), "regret": ("regret, low", "regret, high")}
-"""The columns with the ends of an interval. They are printed together with the value, not as separate columns."""
+"""For each value with an interval, the names of the interval's ends. The ends are printed in the column of the value,
+not in separate columns."""
 _MEASURED = (
     Column("", lambda row: row.name, align="left"),
     Column("measured", lambda row: numbers.NONE if row.value is None else f"{row.value:.3f}"),
@@ -24,8 +25,8 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class CheckTable:
-    """A table of a check: the rows of one axis, the rows of a whole sweep, or the rows that were measured but not
-    judged."""
+    """A table of a check. It contains the rows of one axis, all judged rows of a sweep, or the values that were
+    measured but not judged."""
 
     name: str
     title: str
@@ -57,7 +58,7 @@ def check_tables(check: CheckDocument) -> list[CheckTable]:
 
 
 def conclusion(check: CheckDocument) -> str:
-    """Return the verdict of a check in one line."""
+    """Return one line that says whether a check passed, failed or is undecided."""
     failed = [row for row in check.rows if row.passed is False]
     judged = [row for row in check.rows if row.passed is not None]
     if not judged:
@@ -80,7 +81,8 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the headers of the columns with numbers, in order, by the names of the numbers in the rows."""
+    """Return a mapping from the name of each number in the rows to the header of its column. The columns are in
+    order."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in SWEEPS:
@@ -104,7 +106,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return a function that returns the number ``part`` of a row as text, with its interval if it has one."""
+    """Return a function that takes a row and returns its number ``part`` as text. If the number has an interval, the
+    text includes the interval."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

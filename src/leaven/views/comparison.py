@@ -1,4 +1,4 @@
-"""Compare training runs: their losses, the tokens that they needed for the same loss, and their recipes."""
+"""Compare training runs by their losses, by the tokens that they needed for the same loss, and by their recipes."""
 
 import math
 import shlex
@@ -27,14 +27,15 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
     "sequence lengths": lambda recipe: recipe.model.seq_len,
     "numbers of validation tokens": lambda recipe: recipe.evaluation.tokens,
 }
-"""The values of a recipe that decide what its validation loss is a loss of."""
+"""The values of a recipe that decide on which text, and in which tokens, the validation loss is measured. The losses
+of two runs can be compared only if these values are equal."""
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
-    """Return an HTML page that compares runs with the first of them, and its document.
+    """Return an HTML page that compares runs with the first run, and the document that the page shows.
 
     Raises:
-        InputError: if a folder is not a run with steps, is given twice, or there are too many.
+        InputError: if a folder is not a run with steps, if a folder is given twice, or if there are too many folders.
     """
     if len(folders) > MOST_RUNS:
         raise InputError(f"{len(folders)} runs are too many for one page; give at most {MOST_RUNS}")
@@ -61,7 +62,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
 
 
 def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
-    """Return the comparison of runs, whose titles are their folders, with the first run."""
+    """Compare runs with the first run. The title of each run must be its folder."""
     first = runs[0]
     return ComparisonDocument(
         path=str(output),
@@ -86,14 +87,15 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return how many times fewer tokens a run needed than the first run for the same validation loss.
+    """Return how many times fewer tokens a run needed than the first run to reach the same validation loss.
 
-    The loss is the last one of the worse of the two runs. Between two validations the loss is interpolated over the
-    logarithm of tokens. None if a run has fewer than two validations, or reached the loss before its first one.
+    This loss is the final loss of the run that ends with the higher loss. Between two validations, the loss is
+    interpolated over the logarithm of tokens. Return None if one of the runs has fewer than two validations, or had
+    reached the loss before its first validation.
 
     Args:
-        run: the validation losses of a run as (tokens, loss), by tokens.
-        first: the validation losses of the first run.
+        run: the validation losses of a run as (tokens, loss), in the order of tokens.
+        first: the validation losses of the first run, in the same form.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -105,8 +107,10 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the tokens after which a run that reaches a loss first had it; None if it had it at its first
-    validation."""
+    """Return the number of tokens after which a run first reached a loss.
+
+    Return None if the run had reached the loss at its first validation, or never reached it.
+    """
     for (before, above), (after, below) in pairwise(validation):
         if above <= loss:
             return None
@@ -117,7 +121,7 @@ def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | 
 
 
 def _different(recipes: Sequence[Recipe]) -> list[ComparedValue]:
-    """Return the values in which recipes differ from the first one."""
+    """Return the values in which at least one recipe differs from the first recipe."""
     own: dict[str, Any] = {}
     others: list[dict[str, Any]] = []
     for recipe in recipes[1:]:

@@ -10,10 +10,10 @@ RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}  #
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the loss by lr for each rule and width.
+    """Return the curves of a demo: for each (rule, width), a mapping from the lr to the loss.
 
-    The base width has the same curve under every rule: the mean over all seeds. A wider width has the loss of the
-    first seed, also at the one lr that was trained with more seeds.
+    At the base width, the curve is the mean over all seeds and is the same for both rules. At a wider width, the
+    curve is the loss of the first seed, even at the one lr that was trained with more seeds.
     """
     by_lr: dict[tuple[str, int], dict[float, list[DemoRun]]] = {}
     base = demo.models[0].width
@@ -32,7 +32,7 @@ def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
 
 
 def best(curve: dict[float, float]) -> float:
-    """Return the lr with the lowest loss."""
+    """Return the lr with the lowest loss. ``curve`` maps each lr to its loss."""
     return min(curve, key=lambda lr: curve[lr])
 
 
@@ -57,13 +57,18 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _path(first: float, last: float, lrs: list[float]) -> str:
-    """Return text such as ``goes from 0.016 to 0.002 or less``: at an end of the grid, the best may be beyond it."""
+    """Return text such as ``goes from 0.016 to 0.002 or less``.
+
+    The text says "or less" or "or more" if the last lr is at an end of the grid, because the best lr may be outside
+    it.
+    """
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return a table with the loss at each lr: a row for each width and rule, with its lowest loss marked."""
+    """Return a table of the loss at each lr. It has a row for each width and rule, and marks the lowest loss of a
+    row."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -78,7 +83,8 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table with the losses at the best lr of the base: a row for each model, a column for each seed."""
+    """Return a table of the losses at the best lr of the base width. It has a row for each model and a column for
+    each seed."""
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
     lines = [
@@ -111,5 +117,5 @@ def seed_table(demo: DemoDocument) -> Table:
 
 
 def cost(demo: DemoDocument) -> float:
-    """Return the training time of all runs, added up over processes, in seconds."""
+    """Return the sum of the training times of all runs, in seconds."""
     return sum(run.seconds for run in demo.runs)

@@ -39,7 +39,8 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
+    """Draw the loss over the lr for one rule. Each width has a line, with a diamond at the lowest point of the
+    line."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

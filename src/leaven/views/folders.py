@@ -36,7 +36,7 @@ class StoredEntry(BaseModel):
 
 
 class StepMetrics(StoredEntry):
-    """One line of metrics.jsonl. ``tokens`` is the number of tokens consumed up to and including this step, ``lr``
+    """One line of metrics.jsonl. ``tokens`` is the number of tokens consumed up to and including this step. ``lr`` is
     the learning rate of hidden weights."""
 
     step: int
@@ -52,8 +52,8 @@ class StepMetrics(StoredEntry):
 class RunEvent(StoredEntry):
     """One line of events.jsonl.
 
-    A rollback or a manual rewind goes back from ``tokens`` to ``to_tokens`` and then skips the data from
-    ``skip_from`` to ``skip_to``, all in tokens.
+    A rollback or a manual rewind takes the run back from ``tokens`` to ``to_tokens``. The run then skips the data
+    from ``skip_from`` to ``skip_to``. All four are numbers of tokens.
     """
 
     event: str
@@ -95,13 +95,13 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median speed of the steps, on which slow first steps and pauses have no influence."""
+        """The median speed of the steps. Unlike a mean, it is hardly changed by slow first steps and pauses."""
         speeds = sorted(step.tokens_per_second for step in self.steps if step.tokens_per_second)
         return speeds[len(speeds) // 2] if speeds else None
 
 
 class StudyView(StudyDocument):
-    """A study, with the recipe at its start and the best recipe."""
+    """A study (a search for hyperparameters) with its starting recipe and its best recipe."""
 
     centre: Recipe
     best_recipe: Recipe | None
@@ -128,7 +128,10 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss, or None if it is infinite or the best point has no fresh runs."""
+        """The 95% interval of the best loss, in nats per token.
+
+        None if the interval is infinite, or if the best point was not run again with fresh seeds.
+        """
         if self.best is None or not self.best.fresh:
             return None
         low, high = self.best.interval
@@ -136,20 +139,25 @@ class StudyView(StudyDocument):
 
     @property
     def unjudged(self) -> bool:
-        """Whether the best point was run only once, so that its loss is the loss by which it was chosen."""
+        """Whether the best point was run only once. Its loss is then the loss by which the search chose this
+        point."""
         return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes that is as good as the best point, as octaves from the start by path.
+        """The point with the fewest changes that is as good as the best point, or None if it is the best point
+        itself.
 
-        None if that is the best point itself.
+        The point maps the path of each value to its distance from the start, in octaves.
         """
         return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the start over its seeds, or if the start was not run the loss of the first trial."""
+        """The mean loss of the starting point over its seeds.
+
+        If the starting point was not run, this is the loss of the first complete trial. None if there is none.
+        """
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         at_start = [trial for trial in done if trial.octaves is not None and not any(trial.octaves.values())]
         losses = [trial.loss for trial in at_start or done[:1] if trial.loss is not None]
@@ -165,8 +173,8 @@ def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if it is not the folder of a run, study, check or demo, if it has no data yet, or if a file in it
-            is broken.
+        InputError: if the folder is not that of a run, study, check or demo, if it has no data yet, or if one of its
+            files is broken.
     """
     if not folder.exists():
         store = "; the results of a study in a database are in studies/NAME or in the folder of leaven tune --out"
@@ -226,8 +234,10 @@ def read_run(folder: Path) -> RunView:
 
 
 def _elapsed(events: list[RunEvent]) -> float | None:
-    """Return the seconds that a run has taken, without pauses: the sum over its starts and resumes of the time from
-    the first to the last event."""
+    """Return how many seconds a run has trained, without the pauses between a stop and a resume.
+
+    After each start or resume, the time from the first to the last event counts. These times are added up.
+    """
     total, begun = 0.0, None
     last: float | None = None
     for event in events:

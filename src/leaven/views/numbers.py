@@ -11,8 +11,12 @@ NONE = "–"
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """Return a hyperparameter as text with three digits that can be copied into a recipe, for example ``0.004``,
-    ``2.83e-4`` or ``1e-8``. A number of a diverged run may become ``nan`` or ``inf``."""
+    """Return a hyperparameter as text that can be copied into a recipe, for example ``0.004``, ``2.83e-4`` or
+    ``1e-8``.
+
+    The text has three digits, or four for numbers just below 1 and numbers from 1000 on. A number from a diverged run
+    may be written as ``nan`` or ``inf``.
+    """
     if number is None:
         return NONE
     if not math.isfinite(number):
@@ -56,8 +60,8 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a factor as text, for example ``3.6×``, near 1 with two decimals (``0.97×``), and 1/n as a fraction
-    (``1/8×``)."""
+    """Return a factor as text, for example ``3.6×``. A factor near 1 has two decimals (``0.97×``), and a factor that
+    is about 1/n is written as a fraction (``1/8×``)."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:
@@ -70,7 +74,8 @@ def quantity(number: float | None) -> str:
 
 
 def tick(number: float) -> str:
-    """Return the label of a count on an axis, for example ``2.5 M``. Elsewhere the same count is written 2.50 M."""
+    """Return a count as the label of a tick, without trailing zeros, for example ``2.5 M``. :func:`quantity` writes
+    the same count as 2.50 M."""
     digits, _, suffix = format_quantity(number).partition(" ")
     digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
     return f"{digits} {suffix}".strip()

@@ -1,5 +1,9 @@
-"""Prepare the parameter table for display: equal layers in one row, base values next to target values, and a reason
-for each value."""
+"""Prepare the parameter table for display. Layers with equal values share a row, base values stand next to target
+values, and each value has a reason.
+
+Base values apply at the base scale, for which the hyperparameters were found. Target values apply at the recipe's
+scale.
+"""
 
 import math
 import re
@@ -26,8 +30,8 @@ Row = ParameterRow | ParameterValues  # a row of the parameter table, or of the 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A group of parameters with one name in neighbouring layers whose values are equal. ``base`` is the
-    corresponding row at base scale."""
+    """A group of parameters that have the same name in neighbouring layers, and equal values. ``row`` is the row of
+    the first layer, and ``base`` is the matching row at base scale."""
 
     label: str
     first: int | None
@@ -49,7 +53,10 @@ def label(name: str) -> str:
 
 
 def groups(rows: Sequence[Row], base: ParameterTable | None = None) -> list[LayerGroup]:
-    """Return groups of rows in the order of the forward pass. Neighbouring layers with equal values are one group."""
+    """Group the rows of the parameter table. Neighbouring layers with equal values form one group.
+
+    The groups are in the order of the forward pass. ``base`` is the parameter table at base scale.
+    """
     twins = dict(_twins(rows, base)) if base else {}
     found: dict[str, list[LayerGroup]] = {}
     for row in rows:
@@ -69,8 +76,11 @@ def _alike(a: Row | None, b: Row | None) -> bool:
 
 
 def _twins(rows: Sequence[Row], base: ParameterTable) -> Iterator[tuple[str, ParameterRow]]:
-    """Yield the name of each row and the corresponding row at base scale, which has the same name and the nearest
-    relative depth."""
+    """Yield the name of each row, and the matching row at base scale.
+
+    Matching rows have the same name apart from the layer. Among the layers at base scale, the one whose relative
+    depth is nearest to that of the row matches.
+    """
     by_label: dict[str, list[ParameterRow]] = {}
     for twin in base.rows:
         by_label.setdefault(label(twin.name), []).append(twin)
@@ -84,8 +94,10 @@ def _twins(rows: Sequence[Row], base: ParameterTable) -> Iterator[tuple[str, Par
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at base scale, the scale at which its hyperparameters were found. Return None if the recipe
-    has this scale already or cannot be built at it."""
+    """Return the recipe at base scale, for which its hyperparameters were found.
+
+    Return None if the recipe already has this scale, or if it cannot be built at this scale.
+    """
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
     if own == (base.width, base.depth, base.batch_tokens, base.tokens):

@@ -1,5 +1,5 @@
-"""Draw the charts of a plan: memory by rank, the passes of a pipeline, layouts by time and memory, and the batch
-ramp."""
+"""Draw the charts of a plan. They show the memory of each rank, the passes of a pipeline, the time and memory of
+layouts, and the batch ramp."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -31,8 +31,8 @@ _LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not draw
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return a colour for every part of memory that is large enough on some rank. Parts without a fixed colour are
-    grey."""
+    """Return a mapping from each part of memory, such as activations, to its colour. Parts that are small on every
+    rank are left out. Parts without a fixed colour are grey."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -40,7 +40,8 @@ def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
 def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float = 0, log: bool = False) -> Figure:
     """Return lines at the capacity of a GPU and at the planned limit, as ``shapes`` and ``notes``.
 
-    If the lines are vertical, ``end`` is the end of the x axis, and labels are on the side with more space.
+    ``axis`` is the axis of memory. If it is x, the lines are vertical, and labels are on the side with more space.
+    ``end`` is then the end of the x axis.
     """
     shapes, notes = [], []
     for gib, label, dash in (
@@ -59,8 +60,8 @@ def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float 
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw the parts of memory (GiB) of each pipeline rank as stacked bars. Without pipeline parallelism, draw a
-    single horizontal bar."""
+    """Draw a stacked bar for each pipeline rank, with its parts of memory in GiB. Without pipeline parallelism, draw
+    a single horizontal bar."""
     p = len(stages)
     totals = [sum(parts.values()) for parts in stages]
     along, across = ("y", "x") if p > 1 else ("x", "y")  # the axis of memory, and the axis of ranks
@@ -94,7 +95,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gi
 
 
 def _inside(texts: Sequence[str], size: int) -> Figure:
-    """Return the texts and the style of labels inside bars."""
+    """Return the part of a bar trace that writes ``texts`` inside the bars."""
     font = {"color": PAPER, "size": size}
     place = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
     return {"text": list(texts), "textfont": font, **place}
@@ -125,8 +126,8 @@ class StepWindow:
         return self.place(self.end)
 
     def passes(self, found: Sequence[Pass]) -> Sequence[Pass]:
-        """Return the passes that lie completely in the drawn part. ``found`` are the passes of a rank in order of
-        time."""
+        """Return the passes that lie completely in the drawn part. ``found`` contains the passes of one rank in order
+        of time."""
         if self.whole:
             return found
         first = found[: bisect_right(found, self.head, key=lambda each: each.end)]
@@ -156,8 +157,8 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def passes(step: Timeline, stages_per_rank: int = 1) -> Figure:
-    """Draw the passes of each rank over the time of a step. Where nothing is drawn, a rank waits. Later stages of a
-    rank are paler."""
+    """Draw the forward and backward passes of each rank over the time of a step. A rank waits where nothing is drawn.
+    If a rank has several stages, later stages are paler."""
     p, drawn = len(step.ranks), window(step, stages_per_rank)
     unit, scale = ("ms", 1e3) if step.end < 1 else ("s", 1.0)
     by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
@@ -264,7 +265,7 @@ def layouts(
 
 
 def tensor_hues(candidates: Iterable[LayoutCandidate]) -> dict[int, str]:
-    """Return a colour for every tensor-parallel degree."""
+    """Return a mapping from each tensor-parallel degree to its colour."""
     degrees = sorted({each.arrangement.layout.tp for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 

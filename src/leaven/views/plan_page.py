@@ -1,5 +1,5 @@
-"""Render the page of a plan: whether it fits, what memory and time are used for, the possible layouts, and the
-cost."""
+"""Render the page of a plan. It says whether the model fits, what memory and time are used for, which layouts are
+possible, and what the run costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[st
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return the sources of a device's numbers as text, grouped by source."""
+    """Return text that names the sources of a device's numbers. Numbers with the same source are grouped."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

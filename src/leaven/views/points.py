@@ -1,4 +1,8 @@
-"""Describe points of a search as text: their distance from the start, and their largest changes."""
+"""Describe the points of a search as text.
+
+A point is a set of values that a trial runs. The text says how far they are from the starting values, and which
+changed most.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +17,10 @@ UNMOVED = 0.005  # octaves; a smaller change would be printed as x1.00
 
 
 def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
-    """Return the value at the distance ``to`` from the start, rounded as in a recipe: a batch to whole sequences, a
-    warm-up to whole tokens."""
+    """Return the value at the distance ``to`` from the start, in units of the dimension (such as octaves).
+
+    Values are rounded as in a recipe: a batch to whole sequences, a warm-up and a duration to whole tokens.
+    """
     centre = dimension.centre
     if isinstance(centre, str):
         return dimension.levels[round(to)]
@@ -28,13 +34,17 @@ def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return the change from the start as text, for example ``2×``, ``1/4×`` or ``+0.05``, or the chosen option."""
+    """Return text for the change from the start, for example ``2×``, ``1/4×`` or ``+0.05``. For a choice, it is the
+    chosen option."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """Return the changes of a point as text of at most ``room`` characters, largest first, for example ``embedding.lr
-    x1.41, …``."""
+    """Return text that lists the changes from the point ``before`` to the point ``now``, such as ``embedding.lr
+    x1.41, …``.
+
+    The largest change is first. Changes that do not fit into ``room`` characters are left out.
+    """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
         f"{short_path(d.path)} {d.change(to, origin)}"
@@ -49,8 +59,11 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe a trial in one line: its changes relative to ``best`` or the start, or the point that it runs again
-    with another seed."""
+    """Describe a trial in one line of at most ``room`` characters.
+
+    The line lists the trial's changes from ``best``, or from the start if ``best`` is None. If the trial runs an
+    earlier point again with another seed, the line names that point instead.
+    """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
         return cut(f"the start again{seed}", room)
@@ -67,15 +80,15 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return where a trial stopped as a share of a whole run, for example ``at 18%``. Return "" before any run has
-    finished."""
+    """Return text that says after which share of a whole run a trial stopped, for example ``at 18%``. Return "" if no
+    trial has finished yet."""
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
 
 def workers(state: StudyDocument) -> dict[str, str]:
-    """Return short names w1, w2 and so on by the workers' host:pid, in the order in which workers first ended a
-    trial."""
+    """Return a mapping from each worker's host:pid to its short name, such as w1. The worker that was first to end a
+    trial is w1."""
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}

@@ -25,8 +25,11 @@ KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # names of the kinds of 
 
 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
-    """Return the context of the macros in ``recipe.html.j2``. ``names`` are the names of ``beside`` and of the
-    recipe."""
+    """Return the context of the macros in ``recipe.html.j2``.
+
+    ``beside`` is a second recipe, whose values are shown next to those of the recipe. ``names`` are the names of
+    ``beside`` and of the recipe.
+    """
     table, base = parameter_table(recipe), parameter_table(beside) if beside else None
     found = groups(table.rows, base)
     by_label: dict[str, list[LayerGroup]] = {}
@@ -34,7 +37,7 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
         by_label.setdefault(group.label, []).append(group)
 
     def line(members: Sequence[LayerGroup]) -> Mapping[str, Any]:
-        """Return a line of the parameter table. A cell is (values at base scale, values, reason)."""
+        """Return a line of the parameter table. A cell is (values of ``beside``, values of the recipe, reason)."""
         first = members[0]
         span = LayerGroup(first.label, first.first, members[-1].last, first.row, None)
         cells = [
@@ -62,8 +65,10 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
 
 
 def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-    """Return a band for each module with a cell for each layer. The colour of a cell is its learning rate relative to
-    the global learning rate."""
+    """Return the picture of the network. It has a band for each module, and a band has a cell for each layer.
+
+    The colour of a cell shows its learning rate relative to the global learning rate.
+    """
     base, n_layers = recipe.hyperparameters.lr, recipe.model.n_layers
     by_label: dict[str, list[ParameterRow]] = {}
     for row in rows:
@@ -95,13 +100,15 @@ def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the range of the colours in whole octaves. Values slightly beyond this range have the full colour."""
+    """Return the range of the colours in whole octaves on each side of the factor 1. Factors slightly outside the
+    range have the full colour."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor: one hue below 1 and another above, stronger with each octave up to ``reach``."""
+    """Return the colour of a factor. Factors below 1 and above 1 have different hues. The colour gets stronger with
+    each octave from 1, up to ``reach`` octaves."""
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -111,16 +118,16 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int, most: int) -> list[tuple[str, float]]:
-    """Return the colours of factors for a legend: pairs (colour, factor) in whole octaves, at most ``most`` on each
-    side of 1."""
+    """Return the entries of a colour legend as pairs (colour, factor). The factors are whole octaves, at most
+    ``most`` on each side of 1."""
     every = -(-reach // most)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return all values of a recipe as (keys, value), grouped by their reason. Values without a reason are under
-    None."""
+    """Return a mapping from each reason in a recipe to the values that have this reason. A value is a pair (keys,
+    text). Values without a reason are under None. Multipliers of 1 are left out."""
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
     for path, setting in flatten(document).items():
@@ -146,8 +153,11 @@ def _setting(setting: Any) -> str:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers that are searched per module or over depth, or for which the recipe has other
-    values than 1."""
+    """Return the kinds of multipliers to show, such as ``lr``.
+
+    A kind is shown if the search ``space`` contains it for a module or over depth, or if the recipe has a multiplier
+    of this kind that is not 1.
+    """
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -166,25 +176,25 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """Return the factor of each layer from the depth profile of ``kind``, for example ``lr``."""
+    """Return the depth multiplier of each layer. ``kind`` is the kind of multiplier, such as ``lr``."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return the multiplier of a module times the depth multiplier, for each layer. For a module outside the blocks,
-    return a list with only the multiplier of the module."""
+    """Return, for each layer, the multiplier of a module times the depth multiplier of the layer. For a module
+    outside the blocks, return a list that contains only the module's multiplier."""
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the multipliers that a search found, with a row for each module and a column for each kind, or None if
-    there are none.
+    """Return the table of the multipliers that a search found, or None if there are none.
 
-    A band contains the colours of its layers in ``cells``, and in ``number`` the module's multiplier without the
-    depth multiplier.
+    The table has a row for each module and a column for each kind of multiplier. An entry of the table is a band,
+    which has the colours of its layers in ``cells``. Its ``number`` is the module's multiplier without the depth
+    multiplier.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

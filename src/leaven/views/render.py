@@ -39,7 +39,7 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ServedPage:
-    """The parts of a page of ``leaven serve`` around its content."""
+    """What ``leaven serve`` adds to a page: the navigation, and the tag that tells whether the page has changed."""
 
     links: Mapping[str, str]  # addresses of the pages in the navigation, by name
     here: str  # the name of this page in ``links``, or ""
@@ -51,7 +51,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Render pages for ``leaven serve`` inside the block."""
+    """Inside this context, :func:`render` makes pages for ``leaven serve``."""
     token = _SERVED.set(page)
     try:
         yield
@@ -93,8 +93,8 @@ def _environment() -> Environment:
 
 @cache
 def plotly_gzipped() -> bytes:
-    """Return plotly.js (nearly 5 MB) compressed with gzip. The bytes are always the same because they contain no time
-    stamp.
+    """Return plotly.js (nearly 5 MB), compressed with gzip. The result contains no time stamp, so it is always the
+    same.
 
     Raises:
         InputError: if plotly is missing.

@@ -16,7 +16,8 @@ Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
 def run_charts(*runs: RunView) -> dict[str, Figure | None]:
-    """Return charts by name, each with the lines of all runs. A chart is None if no run has written its quantity."""
+    """Return a mapping from the name of each chart to the chart, which has the lines of all runs. The chart is None
+    if no run has recorded its quantity."""
     coloured = list(zip(runs, colours(len(runs)), strict=True))
     return {
         "loss": _loss(coloured),
@@ -29,13 +30,13 @@ def run_charts(*runs: RunView) -> dict[str, Figure | None]:
 
 
 def colours(count: int) -> list[str]:
-    """Return the colours of that many runs in charts and tables. A single run has the colour of the page."""
+    """Return the colours of ``count`` runs in charts and tables. A single run has the accent colour of the page."""
     return [ACCENT] if count == 1 else list(map(charts.hue, range(count)))
 
 
 def _loss(runs: Coloured) -> Figure:
-    """Draw the loss: the loss of every step as a faint line, the smoothed loss as a strong line, and validation
-    losses as dots."""
+    """Draw the loss over tokens. The loss of the steps is a faint line, the smoothed loss is a strong line, and
+    validation losses are dots."""
     faint, strong, dots = [], [], []
     for run, colour in runs:
         found = _points(run, "loss")

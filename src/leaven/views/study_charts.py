@@ -48,7 +48,8 @@ SAME = 1.02  # costs that differ by at most this factor count as equal
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Return the trials by kind, in the order in which they are drawn. Running trials are left out."""
+    """Return a mapping from each kind of trial, such as ``diverged``, to its trials. The kinds are in the order in
+    which they are drawn. Trials that are still running are left out."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     _, _, top = window(study)
     for trial in study.trials:
@@ -68,8 +69,8 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float, float]:
-    """Return the lowest and the highest loss of a chart, and the height at which outliers and diverged trials are
-    drawn.
+    """Return (lowest loss, highest loss, top) of a chart. Outliers and diverged trials are drawn at the height
+    ``top``.
 
     The range contains the loss of the starting point and all losses that are not far outliers.
     """
@@ -99,9 +100,10 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 
 
 def search(study: StudyView) -> Figure:
-    """Draw all trials in order, the lowest loss so far as a line, and the noise as a band around the answer.
+    """Draw the loss of all trials in order. A line shows the lowest loss so far.
 
-    The answer, which is the mean over fresh seeds, is drawn with its interval to the right of the last trial.
+    The answer of the study is drawn to the right of the last trial, with its interval. It is the mean loss of the
+    best point over fresh seeds, if there are any. A band around it shows the noise between seeds.
     """
     low, high, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -154,18 +156,18 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """Draw the predicted loss as each of the most important values changes. All charts have the same y axis, in nats
-    above the best."""
+    """Draw a chart for each of the most important values, with the predicted loss as this value changes. All charts
+    have the same y axis, in nats above the best point."""
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][:PANELS]
     frame = slice_frame(study)
     return [(coordinate, slice_chart(study, coordinate, frame)) for coordinate in shown]
 
 
 def slice_frame(study: StudyView) -> tuple[float, float]:
-    """Return the range of the y axis of slices, in nats above the best.
+    """Return the range of the y axis of slices, in nats above the best point.
 
-    The best point need not be the minimum of the surrogate, so slices may go below it. The axis includes these parts,
-    but extends at most as far down as up.
+    The surrogate is the model that predicts the loss. Its minimum may be below the loss of the best point, so a slice
+    may go below 0. The axis includes these parts, but extends at most as far down as up.
     """
     gains = [abs(coordinate.gain) for coordinate in study.coordinates if math.isfinite(coordinate.gain)]
     losses = [
@@ -177,12 +179,12 @@ def slice_frame(study: StudyView) -> tuple[float, float]:
 
 
 def slice_chart(study: StudyView, coordinate: Coordinate, frame: tuple[float, float]) -> Figure:
-    """Draw the loss above the best (nats) over one value (as a factor of the start). ``frame`` is the range of the y
-    axis.
+    """Draw the predicted loss over one value, in nats above the best point. The x axis shows the change from the
+    start.
 
-    The line is the prediction of the surrogate, and its band is one standard deviation. The grey region is flat
-    within the noise. The red hill is the probability of divergence, which is 1 at the top. Crosses are trials that
-    diverged; ticks are trials that ended.
+    The line is the prediction of the surrogate, and the band around it is one standard deviation. In the grey region,
+    the loss is flat within the noise. The red hill is the probability of divergence, which is 1 at the top. Crosses
+    are trials that diverged. Ticks are trials that completed. ``frame`` is the range of the y axis.
     """
     dimension = study.dimension(coordinate.path)
     (depth, height), colour = frame, MARKS["diverged"].colour
@@ -263,7 +265,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView) -> Curves:
-    """Return the loss curves of all trials minus the curve of the best trial at the same tokens."""
+    """Return how far the loss curve of each trial is above the curve of the best trial at the same tokens."""
     known = known_curves(study)
     best = known.get(study.best.number) if study.best else None
     if best is None:
@@ -314,7 +316,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw the loss against the cost, with a dot for each trial and duration and the Pareto front as steps.
+    """Draw the loss over the cost of training. Each trial has a dot at each of its durations. The Pareto front is a
+    line with steps.
 
     Return None if all trials have the same duration, up to rounding to whole batches.
     """
@@ -350,8 +353,8 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker with a bar for each trial from its start to its end. Return None if the times of
-    trials are not known."""
+    """Draw a row for each worker. A bar in this row shows a trial from its start to its end. Return None if the times
+    of trials are not known."""
     ran = {
         trial.number: (trial.ended - trial.seconds, trial.ended)
         for trial in study.trials

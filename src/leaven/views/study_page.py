@@ -1,5 +1,5 @@
-"""Render the page of a study: the answer, the search, the values that matter, the multipliers found, all trials and
-the cost."""
+"""Render the page of a study. It shows the answer, the search, the values that matter, the multipliers that were
+found, all trials, and the cost."""
 
 import math
 import shlex
@@ -53,8 +53,8 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts and the context of the macro in ``search.html.j2``. Both are empty before a trial has
-    ended."""
+    """Return the charts of a search, and the context of the macro in ``search.html.j2``. Both are empty until a trial
+    has completed."""
     if study.start_loss is None:
         return {}, {}
     kinds = study_charts.by_kind(study)
@@ -76,8 +76,11 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
 
 
 def word(coordinate: Coordinate, study: StudyView) -> str:
-    """Return the verdict on a value: it was worth tuning, it was not worth tuning (it can be reset to the start), or
-    its effect is unclear. Return "" for a value that stayed at the start."""
+    """Say in a word or two whether a value was worth tuning.
+
+    A value that was not worth tuning can be reset to the start. If the effect of a changed value is unclear, the word
+    is "unsure". Return "" for a value that stayed at the start.
+    """
     if coordinate.worth or coordinate.path in study.idle:
         return MATTERED if coordinate.worth else IDLE
     return UNSURE if coordinate.best else ""
@@ -102,8 +105,11 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
-    """Return the positions in the small picture of a value, in percent of its width: where runs diverge, the flat
-    region, the start and the best value."""
+    """Return the contents of the small picture of a searched value.
+
+    They are the regions where runs diverge, the flat region, the start and the best value. All positions are in
+    percent of the picture's width.
+    """
     low, high = dimension.box
     places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
     low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
@@ -130,8 +136,8 @@ def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the changes of the best point and of the point with the fewest changes. Return None if there is no best
-    point or it is the start."""
+    """Return the table of the values that changed, at the best point and at the equally good point with the fewest
+    changes. Return None if there is no best point, or if the best point is the start."""
     best, fewest = study.best_trial, study.fewer
     if best is None or best.octaves is None:
         return None
@@ -161,8 +167,11 @@ def _shown(value: float | str | None) -> str:
 
 
 def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """Return (tokens, trial, loss) of the lowest loss at each duration. Return an empty list if there is only one
-    duration."""
+    """Find the trial with the lowest loss at each duration. Return (tokens, number of the trial, loss) for each
+    duration.
+
+    Return an empty list if there is only one duration.
+    """
     ends = [
         (tokens, trial.number, loss)
         for trial in study.trials
@@ -218,7 +227,8 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the command that made a study, with its space, method, number of trials and given noise."""
+    """Return the ``leaven tune`` command that repeats a study. It has the study's space, method and number of trials,
+    and the noise if the user gave it."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
     if study.durations:
@@ -229,8 +239,8 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """Return the searched values as an argument of ``--space``. A quantity that is searched in all modules becomes
-    one pattern."""
+    """Return the argument of ``--space`` that selects the searched values. If a quantity is searched in all modules,
+    it is written as one pattern."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

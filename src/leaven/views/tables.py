@@ -1,4 +1,5 @@
-"""Define tables, which both the terminal and pages show, and labelled lines, which fit the width of the terminal.
+"""Define tables and labelled lines. Tables are shown in the terminal and on pages, and labelled lines in the
+terminal.
 
 In the terminal, a row is one line. Names and numbers are never shortened; free text is shortened with an ellipsis.
 The least important columns are dropped first.
@@ -59,7 +60,7 @@ class Table:
 
     @cached_property
     def _cells(self) -> list[Sequence[Cell]]:
-        """The cells of each column, with numbers aligned at their decimal points where the column requires it."""
+        """The cells of each column. If a column is aligned at decimal points, its numbers are padded accordingly."""
         by_column = [[row[i] for row in self.rows] for i in range(len(self.columns))]
         return [
             at_point([str(cell) for cell in cells]) if column.align == "point" else cells
@@ -68,7 +69,7 @@ class Table:
 
     @cached_property
     def _natural(self) -> list[int]:
-        """The width of each column's longest cell."""
+        """The width that each column needs for its header, its unit and its longest cell."""
         return [
             max(map(len, (column.header, column.unit, *cells)))
             for column, cells in zip(self.columns, self._cells, strict=True)
@@ -91,8 +92,8 @@ class Table:
             yield Text(f"all rows: {values}")
 
     def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
-        """Return the columns that are shown, the gap between them, and the columns that are printed below the
-        table."""
+        """Return (columns in the table, gap between them, columns on the line below the table), for a table of at
+        most ``width`` characters."""
         kept = list(range(len(self.columns)))
         while self._least(kept, 2) > width and any(self.columns[i].drop for i in kept):
             kept.remove(max(kept, key=lambda i: self.columns[i].drop))
@@ -151,7 +152,8 @@ class RowByRow:
         return self.line({column.header: column.header for column in self.columns})
 
     def line(self, cells: Mapping[str, Cell]) -> Text:
-        """Return a row from cells by the header of their column. Cells whose column is not shown are left out."""
+        """Return a row. ``cells`` maps the header of each column to its cell. Cells whose column is not shown are
+        left out."""
         aligned = []
         for column in self.columns:
             cell, width = cells.get(column.header, ""), self.widths[column.header]
@@ -162,7 +164,7 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. Lines that are too long are wrapped between their
+    """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A line that is too long is wrapped between its
     parts."""
 
     def __init__(self, facts: Sequence[Fact]) -> None:
@@ -211,8 +213,11 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[str]) -> list[str]:
-    """Pad numbers so that their decimal points are aligned. A number without a decimal point is aligned by its end,
-    or by the beginning of its exponent (``1e-8``) or mark (``16*``)."""
+    """Pad numbers so that their decimal points are aligned.
+
+    A number without a decimal point is aligned as if the point were at its end, or before its exponent (``1e-8``) or
+    mark (``16*``).
+    """
     split = [next((n for n, sign in enumerate(cell) if sign in ".e*"), len(cell)) for cell in cells]
     before = max(split, default=0)
     after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)
@@ -220,5 +225,5 @@ def at_point(cells: Sequence[str]) -> list[str]:
 
 
 def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
-    """Return labelled lines with a common label, which is printed only before the first line."""
+    """Return several lines with one label. The label is printed only before the first line."""
     return [("" if n else label, line) for n, line in enumerate(lines)]

@@ -1,12 +1,12 @@
 """The answer of a search: the best point and its interval, how flat the loss is around it, and which values matter.
 
 The answer is a pure function of the trials. Points are compared by a surrogate fitted to all trials, which predicts
-losses with standard deviations. Only runs with fresh seeds choose the best point and give its interval. The noise
-floor is pooled over all points that were run with several seeds.
+losses with standard deviations. Only runs with fresh seeds (seeds that the search did not use) choose the best point
+and give its interval. The noise floor is pooled over all points that were run with several seeds.
 
-Two points are called equal only with good evidence. A point that was not run is *within the noise* of another
-point if its predicted loss plus one standard deviation (two if many multipliers move) exceeds that point's loss by
-less than the noise floor. For a point that was run, the measured and the predicted loss must both satisfy this.
+Two points are called equal only with good evidence. Take a point P and a reference point Q. If P was not run, P is
+*within the noise* of Q if the predicted loss of P plus one standard deviation (two if many multipliers move) exceeds
+the loss of Q by less than the noise floor. If P was run, its measured and its predicted loss must both satisfy this.
 """
 
 import math
@@ -71,15 +71,18 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a value is the standard deviation of the predicted loss along the slice through the best point,
-    over the settings that the trials tried, as a share of the sum over all values. This is first-order fANOVA with
-    the surrogate in place of a random forest. Optuna's importance (PED-ANOVA) is also reported; if the number of
-    values is close to the number of trials, it hardly correlates with the true importance (docs/concepts/search.md).
+    The importance of a value is computed at the best point. Only this value is changed, to each setting that the
+    trials tried, and the standard deviation of the predicted losses is taken. The importance is this standard
+    deviation divided by the sum of those of all values. This is first-order fANOVA with the surrogate in place of a
+    random forest. Optuna's importance (PED-ANOVA) is also reported. If the number of values is close to the number of
+    trials, Optuna's hardly correlates with the true importance (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
-        over: whether the search has ended. Until then there is no best point unless finalists have fresh runs.
-        by_surrogate: whether points without fresh runs are compared by the surrogate, not by their losses.
+        over: whether the search has ended. Before its end, the answer has a best point only if points have been run
+            again with fresh seeds.
+        by_surrogate: how points without fresh runs are compared: by the surrogate's predictions if true, by their
+            losses if false.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
         earlier: trials of an earlier search that informed this one.
     """
@@ -154,14 +157,15 @@ class _Seen:
     region: Region
     noise: float | None  # nats, between runs of one point; None if unknown
     degrees: int  # degrees of freedom of the noise
-    floor: float  # the noise above which a difference of losses counts
+    floor: float  # nats; a difference of losses counts if it is larger
 
     @cached_property
     def predicted(self) -> dict[Point, float]:
         """The predicted losses of the points that were run, up to a constant. Outliers and diverged points are left
         out.
 
-        A prediction is that of the surrogate plus the part of the mean residual that is not noise between seeds.
+        The surrogate's prediction for a point is corrected by the residuals of the runs at this point: the part of
+        their mean that is not noise between seeds is added.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -190,9 +194,9 @@ def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _See
 def _floor(noise: float | None, degrees: int, columns: Array, losses: Array) -> float:
     """Return the noise above which a difference of losses counts.
 
-    It is the measured noise, if it was measured with at least ``MEASURED`` degrees of freedom. Fewer may measure far
-    too little: the result is then the geometric mean of the measured noise and of the noise that the losses suggest,
-    if that is larger. Without a measurement, it is what the losses suggest.
+    With at least ``MEASURED`` degrees of freedom, it is the measured noise. With fewer, the measured noise may be far
+    too small. Then a noise is fitted to the losses, and the result is the measured noise or the geometric mean of
+    the measured and the fitted noise, whichever is larger. Without a measurement, the result is the fitted noise.
     """
     ended = np.isfinite(without_outliers(losses))
     if noise == 0 or degrees >= MEASURED or not 0 < ended.sum() <= FITTED:
@@ -202,7 +206,7 @@ def _floor(noise: float | None, degrees: int, columns: Array, losses: Array) -> 
 
 
 def _rerun(seen: _Seen) -> dict[Point, Losses]:
-    """Return the losses, by seed, of each point with at least ``RERUNS`` fresh runs, none of which diverged.
+    """Return the losses by seed of every point that has ``RERUNS`` or more fresh runs, if none of these diverged.
 
     All runs of the start count as fresh, because the start was not chosen by its losses.
     """
@@ -214,7 +218,10 @@ def _rerun(seen: _Seen) -> dict[Point, Losses]:
 
 
 def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the point with the fewest changes among rerun points that equal ``best`` within the noise."""
+    """Return the rerun point that equals the best ``point`` within the noise and changes the fewest values.
+
+    It is returned as a Best and in octaves (D,). It may be the best point itself.
+    """
     rerun = _rerun(seen)
     mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
     equal = [
@@ -298,7 +305,8 @@ def _end(dimension: Dimension, best: float) -> str:
 
 
 def _risks(seen: _Seen, best: Array, x: Array) -> Array:
-    """Return the risks of divergence (D, m) at ``best`` with only its value ``i`` replaced by ``x[i, j]``."""
+    """Return the risks of divergence, (D, m). Element (i, j) is the risk at ``best`` with its value i set to
+    ``x[i, j]``."""
     d = len(best)
     return np.array([seen.region.risk(np.where(np.arange(d) == i, x[i][:, None], best)) for i in range(d)])
 
@@ -306,13 +314,19 @@ def _risks(seen: _Seen, best: Array, x: Array) -> Array:
 def finalists(
     trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
-    """Return the points to run again with fresh seeds, the most promising first. A point has octaves by path.
+    """Return the candidates for runs with fresh seeds, the most promising first. A point has octaves by path.
 
-    For a trust-region search the order is: the best trial; the predicted best point, reduced to its necessary
-    changes; the predicted best point with all its changes; then the other trials. The two predicted points may never
-    have been run. Trials are ranked by the surrogate's prediction plus the part of the residual that is not noise
-    between seeds. For other methods (``by_surrogate`` false), trials are ranked by their losses. The list is empty if
-    every trial diverged.
+    In a trust-region search, trials are ranked by the corrected predictions of :attr:`_Seen.predicted`. The order of
+    the candidates is:
+
+    1. the best trial;
+    2. the point with the lowest predicted loss, with only those of its changes that are worth more than the noise;
+    3. the same point with all its changes (it may never have been run, like the point of 2.);
+    4. the other trials;
+    5. outliers, to which the surrogate was not fitted.
+
+    In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every trial
+    diverged.
     """
     seen = _look(trials, axes, noise)
     ended = np.isfinite(seen.losses)
@@ -342,7 +356,11 @@ def finalists(
 
 
 def _fewest(seen: _Seen, best: Array) -> Array:
-    """Return ``best`` with values reset to the start, the cheapest first, as long as the noise covers the loss."""
+    """Simplify the point ``best``: reset its values to the start one by one, beginning with the value that costs
+    least.
+
+    A value is reset only if the point then stays within the noise of ``best`` and is not likely to diverge.
+    """
     paths = np.array(best)
     start = np.zeros((len(best), 1))
     costs, deviations = (part[:, 0] for part in seen.region.along(best, start))
@@ -371,9 +389,11 @@ def advice_when_all_diverged(
     """Return one line of advice on which value to lower, for a search whose trials all diverged.
 
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
-    learning rate is searched, the advice is the text ``elsewhere``. The only other evidence is how long each run
-    lasted. A divergence model is fitted in which only the runs shorter than half of the longest count as diverged; it
-    shows which other value made runs diverge soonest.
+    learning rate is searched, the advice is the text ``elsewhere``.
+
+    The only other evidence is how long each run lasted. So a divergence model is fitted in which a run counts as
+    diverged only if it is shorter than half of the longest run. The model shows which value made runs diverge
+    soonest; the advice names this value if it is not a learning rate.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

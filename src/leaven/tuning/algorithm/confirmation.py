@@ -1,8 +1,9 @@
 """Confirmation runs, which decide which point is the answer of a search, and the noise between seeds.
 
-1. The best few points are run again with fresh seeds, because the lowest of many noisy losses is partly luck. The
-   point with the lowest mean of these runs is chosen. A point that diverges with any seed cannot be chosen.
-   If the only finalist diverges, the points of the search are compared by their predicted losses, as in 2.
+1. The best few points (the finalists) are run again with fresh seeds, which the search did not use, because the
+   lowest of many noisy losses is partly luck. The point with the lowest mean of these runs is chosen. A point that
+   diverges with any seed cannot be chosen. If there is only one finalist and it diverges, the points of the search
+   are compared by their predicted losses, as in 2.
 2. The chosen point must be better than the start by more than the noise, over the seeds that both were run with.
    Otherwise the start is the answer: the search found nothing better. Without confirmation runs (3.) the point must
    be better by 2.5 times the noise, because the noise is only about one standard deviation of the difference then.
@@ -55,7 +56,8 @@ def confirm(
 
     ``predicted`` has the predicted losses of points; by default the measured losses are used. ``noise`` is the
     standard deviation of the loss between seeds. 0 means that seeds have no effect, so that every run measures the
-    loss of its point exactly. None means that it is unknown; otherwise it counts as 0.
+    loss of its point exactly. None means that the noise is unknown: differences are compared with 0, but no run is
+    taken to be exact.
     """
     exact, noise = noise == 0, noise or 0.0
     runs = _Runs.of(trials, paths, predicted)
@@ -88,7 +90,8 @@ def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float 
 
 @dataclass(frozen=True)
 class _Runs:
-    """The losses of a search, grouped by the purpose of the runs, then by seed; infinite for a divergence."""
+    """The losses of a search, grouped by the purpose of the run, then by point and seed. A diverged run has an
+    infinite loss."""
 
     start: Point
     at_start: Losses  # runs of the start during the search; empty if one diverged and other points did not
@@ -139,7 +142,8 @@ class _Runs:
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation runs were not better than the start."""
+        """Return the points whose confirmation runs have ended and are not better than the start by more than
+        ``noise``."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -148,7 +152,11 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Return the point with the lowest mean that is not refuted, or the start if no such point is better."""
+        """Return the point with the lowest mean or predicted loss, without the points that :meth:`refuted` returns.
+
+        Return the start if this point is not better by more than ``noise``, or if there is no such point. Return
+        None if the start has no run either.
+        """
         refuted = self.refuted(noise)
         means = {
             x: self.predicted.get(x, statistics.fmean(losses.values()))
@@ -163,7 +171,7 @@ class _Runs:
     def ahead(self, chosen: Point, least: float) -> bool:
         """Return whether the loss at ``chosen`` is below the start's by more than ``least`` nats.
 
-        It is also true if the start has no runs to compare with.
+        If the start has no runs to compare with, the result is true for every other point.
         """
         if chosen == self.start or not self.at_start:
             return chosen != self.start
@@ -173,10 +181,10 @@ class _Runs:
 
 
 def gain(start: Losses, there: Losses) -> float:
-    """Return by how many nats a point's loss is below the start's.
+    """Return by how many nats the loss of a point (``there``) is below the loss of the start.
 
-    The difference is averaged over the seeds that both have. Without common seeds it is the difference of the
-    means.
+    The difference is averaged over the seeds that both were run with. Without common seeds, it is the difference of
+    the two means.
     """
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
@@ -196,7 +204,8 @@ GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
 def t95(degrees: int) -> float:
-    """Return the two-sided 95% quantile of Student's t (Abramowitz and Stegun 26.7.5)."""
+    """Return the two-sided 95% quantile of Student's t with ``degrees`` degrees of freedom (Abramowitz and Stegun
+    26.7.5)."""
     if degrees <= len(_T95):
         return _T95[degrees - 1]
     z, n = _Z95, degrees
@@ -205,7 +214,10 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """Return the pooled standard deviation within groups and its degrees of freedom; (None, 0) without repeats."""
+    """Return the pooled standard deviation within groups and its degrees of freedom.
+
+    If no group has two or more values, return (None, 0).
+    """
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:
@@ -216,9 +228,10 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
 
-    Runs with equal point, seed and loss are the same run and count once; divergences do not count. Runs with one seed
-    share init and data order, and so a part of their noise, which more points do not average out. So with several
-    seeds the degrees of freedom are at most the number of seeds minus one.
+    Runs with equal point, seed and loss are the same run and count once. Diverged runs do not count. Runs of
+    different points with the same seed share init and data order, and therefore a part of their noise; running more
+    points does not average this part out. So if there are several seeds, the degrees of freedom are at most the
+    number of seeds minus one.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:
@@ -233,10 +246,11 @@ def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | N
 def noise_between_seeds(
     trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
 ) -> tuple[float | None, int]:
-    """Return the noise of trials and its degrees of freedom. ``given`` is the noise that the user gave, or None.
+    """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    ``paths`` are the searched values. The first run of a finalist is left out, because the point was chosen as a
-    finalist for its low loss. All runs of the start count. Pruned trials have no final loss and do not count.
+    ``paths`` are the searched values. Noise is measured at points that were run again. The run for which such a point
+    was chosen during the search does not count, because the point was chosen for the low loss of that run. All runs
+    of the start count. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN
@@ -251,11 +265,11 @@ def noise_between_seeds(
 
 
 def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, float]]]:
-    """Return the repeated points, without the points whose runs differ much more than the runs at other points.
+    """Return the repeated points. A point is left out if its runs differ much more than the runs of other points do.
 
-    The points that are left out are at the divergence boundary, where the spread is not noise between seeds. If all
-    points had equal noise, one point in 150 would be left out (for three points with two runs and one with three).
-    The point with the most runs always stays: it is the start, which was repeated to measure the noise.
+    Such a point is at the divergence boundary, where the spread is not noise between seeds. If all points had equal
+    noise, one point in 150 would be left out (for three points with two runs and one with three). The point with the
+    most runs, if it has more than two, always stays: it is the start, which was repeated to measure the noise.
     """
     spreads = [statistics.stdev(loss for _, loss in ran) for ran in repeated]
     most = WILD * statistics.median(spreads) if len(spreads) > 2 else math.inf
@@ -268,6 +282,7 @@ def _of_a_kind(repeated: list[set[tuple[int, float]]]) -> list[set[tuple[int, fl
 
 
 def interval_of_mean(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
-    """Return the 95% interval of the mean of ``values``. ``degrees``: the degrees of freedom of ``noise``."""
+    """Return the 95% interval of the mean of ``values``. ``noise`` is the standard deviation of one value, known with
+    ``degrees`` degrees of freedom."""
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
     return mean - margin, mean + margin

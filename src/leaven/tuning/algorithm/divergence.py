@@ -46,7 +46,8 @@ class DivergenceModel:
 
 
 def fit(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the model fitted to trials at ``points`` (n, D): the mode of the posterior. ``diverged`` is (n,)."""
+    """Fit the model to trials at ``points`` (n, D), and return the mode of the posterior. ``diverged`` (n,) says
+    which trials diverged."""
     features = _features(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

@@ -1,13 +1,16 @@
 """Predict what a larger budget would gain, and which two values to search with a budget of a few runs.
 
-What is left to gain is the median, over quadratics drawn from the posterior of the surrogate, of the loss at the best
-point above the quadratic's minimum in the trust region. With few values (``DESIGNED``) that is too much, because the
-prior has one typical curvature and expects as much in directions that are flat. But there the search itself says how
-fast it converges, so at most as much is left as the second half of its trials has gained.
+The gain that is still possible is estimated with quadratics that are drawn from the posterior of the surrogate. Each
+quadratic says how far the loss at the best point is above its own minimum in the trust region. The estimate is the
+median of these differences. With few values (at most ``DESIGNED``) it is too high: the prior has one typical
+curvature for all values, and expects the same gain from values that have little effect. But with few values, the
+search itself shows how fast it converges. So the estimate is then limited to what the second half of the trials has
+gained.
 
-After n trials a regression leaves a regret of about 1 / n, so as many trials again gain half of what is left. On
-landscapes with a known optimum the mean of this estimate is within a factor of two for 9 and 25 values, and several
-times too high for 2 to 4; for a single search it is a guess (docs/concepts/search.md).
+After n trials, the regret of a regression is about 1 / n. So n further trials gain half of the gain that is still
+possible. On landscapes with a known optimum, the mean of this estimate is within a factor of two of the true gain for
+9 and 25 values, and several times too high for 2 to 4 values. For a single search it is a guess
+(docs/concepts/search.md).
 """
 
 import itertools
@@ -18,19 +21,19 @@ from numpy.typing import NDArray
 from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, TRUST, Array, Axes, Region, region
 
 DRAWS = 48
-LEAST = 8  # trials of the search; half of fewer say nothing
-PER_VALUE = 3  # trials: with 16 trials of 9 values the pair brought half of what was said
+LEAST = 8  # trials of the search; with fewer, half of them say nothing
+PER_VALUE = 3  # trials: with 16 trials of 9 values, the pair brought only half of the predicted share
 CANDIDATES = 12  # values among which the best pair is searched: those with the largest gains alone
 
 
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the expected gain in nats of as many trials again, or None after too few trials.
+    """Return the gain in nats that is expected if as many trials are run again. Return None after too few trials.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
-        searched: (n,), which trials were proposed by the search.
+        searched: (n,), whether a trial belongs to the search itself, not to the measurement of noise or the reruns.
         best: the best point (D,).
     """
     first = np.flatnonzero(searched)
@@ -55,10 +58,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Return the two values that bring the most of the predicted gain if only they move, and their share of it.
+    """Find the two numbers that together bring the largest share of the predicted gain if only they are moved.
 
-    The others stay at the start, choices too. The result is None if fewer than three values are searched, if there
-    are fewer than ``PER_VALUE`` trials for each, or if the gain is not above the noise.
+    All other values stay at the start, choices too. Return the indices of the two, and the share (at most 1). Return
+    None if fewer than three numbers are searched, if there are fewer than ``PER_VALUE`` trials for each value, or if
+    the gain is not above the noise.
 
     Args:
         points: (n, D), the trials. The two values stay between the settings that were tried.

@@ -3,8 +3,9 @@
 - An *expectation* says where the optimum of each value is, m_i +- w_i steps from the start, from laws and published
   runs. The slope at the start then follows from the curvatures H, which are unknown: b = -H m + e with
   e_i ~ N(0, (w_i h)^2).
-- An *earlier search*, of another size or space, gives the posterior of its own surrogate. The two losses differ, so
-  each coefficient gets a further standard deviation of one of ``DIFFERENCES`` times h; the evidence decides which.
+- An *earlier search*, of another size or space, gives the posterior of its own surrogate. The losses of the two
+  searches differ. So a further standard deviation is added to each coefficient: one of ``DIFFERENCES``, times h. The
+  evidence decides which.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class EarlierTrials:
 
 
 def of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior for optima at ``centre`` +- ``width`` (D,) steps from the start."""
+    """Return the prior that expects the optimum of each value at ``centre`` +- ``width`` (D,) steps from the
+    start."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -49,9 +51,10 @@ def of_expectations(centre: Array, width: Array) -> Prior:
 
 
 def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
-    """Return the priors from trials at ``columns`` (n, D + E) of an earlier search. This one has the first ``d``.
+    """Return the priors that follow from the trials of an earlier search, one prior for each of ``DIFFERENCES``.
 
-    An unknown noise is fitted to the lowest losses: without noise, few trials would say far too much.
+    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). This search has only the first ``d`` columns. If
+    the noise is unknown, it is fitted to the lowest losses: without noise, few trials would be trusted far too much.
     """
     if noise is None:
         lowest = np.argsort(losses)[:FITTED]
@@ -71,8 +74,8 @@ def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> li
 
 
 def _kept(columns: int, d: int) -> NDArray[np.int_]:
-    """Return the indices of the coefficients of the first ``d`` columns: slopes, curvatures and, if there are any,
-    interactions."""
+    """Return the indices of the coefficients that concern only the first ``d`` of the ``columns`` columns: slopes,
+    curvatures and, if there are any, interactions."""
     kept = [np.arange(d), columns + np.arange(d)]
     if columns <= MOST_WITH_INTERACTIONS:
         _, j = np.triu_indices(columns, 1)

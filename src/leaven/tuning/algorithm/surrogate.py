@@ -13,10 +13,10 @@ the start along directions in which no trial has moved. The interactions h_ij ar
 most 1/2: interactions are common, but with more values each of them has fewer trials.
 
 A loss far above the lowest one says little about the bottom of the basin, because a basin is quadratic only there:
-the error grows with the excess over the lowest loss. h maximises the evidence (the likelihood with a, b and h_ij
-integrated out). The noise does not: fitted to few trials, it is often too large, and hides the basin. This is a
-Gaussian process with a quadratic kernel and a mean function; Rasmussen and Williams 2006, sections 2.1, 2.7 and
-5.4.1. docs/log.md compares the constants with others.
+the error grows with the excess over the lowest loss. h is chosen to maximise the evidence (the likelihood with a, b
+and h_ij integrated out). The noise is given, not fitted in this way: a noise fitted to few trials is often too large,
+and hides the basin. The model is a Gaussian process with a quadratic kernel and a mean function; Rasmussen and
+Williams 2006, sections 2.1, 2.7 and 5.4.1. docs/log.md compares the constants with others.
 
 What is known before the search, from laws or from an earlier study (``prior.py``), enters as other distributions of
 the coefficients. Each is compared with the one above by its evidence, so knowledge that the trials contradict is
@@ -42,7 +42,7 @@ SWEEPS = 100  # of the coordinate descent at most
 
 @dataclass(frozen=True)
 class Quadratic:
-    """The function sum_i slope_i x_i + sum_ij hessian_ij x_i x_j / 2."""
+    """The function sum_i slope_i x_i + sum_ij hessian_ij x_i x_j / 2 of a point x (D,)."""
 
     slope: Array  # (D,)
     hessian: Array  # (D, D)
@@ -53,7 +53,8 @@ class Quadratic:
         return np.asarray(x @ self.slope + np.sum(x @ self.hessian * x, 1) / 2)
 
     def minimum(self, start: Array, low: Array, high: Array) -> Array:
-        """Return the point (D,) between ``low`` and ``high`` to which coordinate descent from ``start`` leads."""
+        """Minimise the function by coordinate descent from ``start`` between ``low`` and ``high``. Return the point
+        (D,)."""
         x = np.clip(start, low, high)
         gradient = self.slope + self.hessian @ x
         bend = np.maximum(np.diag(self.hessian), self.least)
@@ -68,14 +69,15 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return by how much the function changes (D,) when a single column of ``x`` (D,), now 0, becomes 1."""
+        """Return the effect of each column, (D,). Element i is the change of the function when column i goes from 0
+        to 1 and the other columns stay as in ``x`` (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A normal distribution of the coefficients of :func:`_features`, in units of h."""
+    """A prior: a normal distribution of the coefficients of the terms of :func:`_features`, in units of h."""
 
     mean: Array  # (P,)
     root: Array  # R, (P, P): the covariance is R R^T
@@ -91,7 +93,7 @@ class Prior:
 class Surrogate:
     """The posterior distribution of the quadratic given the finished trials, made by ``fit``.
 
-    The coefficients of :func:`_features`, (P,), have the mean ``_mean`` and the covariance
+    The coefficients of the terms of :func:`_features`, (P,), have the mean ``_mean`` and the covariance
     h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
     """
 
@@ -101,7 +103,7 @@ class Surrogate:
     _mean: Array  # (P,)
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
-    _left: Array  # (at most n,): the share of the prior standard deviation that is left along each direction
+    _left: Array  # (at most n,): posterior over prior standard deviation along each direction
     _interactions: bool
 
     def value(self, x: Array) -> Array:
@@ -150,13 +152,13 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r, the standard deviation of an interaction of two of ``d`` values as a share of h."""
+    """Return r: the prior standard deviation of an interaction, as a share of h, if there are ``d`` columns."""
     return min(0.5, 8 / d**2)
 
 
 def _features(x: Array, interactions: bool) -> Array:
-    """Return the terms of the quadratic at points (m, D), (m, P), scaled so that all coefficients have the prior
-    standard deviation h."""
+    """Return the terms of the quadratic, (m, P), at points ``x`` (m, D). They are scaled so that all coefficients
+    have the prior standard deviation h."""
     terms = [x, x**2 / 2]
     if interactions:
         i, j = np.triu_indices(x.shape[1], 1)
@@ -169,8 +171,7 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
 
     Args:
         noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: distributions of the coefficients. The one with the highest evidence is used, or
-            :meth:`Prior.plain` if its evidence is higher.
+        knowledge: further priors. Of these and :meth:`Prior.plain`, the one with the highest evidence is used.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0

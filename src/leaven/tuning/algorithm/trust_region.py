@@ -29,8 +29,9 @@ it is extended while the best point lies at its edge, up to the bounds of the sp
 All trials of a search share a seed, and with it the init and the data order, so they differ by less than the noise
 between seeds (``noise``). But an improvement that holds for one seed only is useless. So the surrogate assumes at
 least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
-is small (docs/concepts/search.md). During the search this noise is pooled over all repeated points; the answer leaves
-out the runs that made a point a finalist (``confirmation.noise_between_seeds``).
+is small (docs/concepts/search.md). During the search this noise is pooled over all runs of repeated points. The
+answer leaves out the runs for whose low loss a point was chosen to be run again
+(``confirmation.noise_between_seeds``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -155,9 +156,10 @@ class Axes:
 
 @dataclass(frozen=True)
 class Features:
-    """The input columns of the models: one per number, and one per level of a choice except the start's level.
+    """The input columns of the models.
 
-    A number is counted in steps of ``scale`` from ``origin``; a level is one-hot.
+    A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has one column for
+    each level except the start's; the column is 1 if the point has this level, otherwise 0.
     """
 
     origin: Array  # (D,), octaves
@@ -228,9 +230,10 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the last ``ROUNDS`` rounds gained less than the noise, and no larger gain is predicted.
+        """Return whether the search has stalled.
 
-        A round has half as many trials as there are values, but at least 10.
+        It has if the last ``ROUNDS`` rounds of trials gained less than the noise, and the predicted further gain is
+        below the noise, too. A round has half as many trials as there are values, but at least 10.
         """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
@@ -261,8 +264,11 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the level (D,) of each choice with the lowest loss at the incumbent's numbers; the start's level has
-        effect 0. With ``unseen_first``, levels that have never been run come first."""
+        """Return the best level of each choice, (D,), at the incumbent's numbers.
+
+        The best level has the lowest loss under ``quadratic`` if the other choices keep the start's level. With
+        ``unseen_first``, levels that have never been run are preferred to all others.
+        """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
         effects = quadratic.effects(here)
@@ -274,8 +280,8 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) of the minimum within ``reach`` steps of the incumbent along each number. Choices
-        take ``levels`` (D,)."""
+        """Return the columns (F,) at which ``quadratic`` is lowest. Each number stays in the box and within ``reach``
+        steps of the incumbent. The choices have the levels ``levels`` (D,)."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -283,8 +289,11 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) with the columns ``wanted`` (F,), moved towards the incumbent until it is unlikely to
-        diverge. A choice keeps the incumbent's level if the wanted level is likely to diverge."""
+        """Return the point (D,) that the columns ``wanted`` (F,) stand for, made safe.
+
+        Its numbers are limited to the box. If the point is likely to diverge, the values that cause this move towards
+        the incumbent; a choice that causes it keeps the incumbent's level.
+        """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
@@ -340,7 +349,7 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the region after ``tried`` trials that all diverged (point 5 of the method)."""
+    """Return the region after ``tried`` trials that all diverged (see 5. at the top of this file)."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -361,8 +370,8 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which names are learning rates to lower, (D,): the global rate or, without one, all rates by module and
-    depth."""
+    """Return for each name whether it is a learning rate to lower, (D,). If the global learning rate is searched,
+    only that one is; otherwise, all learning rates of modules and of depth points are."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

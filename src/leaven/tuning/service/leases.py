@@ -1,4 +1,4 @@
-"""Leases: which of the commands that work on a study are alive.
+"""Leases: find out which of the commands that work on a study are alive. A command is one running search.
 
 A command's id consists of its host, its process (see :func:`process`) and a number, because a process may run several
 searches. The kernel knows whether a process of the same machine and boot is alive. Every command also increases a
@@ -36,7 +36,10 @@ def node(pid: int, number: int = 0) -> str:
 
 
 def gone(owner: str) -> bool:
-    """Return whether the owner of a trial has certainly ended. It is certain only on the same machine and boot."""
+    """Return whether the owner of a trial has certainly ended. The owner is the id of a command.
+
+    This is certain only for commands of this machine since its last boot; for all others the result is False.
+    """
     identity = ":".join(owner.split(":")[-4:-1])
     if identity == process(os.getpid()):
         return owner not in _here
@@ -70,8 +73,8 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return the owners that are dead. Call it regularly, because it measures silence by the time between
-        calls."""
+        """Return those of the ``owners`` that are dead. Call this method regularly: it adds up the time between calls
+        in which the heartbeat of an owner has not changed."""
         # Capped, so that a pause of this process or of the store does not count against the others.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
@@ -102,14 +105,16 @@ def process(pid: int) -> str:
 
 
 def _ended(identity: str) -> bool:
-    """Return whether a process has certainly ended, which only its own machine can tell. A zombie has ended."""
+    """Return whether a process has certainly ended. For a process of another machine the result is False. A zombie
+    counts as ended."""
     machine, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
     return machine == _machine() and _started(int(pid)) != start
 
 
 @cache
 def _machine() -> str:
-    """Return a name for the set of processes that this process can see: boot and process namespace on Linux."""
+    """Return a name for the set of processes that this process can see. On Linux it consists of the ids of the boot
+    and of the process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"

@@ -1,5 +1,7 @@
-"""Write the results of a study: its document, its best recipe, and the recipe with the fewest changes that is as
-good, with a reason for every searched value."""
+"""Write the results of a study: its document and two recipes, with a reason for every searched value.
+
+The recipes are the best one, and the one with the fewest changes among those that are as good within the noise.
+"""
 
 from pathlib import Path
 
@@ -31,7 +33,8 @@ def _recipe_at(space: Space, state: StudyDocument, *, fewest: bool) -> Recipe:
 
 
 def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:
-    """Return the text in ``[why]`` for a value of the best recipe, or of the recipe with the ``fewest`` changes."""
+    """Return the reason, for ``[why]``, of the value at ``path`` in the best recipe. If ``fewest`` is true, return
+    that of the recipe with the fewest changes."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

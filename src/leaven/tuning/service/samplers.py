@@ -1,4 +1,4 @@
-"""All methods of a search except the trust region: a grid, and Optuna's samplers."""
+"""The methods of a search other than the trust region: a grid, and Optuna's samplers."""
 
 import itertools
 import math
@@ -25,7 +25,8 @@ FURTHER = 1 / 2  # of the initial width: how far an end moves
 
 
 def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
-    """Return the points of the finest grid that has at most ``trials`` points, nearest to the start first.
+    """Return the points of the finest grid that has at most ``trials`` points. The points nearest to the start come
+    first.
 
     Raises:
         InputError: if even a grid of two points along each dimension has more than ``trials`` points.
@@ -49,9 +50,9 @@ def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
     """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
 
-    The box begins as ``axes.box``. One end of it moves outwards when the best ``BEST`` trials all lie in the outer
-    quarter at that end, which happens by chance at one end in 256. Points and losses are in the order in which the
-    trials ended.
+    The box begins as ``axes.box``. One of its ends moves outwards when the best ``BEST`` trials all lie in the
+    quarter of the box next to this end. By chance this happens at one end in 256. Points and losses are in the order
+    in which the trials ended.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -111,13 +112,14 @@ def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
 
 
 class SeededSampler(BaseSampler):
-    """An Optuna sampler that samples a growing box, and gets a seed for each proposal from its index in the search.
+    """An Optuna sampler that samples a growing box. Each proposal has its own seed, made from its index in the
+    search.
 
-    With one random stream, two commands with the same seed, or one that resumes, would repeat proposals. The store
-    contains the whole space. The sampler gets only the box, which is a function of the finished trials. With
-    ``everywhere`` the box covers the whole space, symmetric around the start, for a method that stays near the start
-    by itself (CMA-ES). CMA-ES does not support choices: half of its proposals take the choices of the best trial, the
-    others take random choices.
+    With a single random stream, two commands with the same seed would repeat each other's proposals, and so would a
+    command that resumes. The store contains the whole space, but the sampler gets only the box, which is a function
+    of the finished trials. If ``everywhere`` is true, the box covers the whole space, symmetric around the start.
+    This is for CMA-ES, which stays near the start by itself. CMA-ES does not support choices: half of its proposals
+    take the choices of the best trial, and the others take random choices.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:

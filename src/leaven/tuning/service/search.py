@@ -99,22 +99,23 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         scales: octaves from the start to a typical optimum; default 1.
         near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
             the box while the best points lie at its edge.
-        expected: where the optimum of a value is expected: octaves from the start, and their standard deviation. The
-            trust region drops what its trials contradict.
-        earlier: trials of an earlier search over the same values, e.g. for a smaller model, in octaves from the start
-            of this search, which the trust region uses in the same way.
+        expected: where the optimum of a value is expected: its distance from the start in octaves, and the standard
+            deviation of this distance. Only the trust region uses it, and drops it if the trials contradict it.
+        earlier: trials of an earlier search over the same values, for example for a smaller model. Their points are
+            in octaves from the start of this search. The trust region uses them in the same way as ``expected``.
         noise: standard deviation of the loss between runs of one point, if known.
-        stop_at_noise: stop a trust-region search when some rounds have gained less than the noise.
+        stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
             stored study, even while other commands work on it.
         name: the name of the study in its storage.
-        stop: a function that is polled. Once it returns true, no run starts, and the finished runs give the answer.
+        stop: a function that is polled. Once it returns true, no further run starts, and the answer is computed from
+            the finished runs.
         watch: callbacks for the start and end of each run of this call, called from the calling thread.
         lease_seconds: how long a process of another machine may be silent before its runs are retried here.
 
     Raises:
-        InputError: if an argument is invalid, the stored study has another space, method, seed or noise, or the
-            objective does not return a loss.
+        InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if
+            the objective does not return a loss.
         NothingFound: if every run diverged, or none finished.
         StoreGone: if the storage became unreachable and stayed so.
     """
@@ -242,7 +243,8 @@ class SearchArguments(BaseModel):
         """Return the validated arguments.
 
         Raises:
-            InputError: ``trials = 0: input should be greater than or equal to 1``.
+            InputError: if one is invalid. An example of the message is
+                ``trials = 0: input should be greater than or equal to 1``.
         """
         try:
             return cls(**given)

@@ -50,7 +50,8 @@ class Proposal(dict[str, float]):
     - ``number``: the number of the trial.
     - ``seed``: 0 during the search, so that all trials share init and data order; 1, 2, ... in runs that measure the
       noise or confirm the best points.
-    - ``origin``: the number of the trial that this trial retries, or else its own number. Name checkpoints by it.
+    - ``origin``: the number of the first trial of this run. It differs from ``number`` if this trial is a retry. Use
+      it to name checkpoints, so that a retry finds them.
     - ``baseline``: the best finished trial with a curve, for an objective that prunes; None in runs that must finish.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
@@ -116,7 +117,11 @@ class SearchLoop:
         self._turn = 0  # index of the next proposal, at the last read of the store
 
     def run(self) -> list[Evaluation]:
-        """Return all runs, once the plan is complete and no command runs a trial, or ``stop`` returns true."""
+        """Run the trials of the plan, and return all runs of the study.
+
+        The method returns when the plan is complete and no command is running a trial, or when ``stop`` has returned
+        true and the trials of this command have ended.
+        """
         with self._leases:
             return self._run()
 
@@ -176,8 +181,10 @@ class SearchLoop:
             self._watch.started(proposal)
 
     def _create(self, request: TrialRequest) -> tuple[int, dict[str, float]] | None:
-        """Create the trial of a request. Return its number and point, or None if another command runs the same
-        job."""
+        """Create the trial of a request, and return its number and point.
+
+        Return None if another command already runs a trial for the same job, or has closed this one.
+        """
         about = {
             trial_log.OWNER: self._leases.node,
             trial_log.PURPOSE: request.purpose,
@@ -273,7 +280,8 @@ class SearchLoop:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return the result of an objective as an Outcome; a loss beyond ``HUGE`` counts as a divergence.
+    """Return the result of an objective as an Outcome. A loss above ``HUGE`` or below -``HUGE`` becomes infinite,
+    which means a divergence.
 
     Raises:
         InputError: if the loss is not a number.

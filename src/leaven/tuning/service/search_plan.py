@@ -2,8 +2,8 @@
 
 1. Runs whose process died are retried.
 2. The starting point is run with several seeds, which measures the noise. A grid search then runs its points.
-3. The search proposes points until only the reserved part of the budget is left, or until some rounds gained less
-   than the noise.
+3. The search proposes points until only the part of the budget that is reserved for confirmation is left, or until
+   several rounds gained less than the noise.
 4. When the search is over, the best few points (the finalists) are run again with fresh seeds. The first of these
    trials stores the list of finalists, which all commands use.
 5. The best finalist and the start are run again to confirm the gain (confirmation.py).
@@ -60,8 +60,8 @@ Point = dict[str, float]
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits shared by all commands of a study. The first limit reached ends the search; running trials
-    finish."""
+    """The limits of a search, which all commands of a study share. The search ends when the first of the limits is
+    reached; trials that are running then are finished."""
 
     trials: int | None = None  # runs of any purpose
     flops: float | None = None  # FLOPs of all runs
@@ -87,13 +87,15 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """The number of runs that the budget allows, as far as it is known before the first run; else infinity."""
+        """The number of runs that the budget allows, or infinity if that is not known before the first run."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
     def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return the number of finalists, and of the runs of each, for which both the reserved budget and the
-        remaining budget suffice."""
+        """Return how many finalists to run again, and how many times each.
+
+        It is the most expensive form of a confirmation that both the reserved and the remaining budget allow.
+        """
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
 
@@ -116,7 +118,7 @@ class Budget:
         return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
     def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
-        """Yield each limit, how much of it is used, and how much one run costs."""
+        """Yield for each limit: the limit, how much of it is used, and how much of it one run costs."""
         if self.trials is not None:
             yield self.trials, len(runs), 1
         if self.flops is not None:
@@ -135,7 +137,8 @@ class Budget:
 
 
 def runs_to_confirm(finalists: int, each: int) -> int:
-    """Return how many runs a confirmation takes, with ``each`` runs of every finalist."""
+    """Return how many runs it takes to rerun the finalists, ``each`` times every one, and to confirm the best of
+    them."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # of the chosen point and of the start
 
 
@@ -242,10 +245,10 @@ class SearchPlan:
         return self.budget.left(runs, now) >= more + (self.budget.reserved(runs, now) if self._confirms(runs) else 0)
 
     def _confirms(self, runs: Sequence[Evaluation]) -> bool:
-        """Return whether runs with fresh seeds may change the answer, or measure its loss.
+        """Return whether to make runs with fresh seeds, because they may change the answer or measure its loss.
 
-        They cannot if all runs diverged, if there is no noise, or if the trust region is still at the start. A small
-        budget spends none on a gain that is accepted without them, or if the noise is unknown.
+        They are of no use if all runs diverged, if there is no noise, or if the trust region is still at the start. A
+        small budget is not spent on them if the gain is accepted without them, or if the noise is unknown.
         """
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.complete for run in runs)):
@@ -267,14 +270,16 @@ class SearchPlan:
         return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
 
     def _final(self, run: Evaluation) -> tuple[int, int] | None:
-        """Return the number of finalists and of the runs of each, as the first rerun of a finalist stores them."""
+        """Return the number of finalists, and how many times each is run, if this run stores them. Otherwise return
+        None. The first rerun of a finalist stores them."""
         stored = run.origin.user_attrs.get(FINAL) if self._is_rerun(run) else None
         return None if stored is None else (stored[0], stored[1])
 
     def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next run of a finalist with a fresh seed, or None if there are enough.
+        """Return the next run of a finalist with a fresh seed. There are ``few`` finalists with ``each`` runs.
 
-        A finalist that diverges cannot be the answer, and the next best point takes its place.
+        A finalist that diverges cannot be the answer, and the next best point takes its place. Return None if all
+        runs have been started, if the budget is used, or if there are no more points.
         """
         confirming = [run for run in runs if run.origin.user_attrs.get(CONFIRMS)]
         reruns: dict[int, list[Evaluation]] = {}
@@ -344,10 +349,10 @@ class SearchPlan:
         )
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the best run so far, to prune a run at ``point``. Return None until the noise is measured.
+        """Return the best run so far, with which a run at ``point`` is compared in order to prune it.
 
-        Only runs with the same choices are compared, because a choice (such as the schedule) changes the shape of the
-        loss curve.
+        Only runs with the same choices can be compared, because a choice (such as the schedule) changes the shape of
+        the loss curve. Return None if there is no such run, or while the noise is not known well enough.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(runs)
@@ -371,8 +376,10 @@ class SearchPlan:
         return found
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether a search that was not stopped has budget left, because some rounds gained less than the
-        noise."""
+        """Return whether the search ended with budget left, because several rounds gained less than the noise.
+
+        The result is right only if the user did not stop the search.
+        """
         return self._room([run for run in runs if not self._is_rerun(run)], now)
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
@@ -400,7 +407,7 @@ def region_of(study: optuna.Study, axes: Axes, noise: float | None = None) -> Re
 
 
 def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
-    """Return the lowest ``count`` seeds, from 1, with which ``point`` has not been run in ``others``."""
+    """Return the ``count`` lowest seeds, from 1, with which ``point`` has not been run among the runs ``others``."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 

@@ -1,4 +1,5 @@
-"""The settings of a study: checked, stored by the command that creates it, compared by every command that joins."""
+"""The settings of a study. The command that creates the study checks and stores them. Every command that joins the
+study compares its own settings with them."""
 
 import time
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ def check_method(method: str) -> None:
 
 
 def check_informed(method: str, axes: Axes) -> None:
-    """Raise InputError if there is knowledge from before the search and the method does not use it."""
+    """Raise InputError if the axes have knowledge from before the search that the method does not use."""
     if method != "trust-region" and (axes.expected or axes.earlier):
         raise InputError(
             f"method {method} uses no knowledge from before the search; leave that out, or use method trust-region"
@@ -53,7 +54,7 @@ def check_name(name: str) -> None:
 
 
 def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
-    """Raise InputError if the recipe of a study is not that of this command."""
+    """Raise InputError if the recipe of a study (``there``) differs from the recipe of this command (``here``)."""
     if changes := differences(there, here):
         raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
 
@@ -72,14 +73,16 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Settings = MappingProxyType({}),
 ) -> tuple[optuna.Study, Axes, float | None]:
-    """Return the study of that name, the axes with the knowledge that it was created with, and its noise.
+    """Return the study called ``name``, its axes and its noise. If there is no such study, create it.
 
-    If there is no such study, it is created with this command's settings and knowledge.
+    A new study gets this command's settings and knowledge. The axes of a stored study have the knowledge with which
+    it was created.
 
     Args:
         what: the name of the study in messages.
         instead: what to do if the study has other settings, in messages.
-        own_noise: whether ``noise`` must be the study's. If not, a study that knows an earlier one keeps its noise.
+        own_noise: whether ``noise`` must equal the noise of the stored study. If false, a study that was created with
+            the trials of an earlier one keeps its stored noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
@@ -124,7 +127,7 @@ def _knowledge(axes: Axes) -> dict[str, Any]:
 
 
 def _with_stored_knowledge(axes: Axes, there: Settings, what: str) -> Axes:
-    """Return the axes with the knowledge that the study was created with, whether this command gives it or not.
+    """Return the axes with the knowledge with which the study was created, even if this command gives none.
 
     Raises:
         InputError: if this command gives knowledge of a kind that the study was created without.
@@ -142,7 +145,7 @@ def _with_stored_knowledge(axes: Axes, there: Settings, what: str) -> Axes:
 def _load_or_create(
     store: BaseStorage, name: str, sampler: BaseSampler, here: Settings, what: str
 ) -> tuple[optuna.Study, dict[str, Any]]:
-    """Return the study of that name and its settings. If there is none, create it with the settings ``here``.
+    """Return the study called ``name`` and its settings. If there is none, create it with the settings ``here``.
 
     The study is looked up first, because a failed attempt to create it adds a line to a journal. If several commands
     start at once, one of them creates the study and then writes its settings. If that command dies in between,

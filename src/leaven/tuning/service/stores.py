@@ -64,7 +64,7 @@ def open_store(
     waited: Callable[[float], None] = _ignore,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Return the Optuna storage at ``where``. While its server or file cannot be reached, calls are tried again.
+    """Open the Optuna storage at ``where``. While its server or file cannot be reached, its calls are tried again.
 
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
@@ -174,7 +174,8 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's database storage. Optuna retries the creation of a trial itself; the retry finds the first one."""
+        """Optuna's database storage. If Optuna itself retries the creation of a trial, the retry finds the trial that
+        the first attempt created."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -216,7 +217,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _away(error: Exception) -> bool:
-    """Return whether an error means that the store cannot be reached, not that the call was wrong.
+    """Return whether an error means that the store cannot be reached. Other errors mean that the call was wrong.
 
     When a PostgreSQL server stops, Optuna raises a StorageInternalError, whose cause (or the cause's context) is an
     OperationalError of SQLAlchemy. For files the error is an OSError.
@@ -268,9 +269,9 @@ def _check_journal(path: Path) -> None:
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal. A line that is incomplete, after a kill or on a full disk, is cut off by the next write.
+    """Optuna's journal. If a kill or a full disk has left an incomplete line at the end, the next write cuts it off.
 
-    The file is never created again once it existed: if it is missing, its disk may be unmounted for a while.
+    Once the file has existed, it is never created again: if it is missing, its disk may be unmounted for a while.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
@@ -308,8 +309,8 @@ class _Waiting:
         return self._until_done(lambda again: call(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call``, retrying while the store is unreachable. ``call`` takes whether this is a
-        retry."""
+        """Return the result of ``call``, retrying while the store is unreachable. The argument of ``call`` says
+        whether this is a retry."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:

@@ -89,10 +89,13 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check what can be checked of a study before its text is tokenised. The arguments are those of :class:`Study`.
+    """Check the arguments of a study that can be checked before its text is tokenised.
+
+    The arguments are those of :class:`Study` and :meth:`Study.run`.
 
     Raises:
-        InputError: if method or budget is wrong, or the earlier study cannot be used.
+        InputError: if the method does not fit the budget, if there is no budget or it is too small for one trial, or
+            if the earlier study cannot be used.
     """
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
     known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
@@ -247,7 +250,9 @@ class Study:
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
-        """Run trials until the budget of all commands is used and the best point is confirmed, or until ``stop``.
+        """Run trials until the budget, which all commands share, is used and the best point is confirmed.
+
+        The method ends early if the search stalls (``stop_at_noise``) or if ``stop`` returns true.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
@@ -325,10 +330,11 @@ class Study:
             raise WorkerDied from None
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder of this attempt, into which the last attempt's checkpoint has been moved.
+        """Return the checkpoint folder for this attempt at a run. If an earlier attempt left a checkpoint, move it
+        there.
 
-        Each attempt has a separate folder, because a worker may go on writing for half a second after its command was
-        killed.
+        Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
+        second after its command was killed.
         """
         folder = self.out / CHECKPOINTS / f"{proposal.origin:06d}-{proposal.number:06d}"
         for last in sorted(folder.parent.glob(f"{proposal.origin:06d}-*"))[-1:]:
@@ -348,8 +354,8 @@ class Study:
             self._screen.started(proposal.number, f"w{proposal.worker + 1}")
 
     def ended(self, numbers: Sequence[int]) -> None:
-        """Write the results, unless writing has lately used more than its share of the time. The store has the trials
-        anyway."""
+        """Write the results. This is skipped if the last write took so long that writing would use more than
+        ``SAVING`` of the time. Nothing is lost then, because the store has the trials."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -368,8 +374,8 @@ class Study:
     def state(self) -> StudyDocument:
         """Return the study's document: the answer of its search, and all its trials.
 
-        Its ``best`` is None until a command has used up its budget. It stays set while a command with a larger budget
-        runs.
+        Its ``best`` is None until a command has run the search to its end. After that it stays set, also while a
+        command with a larger budget runs.
         """
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
         over = self._over or bool(self._study.user_attrs.get(ANSWERED))
@@ -411,9 +417,9 @@ class Study:
 def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
-    Each branch of a run is a separate point of the front. Its cost is the run's FLOPs times the branch's share of the
-    tokens, as if the branch had been trained alone. Runs that differ only in their seed are averaged. Runs without
-    FLOPs, diverged runs and pruned runs are left out.
+    If a run has branches (durations that are compared), each branch is a separate candidate. Its cost is the run's
+    FLOPs times the branch's share of the tokens, as if the branch had been trained alone. Runs that differ only in
+    their seed are averaged. Runs without FLOPs, diverged runs and pruned runs are left out.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:

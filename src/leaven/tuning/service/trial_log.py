@@ -122,7 +122,8 @@ def loss_of(trial: FrozenTrial) -> float:
 
 
 def run_index(trial: FrozenTrial) -> int:
-    """Return the index of a run among all runs, without duplicates and retries. Runs of the start come first."""
+    """Return the index of a run of the search, from the name of its job. It counts all runs of the study before it,
+    but not duplicates and retries. Any other trial has its number as the index."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
@@ -157,7 +158,7 @@ def _followed(origin: FrozenTrial, jobs: dict[str, FrozenTrial]) -> Evaluation:
 
 
 def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return, by job, the trial with the lowest number."""
+    """Return the trial of each job, by the name of the job. It is the trial with the lowest number."""
     jobs: dict[str, FrozenTrial] = {}
     for trial in trials:
         job = trial.user_attrs.get(JOB)
@@ -167,7 +168,8 @@ def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def is_duplicate(number: int, trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether a trial repeats a job that a trial with a lower number has. Two commands may ask at once."""
+    """Return whether a trial with a lower number has the same job. This happens if two commands create a trial for
+    the job at once."""
     job = trials[number].user_attrs.get(JOB)
     return job is not None and _jobs(trials)[job].number != number
 
@@ -178,7 +180,8 @@ def count_jobs(trials: Sequence[FrozenTrial]) -> int:
 
 
 def finished(study: Study) -> list[FrozenTrial]:
-    """Return the trials with a result, in the order in which they ended; pruned trials have a predicted loss.
+    """Return the trials with a result, in the order in which they ended. A pruned trial has a result if it has a
+    predicted loss.
 
     If any trial has an owner, trials without an owner (from another program) are left out, as in ``runs``. The order
     is by Unix time, because Optuna records the local time of each machine.

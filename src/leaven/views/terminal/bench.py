@@ -10,8 +10,8 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[RenderableType]:
-    """Yield a table with a row for each measurement, and then the recommended choice. For the fastest micro-batch of
-    each batch size, the table has its share of the peak speed."""
+    """Yield a table with a row for each measurement, and then the recommended choice. The row of the fastest
+    micro-batch of each batch size also shows its speed as a share of the peak speed."""
     first: dict[int, int] = {}  # the micro-batch of the first row, by batch size
     fastest: dict[int, float] = {}  # tokens per second, by batch size
     for row in bench.rows:

@@ -1,4 +1,4 @@
-"""Show ``leaven recipes check`` in the terminal: each finding, and then the verdict."""
+"""Show ``leaven recipes check`` in the terminal: each finding, and then the conclusion."""
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence

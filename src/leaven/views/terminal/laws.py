@@ -146,8 +146,8 @@ def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
 
 
 def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
-    """Return the laws that predict a batch size of this kind, with the batch size in tokens. Only the main form of a
-    law is used."""
+    """Return the laws that predict a batch size of this ``kind``, as pairs (law, batch size in tokens). Only the main
+    form of a law is used."""
     return [
         (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     ]
@@ -193,8 +193,8 @@ def law_spread(
 
 
 def _smaller_counts(laws: Sequence[LawRow], params: float, params_non_embedding: float | None) -> Parts:
-    """Return the names of laws that do not count all parameters, each group followed by the number that was used for
-    it."""
+    """Return the names of the laws that do not count all parameters, in two groups: laws without embeddings, and laws
+    without the input embedding. Each group is followed by the number of parameters that was used for its laws."""
     body, head = (
         [each.law for each in laws if each.params_definition == definition]
         for definition in ("non-embedding", "without input embedding")

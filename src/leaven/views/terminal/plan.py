@@ -96,7 +96,8 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch size of a ramp and its share of the full speed. 100% is printed only if it is exact."""
+    """Return text with the first batch size of a ramp, and its speed as a share of the full speed. The text says 100%
+    only if this is exact."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 

@@ -202,7 +202,7 @@ class TuneScreen(LiveScreen):
 
 
 def headline(state: StudyDocument) -> list[str]:
-    """Return the name of a study, its method and dimensions, and its noise as texts."""
+    """Return three texts: the name of a study, its method with the number of dimensions, and its noise."""
     count = len(state.space)
     method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
     return [f"study {state.name}", method, _noise(state, repeats=1) or "noise not measured"]
@@ -301,7 +301,8 @@ def answer_text(answer: Answer, width: int | None = None) -> list[str]:
 
 
 def _outlook(outlook: Outlook, noise: float | None) -> list[str]:
-    """Return what a larger budget would gain, and which two values to search with a small one."""
+    """Return lines that say how much more trials would gain, and which two values bring most of the predicted
+    gain."""
     lines = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
@@ -366,7 +367,8 @@ def _fewest_changes(answer: Answer) -> list[str]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return the setting of the recipe that extends the search beyond the bound that the best value has reached."""
+    """Return text with the recipe setting that widens the search. ``best`` is the best value, in the units of the
+    dimension, and lies at a bound of the search."""
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
     # 0, which is the value of the recipe, must be between the two bounds.
