@@ -7,7 +7,7 @@
 
 The parameters ``seed`` and ``ratios`` are optional. So is a third returned value, ``batch(seed, step) -> (inputs,
 targets)``. docs/concepts/checks.md describes them, and says how a model is trained. The result of a training run is
-the mean loss on held-out text. If this loss is worse than that of a uniform guess, the run has diverged.
+the mean loss on held-out text. If this loss is more than 1 nat above that of a uniform guess, the run has diverged.
 """
 
 import importlib
@@ -186,7 +186,7 @@ class ForeignTrial:
     def run(self) -> Outcome:
         """Train a new model and return the outcome, whose loss is the validation loss.
 
-        The loss is at most that of a uniform guess, which is also the loss of a diverged run.
+        The loss is at most that of a diverged run, which is 1 nat above the loss of a uniform guess.
         """
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
