@@ -212,7 +212,7 @@ def test_a_run_equals_a_hand_written_loop(here: Path) -> None:
 def test_batches_of_a_factory_form_one_stream_for_each_seed(here: Path) -> None:
     family = foreign("their_model:feeding", RunScale(16, 1), tokens=512)
     assert (family.vocab_size, family.source, family.sequences, family.seq_len) == (64, None, 4, 8)
-    batches = family.instance(SCALE, 0)[1]
+    batches = family.build(SCALE, 0).batches
     whole = [torch.cat(side) for side in zip(*(batches(2, step) for step in range(3)), strict=True)]
     for first, count in ((0, 4), (4, 4), (0, 12), (1, 2), (3, 6)):
         for cut, side in zip(sequences(batches, 4, 2, first, count), whole, strict=True):

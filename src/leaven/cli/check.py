@@ -3,7 +3,7 @@ check_runs.py."""
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,8 +26,7 @@ from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.verification.small_models import CheckStart
-    from leaven.verification.subject import SmallModels
+    from leaven.verification.size_check import SizeCheck
 
 app = group()
 
@@ -83,11 +82,20 @@ def coordinates(
     """
     from leaven.verification.coordinates import CoordinateCheck
 
-    models = _small_models(
-        CoordinateCheck.start, subject, overrides, widths, depths, batch_tokens, source, alpha, grow_heads
+    check = _check(
+        CoordinateCheck,
+        subject,
+        overrides,
+        widths,
+        depths,
+        batch_tokens,
+        source,
+        alpha,
+        grow_heads,
+        steps=steps,
+        seeds=seeds,
+        lr_factor=_above_0(lr_factor),
     )
-    factor = _above_0(lr_factor)
-    check = CoordinateCheck(models.family, models.widths, models.depths, steps, seeds, factor, models.changed)
     with LiveScreen() as screen:
         document = check.run(screen.counts("models"))
     if document.passed and not is_factory(subject):
@@ -126,11 +134,20 @@ def gradients(
     """
     from leaven.verification.gradients import GradientCheck
 
-    models = _small_models(
-        GradientCheck.start, subject, overrides, widths, depths, batch_tokens, source, alpha, grow_heads
+    check = _check(
+        GradientCheck,
+        subject,
+        overrides,
+        widths,
+        depths,
+        batch_tokens,
+        source,
+        alpha,
+        grow_heads,
+        steps=steps,
+        seeds=seeds,
+        lr_factor=_above_0(lr_factor),
     )
-    factor = _above_0(lr_factor)
-    check = GradientCheck(models.family, models.widths, models.depths, steps, seeds, factor, models.changed)
     with LiveScreen() as screen:
         document = check.run(screen.counts("models"))
     finish(document, output, json_output)
@@ -184,8 +201,8 @@ for command in COMMANDS:
     app.command()(command)
 
 
-def _small_models(
-    start: "CheckStart",
+def _check(
+    kind: "type[SizeCheck[Any]]",
     subject: str,
     overrides: list[str] | None,
     widths: str | None,
@@ -194,14 +211,12 @@ def _small_models(
     source: str | None,
     alpha: float | None,
     grow_heads: bool,
-) -> "SmallModels":
-    from leaven.verification.subject import small_models
-
+    **options: Any,
+) -> "SizeCheck[Any]":
     wide = numbers(widths, "--widths", int) if widths else ()
     deep = numbers(depths, "--depths", int) if depths else ()
-    return small_models(
+    return kind.of(
         read_subject(subject, overrides, {"--source": source, "--alpha": alpha}),
-        start,
         prepare_text,
         widths=wide,
         depths=deep,
@@ -209,6 +224,7 @@ def _small_models(
         source=source,
         alpha=alpha,
         grow_heads=grow_heads,
+        **options,
     )
 
 

@@ -30,9 +30,9 @@ from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
+    from leaven.verification.foreign import ModelFamily
     from leaven.verification.model_instance import Quantity, RunScale
     from leaven.verification.runs import RunStore
-    from leaven.verification.subject import ModelFamily
 
 LongBatchOption = Annotated[
     int | None, typer.Option(min=1, help="For module:factory: batch size in tokens.", show_default="512")
@@ -277,7 +277,7 @@ def _models(
     recipe."""
     from leaven.verification.foreign import foreign
     from leaven.verification.model_instance import RunScale
-    from leaven.verification.subject import recipe_models
+    from leaven.verification.recipe_family import recipe_models
 
     read = read_subject(subject, overrides, {"--tokens": tokens, "--batch-tokens": batch_tokens, "--source": source})
     if isinstance(read, Recipe):

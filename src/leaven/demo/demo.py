@@ -30,9 +30,8 @@ from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder
 from leaven.tuning.algorithm.confirmation import t95
 from leaven.verification.model_instance import RunScale, RunSetting
-from leaven.verification.recipe_family import RecipeTrial
+from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import ChecksStopped, RunStore
-from leaven.verification.subject import recipe_models
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.demo import DemoScreen

@@ -7,32 +7,23 @@ depth. This check also judges the *change* of the output since the first step. A
 while the output itself is still mostly its initial value.
 
 Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The rule multiplies each
-residual branch by L^-alpha.
+residual branch by L^-alpha. These outputs may fall with the size under a right rule:
 
-The outputs below may fall with the size although the rule is right, because they are sums of terms with independent
-signs.
+- Over width, outputs of fixed size that sum a wide input: the logits, and query . key divided by a growing d. Their
+  initial part is a sum of terms with independent signs and falls as N^-1/2. Training adds a part of order 1, which
+  soon dominates.
+- Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
+  embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
+- Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
+  learn less. The output of a norm must not fall, because it passes on what the stream has learnt.
 
-- Over width, an output of fixed size that is computed from a wide input may fall. These outputs are the logits, and
-  query . key divided by a growing head dimension. Under muP their initial part falls as N^-1/2. Training adds a part
-  of order 1, which soon dominates.
-- Over depth, the residual stream may fall. The sum of L branches, each multiplied by L^-alpha, falls as
-  L^(1/2 - alpha), until the stream is almost only the embedding. Modules read the stream through a norm, so their
-  outputs must not depend on the depth.
+If d grows, the attention logits *must* fall with the width at the start. With query . key / sqrt(d) they have the
+same size at every d only until training has aligned queries and keys, and then grow as sqrt(d). This growth takes
+more steps than a check has (the slope was +0.1 after 40 steps).
 
-If the head dimension grows, the attention logits *must* fall with the width at the start. With query . key / sqrt(d),
-the logits have the same size at every d only while queries and keys are independent. Once training has aligned
-queries and keys, these logits grow as sqrt(d). The growth takes more steps than a check has (the slope was +0.1 after
-40 steps). So the check requires that the logits fall at the start.
-
-If alpha is below 1, the rule lowers the lr inside blocks as L^(alpha-1), and so the matrices of a block learn less.
-Therefore the outputs of these matrices may fall with the depth. The output of a norm must not fall, because it passes
-on what the stream has learnt.
-
-Over depth, outputs are compared at the same relative depth. A module inside the blocks is measured in the middle
-block, and the stream is measured after the last block. A mean over all blocks would be biased, because the input of
-the first block is still the embedding. This block would have a weight of one half at depth 2, but only one sixteenth
-at depth 16, and every slope would be too high by 0.15. A mean over the two middle blocks would make it too high by
-0.2.
+Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
+over all blocks would be biased by the first block, whose input is still the embedding: it has a weight of one half at
+depth 2 but one sixteenth at depth 16, so every slope would be too high by 0.15.
 
 The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
 detect a readout that learns too slowly, or any error that shows only after many steps.
@@ -48,7 +39,7 @@ from torch import Tensor
 
 from leaven.documents.checks import VerdictRow
 from leaven.model.kernels import widened
-from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
+from leaven.training.loop import PlainTraining
 from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
 from leaven.verification.model_instance import ModelInstance, RunScale
 from leaven.verification.size_check import SizeAxis, SizeCheck
@@ -60,20 +51,14 @@ LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""The limits on the size of a slope, by axis. A slope is that of log2 RMS over log2 size.
+"""The limits on the slope of log2 RMS over log2 size, by axis: ``start`` for the initial output, and for the later
+output and its change ``early`` (up to ``STEPS`` steps) or ``late``.
 
-The limit ``start`` is for the initial output. The other two limits are for the later output and its change: ``early``
-after up to ``STEPS`` steps, and ``late`` after more steps.
-
-A wrong power of width or depth changes the slope by 0.5 or 1, and errors that were planted in a rule gave slopes of
-0.33 or more. Right rules were measured with a dozen recipes on text, at widths 64 to 512 and depths 2 to 16, with
-three seeds (docs/log.md). Over width their slopes were at most 0.09. Over depth they were at most 0.08 (start) and
-0.19 (early). With growing heads the slope over width at the start was up to 0.12, because smaller logits attend more
-evenly. More seeds or larger sizes do not reduce these slopes: a part of what a block adds to the stream is
-independent of the other blocks, and this part falls as L^-1/2.
-
-After more steps (sooner at a higher lr), shallow models fit the batch through their attention. The slope of the
-attention's output over depth then falls as low as -0.46 for some steps (step 5 at lr 0.008), and returns to 0.
+A wrong power changes the slope by 0.5 or 1, and errors that were planted in a rule gave slopes of 0.33 or more. Right
+rules, measured with a dozen recipes on text (docs/log.md), had slopes of at most 0.12 over width, and over depth of
+0.08 at the start and 0.19 after three steps. More seeds or larger sizes do not reduce these: a part of what a block
+adds to the stream is independent of the other blocks and falls as L^-1/2. After more steps, shallow models fit the
+batch through their attention, and the slope of its output over depth falls as low as -0.46 for some steps.
 """
 
 INDEPENDENT = -0.5
@@ -91,17 +76,6 @@ class ActivationRecord:
     trained: bool  # whether the output requires a gradient
     stuck: bool  # whether a weight of the module is trained and did not change at all
 
-    def rms(self, quantity: str, axis: str) -> float:
-        """Return the RMS of a quantity. For the width axis it is the RMS over all calls (over all layers).
-
-        For the depth axis it is the RMS of one call: the last call of a container, or the middle call of another
-        module.
-        """
-        values = self.squares[quantity]
-        if axis == "depth":
-            values = (values[-1 if self.container else len(values) // 2],)
-        return math.sqrt(sum(values) / len(values))
-
 
 @dataclass(frozen=True)
 class CoordinateCheck(SizeCheck[ActivationRecord]):
@@ -113,16 +87,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     quantity = "slope of log2 output RMS over log2 size"
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
-    """The initial values of the small models.
-
-    Hidden weights start with a std of 1/sqrt(width). With smaller weights, a module's output would change mostly
-    because the module's own weights change. The alignment of these weights with the input still falls at the widths
-    of the check (slope -0.13 from 64 to 256).
-
-    Residual branches start with a multiplier of one half. With a multiplier of 1, the branches would be as large as
-    the embedding at depth 2, and modules between them would change less than at depth 4, by a factor of 2^0.25. With
-    smaller branches, outputs would again change mostly because of the module's own weights (slope -0.11 over width at
-    a multiplier of one quarter)."""
+    """With smaller hidden weights or branches, an output would change mostly because the module's own weights change,
+    whose alignment with the input still falls at these widths (a slope of about -0.1). With a residual multiplier of
+    1, the branches would be as large as the embedding at depth 2, and modules between them would change less than at
+    depth 4, by a factor of 2^0.25."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
         """Return the axes of every size check. If both width and depth grow, add the width at the largest depth.
@@ -140,9 +108,13 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
+        training = PlainTraining(instance.optimizer, lambda _: instance.loss(0), 1, self.steps)
+        start: dict[str, Tensor] = {}
         with ActivationRecorder(instance.model, instance.label) as recorder:
-            outputs = _FirstOutputs(recorder)
-            Loop(PlainTraining(instance.optimizer, lambda _: instance.loss(0), 1, self.steps), [outputs]).run()
+            for _ in range(self.steps):
+                training.issue()
+                outputs = recorder.take()
+                start = start or outputs
             instance.loss(0)
             last = recorder.take()
         stuck = {instance.label(name) for name, weight in trained.items() if torch.equal(weight, before[name])}
@@ -155,11 +127,16 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
                 trained=name in recorder.trained,
                 stuck=name in stuck,
             )
-            for name, first in outputs.first.items()
+            for name, first in start.items()
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        return measured.rms(part, axis.name)
+        """Return the RMS of a quantity: over the width, that of all calls (of all layers); over the depth, that of
+        the last call of a container, or of the middle call of another module."""
+        values = measured.squares[part]
+        if axis.name == "depth":
+            values = (values[-1 if measured.container else len(values) // 2],)
+        return math.sqrt(sum(values) / len(values))
 
     def judge(
         self,
@@ -191,21 +168,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return row(slope=slopes[worst], limit=limits[worst], passed=False, note=note, beyond=beyond[worst])
 
 
-class _FirstOutputs(Callback[StepResult]):
-    """A callback that keeps the outputs of the first forward pass."""
-
-    def __init__(self, recorder: ActivationRecorder) -> None:
-        self._recorder = recorder
-        self.first: dict[str, Tensor] = {}
-
-    def after_step(self, step: StepResult) -> None:
-        outputs = self._recorder.take()
-        self.first = self.first or outputs
-
-
 def _squares(calls: Tensor) -> tuple[float, ...]:
-    values: list[float] = widened(calls).square().mean((1, 2)).tolist()
-    return tuple(values)
+    return tuple(widened(calls).square().mean((1, 2)).tolist())
 
 
 def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:

@@ -5,9 +5,8 @@ no values (torch's fake tensors), and collectives return although there are no o
 group).
 """
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +37,6 @@ class StepMemory:
 
     stays: BytesByPart  # allocated between steps
     peak: BytesByPart  # at the moment of the step when most is allocated
-    seconds: float  # duration of the dry run
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
@@ -49,11 +47,10 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     the loss over fewer tokens at a time. Call this function only once in a process, and only if the process has no
     process group.
     """
-    began, layout, processor = time.perf_counter(), recipe.layout, torch.device("cpu")
-    group = SINGLE_PROCESS
+    layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
         pretend(rank, layout.ranks)
-        group = ProcessGroup(rank, layout.ranks, mesh_of(layout, processor))
+        group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
     fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), AllocationTracker()
 
     def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
@@ -69,8 +66,11 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
         ):
             text: Any = NoText(recipe.model.vocab_size)
             training = Training(recipe, text, device="cpu", group=group)
-        with fake, tracker, kernels_of(device):
-            return replace(two_steps(training, tracker, training.issue), seconds=time.perf_counter() - began)
+        with fake, tracker, ExitStack() as kernels:
+            if device != "cpu":
+                kernels.enter_context(patch.object(transformer, "causal_attention", _flash))
+                kernels.enter_context(patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS[device]))
+            return two_steps(training, tracker, training.issue)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -78,7 +78,6 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
 
 def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[], object]) -> StepMemory:
     """Run two training steps by calling ``step``, and return the memory of the second one."""
-    began = time.perf_counter()
     tracker.mark(training.sharded.leaves, "weights")
     for stage in training.sharded.stages:
         stage.loss = _within(tracker, "logits", stage.loss)
@@ -91,7 +90,7 @@ def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[],
     tracker.mark(training.optimizer.state_dict().values(), "optimizer")
     tracker.begin()
     step()
-    return StepMemory(tracker.now(), tracker.peak(), time.perf_counter() - began)
+    return StepMemory(tracker.now(), tracker.peak())
 
 
 def _within(tracker: AllocationTracker, part: str, loss: LossFunction) -> LossFunction:
@@ -122,19 +121,6 @@ class NoText:
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
         return self.stream(seq_len, 0).batch(0, 1)
-
-
-@contextmanager
-def kernels_of(device: str) -> Iterator[None]:
-    """Inside this context, use the kernels of another device type for CPU tensors."""
-    if device == "cpu":
-        yield
-        return
-    with (
-        patch.object(transformer, "causal_attention", _flash),
-        patch.dict(CHUNK_ELEMENTS, cpu=CHUNK_ELEMENTS[device]),
-    ):
-        yield
 
 
 def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:

@@ -5,13 +5,12 @@ that the rule changes (decay, eps, the betas) follows the rule in every run. Two
 sweep measure what the rule gains. In the first group only the lr stays unchanged, in the second group everything
 does.
 
-The check also measures whether training at the base (1 times the family's tokens) is limited by gradient noise
-or by the number of steps, because the rule is derived for gradients that are mostly noise. For this purpose it trains
-with twice the batch on the same tokens, under the batch rule, at the base's best lr. According to McCandlish et al.
-2018 (arXiv 1812.06162, equation 2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch
-divided by the critical batch. So doubling the batch has the same effect as shortening the run by
-log2((1 + 2x) / (1 + x)) octaves. This is 0 if gradients are only noise, 1 if only the number of steps counts, and
-0.585 at the critical batch. The sweep measures how much loss an octave of tokens gains.
+The rule is derived for gradients that are mostly noise. So the check also trains with twice the batch on the same
+tokens, under the batch rule, at the base's best lr. According to McCandlish et al. 2018 (arXiv 1812.06162, equation
+2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch divided by the critical batch. So
+doubling the batch has the same effect as shortening the run by log2((1 + 2x) / (1 + x)) octaves: 0 if gradients are
+only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. The sweep measures how much loss an
+octave of tokens gains.
 """
 
 import math
@@ -23,16 +22,17 @@ import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.recipe.errors import InputError
+from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
-from leaven.verification.optimum import Array, Estimate, LossGrid, estimate
+from leaven.verification.optimum import Array, LossGrid, estimate
 from leaven.verification.runs import RunStore
-from leaven.verification.subject import ModelFamily
-from leaven.verification.sweep import SWEPT, losses_of, sweep
+from leaven.verification.sweep import losses_of, sweep
 
 CRITICAL = math.log2(1.5)
 """The cost of doubling the batch, in octaves of tokens, if the batch is the critical one."""
 
 EXPONENT = "exponent of the best lr over tokens"
+RULED = "moved by the rule"
 
 
 def duration(
@@ -91,7 +91,7 @@ def _regime(
     best = int(losses[base].means.argmin())
     double = replace(base, batch=2.0)
     lr = float(2 ** losses[base].octaves[best])
-    doubled = losses_of(family, SWEPT["lr"], {double: [lr]}, store, seeds)[double]
+    doubled = losses_of(family, "lr", {double: [lr]}, store, seeds)[double]
 
     def share(grids: Sequence[LossGrid]) -> Array:
         at_base, at_longest, at_double = grids
@@ -103,44 +103,36 @@ def _regime(
     found = estimate(share, [losses[base], losses[longest], doubled])
     if not math.isfinite(found.value):
         return MeasuredRow(name=name, value=None, low=None, high=None, note="more tokens do not help")
-    return MeasuredRow(name=name, value=found.value, low=found.low, high=found.high, note=_regime_note(found))
-
-
-def _regime_note(found: Estimate) -> str:
     if found.low is None or found.high is None:
-        return "one seed has no interval; give --seeds 3"
-    if found.high < CRITICAL:
-        return f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
-    if found.low > CRITICAL:
-        return (
+        note = "one seed has no interval; give --seeds 3"
+    elif found.high < CRITICAL:
+        note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
+    elif found.low > CRITICAL:
+        note = (
             f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one and the rule's "
             "exponent of tokens is too large: choose a smaller batch or use the fitted exponent"
         )
-    return f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"
+    else:
+        note = f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"
+    return MeasuredRow(name=name, value=found.value, low=found.low, high=found.high, note=note)
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
     """Compare longer runs under the rule with control runs. In control runs, either the lr or everything is
     unchanged."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
-    arms = {
-        (scale, arm): [
-            family.trial(RunSetting(scale, value, seed, ruled=arm != "nothing moved")) for seed in range(seeds)
-        ]
-        for scale in longer
-        for arm, value in (
-            ("moved by the rule", own),
-            *((("lr left alone", own * scale.tokens**-power),) if power else ()),
-            ("nothing moved", own),
-        )
-    }
-    outcome = store.run(trial for trials in arms.values() for trial in trials)
-    losses = {key: [outcome(trial).loss for trial in trials] for key, trials in arms.items()}
+    settings = {}
+    for scale in longer:
+        settings[scale, RULED] = RunSetting(scale, own)
+        if power:
+            settings[scale, "lr left alone"] = RunSetting(scale, own * scale.tokens**-power)
+        settings[scale, "nothing moved"] = RunSetting(scale, own, ruled=False)
+    losses = store.losses(family, settings, seeds)
     found = []
     for (scale, arm), values in losses.items():
-        ruled = losses[scale, "moved by the rule"]
-        if values is ruled:
+        if arm == RULED:
             continue
+        ruled = losses[scale, RULED]
         pairs = LossGrid.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
         difference = estimate(lambda grids: grids[0].means[..., 0], [pairs])
         found.append(
@@ -149,7 +141,7 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
                 value=difference.value,
                 low=difference.low,
                 high=difference.high,
-                note=f"loss {sum(values) / seeds:.4f}, moved by the rule {sum(ruled) / seeds:.4f}",
+                note=f"loss {sum(values) / seeds:.4f}, {RULED} {sum(ruled) / seeds:.4f}",
             )
         )
     return found

@@ -16,9 +16,9 @@ import numpy as np
 
 from leaven.documents.checks import CheckDocument, VerdictRow
 from leaven.recipe.errors import InputError
+from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.runs import RunStore
-from leaven.verification.subject import ModelFamily
 from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
@@ -45,8 +45,7 @@ def equivalence(
 
     Raises:
         InputError: if there are too few ratios or steps, if a batch is not a whole number of sequences, if the
-        factory
-            takes no ratios, or if the folder is in use.
+            factory takes no ratios, or if the folder is in use.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     kappas = sorted({1.0, *ratios})
@@ -59,24 +58,21 @@ def equivalence(
             f"batch x {kappas[-1]:g} leaves {steps:.0f} steps; the check needs {LEAST_STEPS}. "
             f"Give {need:,} tokens, smaller batches or smaller --batch-ratios"
         )
-    trials = {
-        (arm, kappa, seed): family.trial(
-            RunSetting(replace(scale, batch=kappa), family.value("lr"), seed, ruled=arm == "rule" or kappa == 1)
-        )
+    settings = {
+        (arm, kappa): RunSetting(replace(scale, batch=kappa), family.value("lr"), ruled=arm == "rule" or kappa == 1)
         for arm in ARMS
         for kappa in kappas
-        for seed in range(seeds)
     }
-    outcome = store.run(trials.values())
-    losses = {
-        arm: np.array([[outcome(trials[arm, k, seed]).loss for seed in range(seeds)] for k in kappas]) for arm in ARMS
-    }
-    limit = _limit(losses["rule"][kappas.index(1.0)], family.vocab_size)
+    found = store.losses(family, settings, seeds)
+    losses = {arm: np.array([found[arm, kappa] for kappa in kappas]) for arm in ARMS}
+    means = {arm: losses[arm].mean(1) for arm in ARMS}
+    base = kappas.index(1.0)
+    limit = _limit(losses["rule"][base], family.vocab_size)
     return verdict(
         "equivalence",
         family.name,
         "largest difference of the final loss to that of batch x 1, nats per token",
-        [_row(arm, kappas, losses[arm], limit) for arm in ARMS],
+        [_row(arm, kappas, means[arm] - means[arm][base], limit) for arm in ARMS],
         curves=[curve(arm, "batch", "loss", kappas, losses[arm].tolist()) for arm in ARMS],
         settings={
             "rule": family.rule,
@@ -101,9 +97,7 @@ def _limit(losses: np.ndarray, vocab_size: int) -> float:
     return max(2 * float(losses.std(ddof=1)) * math.sqrt(2 / len(losses)), TOLERANCE * learnt)
 
 
-def _row(arm: str, kappas: Sequence[float], losses: np.ndarray, limit: float) -> VerdictRow:
-    means = losses.mean(1)
-    differences = means - means[list(kappas).index(1.0)]
+def _row(arm: str, kappas: Sequence[float], differences: np.ndarray, limit: float) -> VerdictRow:
     worst = float(differences[int(np.abs(differences).argmax())])
     parts = {f"x{kappa:g}": float(value) for kappa, value in zip(kappas, differences, strict=True)}
     row = partial(VerdictRow, module=arm, axis="batch", slope=worst, limit=limit, parts=parts)

@@ -17,15 +17,16 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from leaven.data.tokens import TokenSet, prepare
+from leaven.data.tokens import prepare
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.schedule import Schedule
@@ -42,6 +43,7 @@ from leaven.verification.model_instance import (
     ScaleAxis,
     plain_label,
 )
+from leaven.verification.recipe_family import Prepare, RecipeFamily
 
 MADE_UP = "made-up"
 """The name of the source of synthetic text. The text is drawn from a Markov chain, so it is endless and needs no
@@ -53,15 +55,6 @@ SEQ_LEN = 64
 BATCH_TOKENS = 512
 TOKENS = 131_072
 VALIDATION_TOKENS = 32_768
-
-
-Prepare = Callable[[Data, int], TokenSet]
-"""A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
-
-
-def text_of(source: str) -> Data:
-    """Return the data settings for a source of text. The number of tokens in these settings is not used."""
-    return Data(source=source, tokens=1)
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,9 @@ class ForeignFamily:
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        return self.instance(scale, seed)[0]
+        """Return a new model at a scale, with its optimizer and batches."""
+        model, optimizer, own = _made(self.name, scale, seed)
+        return ModelInstance(model, optimizer, own or self._text, seed, plain_label)
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
         """Return a training run. Its key depends on a hash of the initial model, so a changed factory is run again.
@@ -132,25 +127,12 @@ class ForeignFamily:
         # A copy without the cached text, since it is sent to another process.
         return ForeignTrial(replace(self), setting, blake2b(text.encode(), digest_size=12).hexdigest())
 
-    @torch.no_grad()
-    def validation_loss(self, instance: ModelInstance, batches: Batches) -> float:
-        """Return the mean loss on held-out text."""
-        instance.model.eval()
-        count = max(VALIDATION_TOKENS // (self.sequences * self.seq_len), 1)
-        return math.fsum(instance.loss_of(batches(HELD_OUT, step)).item() for step in range(count)) / count
-
-    def instance(self, scale: RunScale, seed: int) -> tuple[ModelInstance, Batches]:
-        """Return a model with its optimizer and batches, and the function that makes the batches of all seeds."""
-        model, optimizer, own = _made(self.name, scale, seed)
-        batches = own or self._text
-        return ModelInstance(model, optimizer, partial(batches, seed), plain_label), batches
-
     @cached_property
     def _text(self) -> Batches:
         assert self.source is not None
         if self.source == MADE_UP:
             return synthetic(self.vocab_size, self.seq_len, self.sequences)
-        return corpus(prepare(text_of(self.source), self.vocab_size), self.seq_len, self.sequences)
+        return corpus(prepare(_data(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
         """Return a hash of the model at a scale: its optimizer, initial values, first loss and first gradient."""
@@ -167,6 +149,10 @@ class ForeignFamily:
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
         return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
+
+
+ModelFamily = RecipeFamily | ForeignFamily
+"""A model at any width and depth, with its optimizer and data."""
 
 
 @dataclass(frozen=True)
@@ -190,26 +176,31 @@ class ForeignTrial:
         """
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
-        instance, batches = family.instance(setting.ruled_scale, setting.seed)
-        count = round(scale.batch * family.sequences)
-        tokens = round(family.tokens * scale.tokens)
-        schedule, limit = Schedule(warmup_tokens=tokens // 8), divergence_limit(family.vocab_size)
+        instance = family.build(setting.ruled_scale, setting.seed)
         instance.scale_lr(setting.value)
+        count, tokens = round(scale.batch * family.sequences), round(family.tokens * scale.tokens)
+        schedule = Schedule(warmup_tokens=tokens // 8)
+        final = limit = divergence_limit(family.vocab_size)
         monitor = DivergenceMonitor(family.vocab_size, tokens)
+
+        def loss(done: int) -> Tensor:
+            first = done // family.seq_len
+            return instance.loss_of(sequences(instance.batches, family.sequences, setting.seed, first, count))
+
         training = PlainTraining(
             instance.optimizer,
-            lambda done: instance.loss_of(
-                sequences(batches, family.sequences, setting.seed, done // family.seq_len, count)
-            ),
+            loss,
             count * family.seq_len,
             tokens,
             lambda done: schedule.multiplier(done, tokens),
         )
-        try:
+        with suppress(Diverged):
             Loop(training, [monitor]).run()
-            final = family.validation_loss(instance, batches)
-        except Diverged:
-            final = limit
+            instance.model.eval()
+            batches = max(VALIDATION_TOKENS // family.batch_tokens, 1)
+            with torch.no_grad():
+                losses = [instance.loss_of(instance.batches(HELD_OUT, n)).item() for n in range(batches)]
+            final = math.fsum(losses) / batches
         return Outcome(
             loss=min(final, limit) if math.isfinite(final) else limit,
             tokens=training.tokens,
@@ -226,6 +217,7 @@ def foreign(
     source: str | None = None,
     batch_tokens: int | None = None,
     tokens: int | None = None,
+    alpha: float | None = None,
 ) -> ForeignFamily:
     """Return the family of models that a user's factory makes.
 
@@ -238,42 +230,46 @@ def foreign(
         InputError: if the module or function does not exist, its result has a wrong form, or the text does not fit.
     """
     model, optimizer, own = _made(entry, scale, 0)
-    tokens = tokens or TOKENS
+    tokens, alpha = tokens or TOKENS, alpha or 1.0
     if own is not None:
         if source is not None or batch_tokens is not None:
             raise InputError(f"{entry} returns its own batches; leave --source and --batch-tokens out")
         inputs, targets = own(0, 0)
-        vocab_size = ModelInstance(model, optimizer, partial(own, 0), plain_label).logits(inputs).shape[-1]
-        return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens)
+        vocab_size = ModelInstance(model, optimizer, own, 0, plain_label).logits(inputs).shape[-1]
+        return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens, alpha)
     size = BATCH_TOKENS if batch_tokens is None else batch_tokens
     if size % SEQ_LEN:
         raise InputError(f"--batch-tokens {size}: give a whole number of sequences of {SEQ_LEN}")
-    sizes = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
-    if not sizes:
+    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if embedding is None:
         raise InputError(f"{entry}: no torch.nn.Embedding, so its vocabulary is unknown; return batches as well")
-    source = source or SOURCE
-    if source != MADE_UP and sizes[0] < LEAST_VOCABULARY:
-        raise InputError(
-            f"{entry}: a vocabulary of {sizes[0]} is too small for text, which needs {LEAST_VOCABULARY}; "
-            f"enlarge it, return batches as well, or pass --source {MADE_UP}"
-        )
+    source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:
-        prepare(text_of(source), sizes[0])
-    return ForeignFamily(entry, sizes[0], source, size // SEQ_LEN, SEQ_LEN, tokens)
+        if vocab_size < LEAST_VOCABULARY:
+            raise InputError(
+                f"{entry}: a vocabulary of {vocab_size} is too small for text, which needs {LEAST_VOCABULARY}; "
+                f"enlarge it, return batches as well, or pass --source {MADE_UP}"
+            )
+        prepare(_data(source), vocab_size)
+    return ForeignFamily(entry, vocab_size, source, size // SEQ_LEN, SEQ_LEN, tokens, alpha)
+
+
+def _data(source: str) -> Data:
+    return Data(source=source, tokens=1)  # the number of tokens is not used
 
 
 def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
     """Call the factory with a seeded random state, so that equal arguments give equal results."""
-    factory = _factory(entry)
-    ratios = Ratios(batch=scale.batch, tokens=scale.tokens)
+    factory, ratios = _factory(entry), Ratios(batch=scale.batch, tokens=scale.tokens)
     known = inspect.signature(factory).parameters
     if ratios != Ratios() and "ratios" not in known:
         raise InputError(
             f"{entry} takes no ratios, so its rule cannot adapt to batch or duration; "
             "add a parameter ratios=leaven.Ratios() and pass it to leaven.parametrize"
         )
+    options = {name: value for name, value in (("seed", seed), ("ratios", ratios)) if name in known}
     torch.manual_seed(seed)
-    made = factory(scale.width, scale.depth, **{k: v for k, v in (("seed", seed), ("ratios", ratios)) if k in known})
+    made = factory(scale.width, scale.depth, **options)
     if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
         raise InputError(f"{entry}: return (model, groups or optimizer), or (model, groups or optimizer, batch)")
     model, optimizer, batches = (*made, None)[:3]

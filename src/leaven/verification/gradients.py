@@ -1,35 +1,30 @@
 """The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
-An exponent below is the slope of a log2 quantity over the log2 width or depth of the model.
+An exponent below is the slope of a log2 quantity over the log2 width or depth of the model. Three are judged:
 
-AdamW divides by ``sqrt(v) + eps``, so the effect of eps is the same at every scale if eps scales like the gradient.
-For each group of parameters, the measured exponent of the gradient's RMS must equal the exponent of eps in the
-optimizer. The coordinate check cannot test this while eps is small. In large models the gradients are smaller, and
-eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
+- AdamW divides by ``sqrt(v) + eps``, so eps has the same effect at every scale if it scales like the gradient. For
+  each group of parameters, the exponent of the gradient's RMS must equal that of eps. In large models the gradients
+  are smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
+- AdamW shrinks a weight by the share lr x weight_decay in each step, whose exponent must be 0. If a rule lowers the
+  lr with the width and keeps the weight decay, the decay vanishes in wide models, which no activations show soon.
+- Every parameter must change in training. Gains and biases must change by the same amount at every scale, because
+  Adam changes each entry by about the lr in a step.
 
-PyTorch's AdamW shrinks a weight by the share lr x weight_decay in each step. If a rule lowers the lr with the width
-and does not change the weight decay, this share vanishes in wide models. No check of activations shows this within a
-few steps. So this check requires that the exponent of lr x weight_decay is 0.
-:mod:`leaven.verification.invariants` checks everything that follows from the optimizer's settings alone, also over
-batch and duration.
+:mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
 
-Every parameter must change in training. Gains and biases must change by the same amount at every scale, because Adam
-changes each entry by about the lr in a step.
+The gradient of a query or key norm's gain that all heads share is a sum over heads. At the start, its terms have
+independent signs. After about 150 steps they are coherent, and the exponent is 0, like that of the gain's eps. So
+these gains are judged over width only in a check of at least 150 steps.
 
-If all heads share the gain of a query or key norm, the gain's gradient is a sum over heads. At the start, the terms
-of the sum have independent signs. After about 150 steps the terms are coherent, and the measured exponent is 0, which
-is also the exponent of the gain's eps. So these gains are judged over width only if the check has at least 150 steps.
-
-If alpha (the rule multiplies a branch by L^-alpha, where L is the depth) is below 1, two quantities may fall with the
-depth by up to L^(alpha-1). The first is lr x decay, because the lr inside blocks falls and the published rules do not
-change the decay (the option ``scale_decay_with_depth`` raises it). The second is the gradients inside blocks after
-some steps. The gradient of a gain is in part proportional to what the block has learnt, and this falls with the lr.
-At alpha = 1/2 the exponent of eps is -0.50, and the measured exponent of the pre-MLP gain was -0.59 on text and -0.90
-on a Markov chain that is learnt quickly.
+If alpha is below 1 (the rule multiplies a branch by L^-alpha, where L is the depth), two quantities may fall with
+the depth by up to L^(alpha-1). The first is lr x decay, because the lr inside blocks falls and the published rules do
+not change the decay (``scale_decay_with_depth`` does). The second is the later gradients inside blocks, since the
+gradient of a gain is in part proportional to what the block has learnt. At alpha = 1/2 the exponent of eps is -0.50,
+and that of the pre-MLP gain was -0.59 on text and -0.90 on a Markov chain that is learnt quickly.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,7 +32,7 @@ from torch import Tensor
 
 from leaven.documents.checks import VerdictRow
 from leaven.model.kernels import widened
-from leaven.training.loop import Callback, Loop, PlainTraining, StepResult
+from leaven.training.loop import PlainTraining
 from leaven.verification.invariants import invariants
 from leaven.verification.model_instance import ModelInstance
 from leaven.verification.size_check import SizeAxis, SizeCheck
@@ -74,18 +69,16 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
     steps: int = 20
     lr_factor: float = 0.125
-    """The check trains with this fraction of the family's lr, so that the gradients of the models stay comparable. At
-    the full lr, without a schedule, the slopes of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of the lr,
-    the slopes stay within the limits."""
+    """At the full lr, without a schedule, the slopes of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of the
+    lr they stay within the limits."""
 
     name = "gradients"
     quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
     parts = ("start", "end", "eps", "decay", "moved")
     drawn = ("start", "end", "eps")
     start = CheckStart(hidden=0.5, residual=1.0)
-    """The initial values of the small models. Hidden weights start with a std of half of 1/sqrt(width). The branches
-    of a few blocks are then small compared with the embedding, as they are in deep models. So gradients inside blocks
-    already show the right exponent of depth from depth 2 on."""
+    """With these hidden weights, the branches of a few blocks are small compared with the embedding, as in deep
+    models, and gradients inside blocks show the right exponent from depth 2 on."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)
@@ -97,37 +90,41 @@ class GradientCheck(SizeCheck[GradientRecord]):
         gradient on one batch is noisy.
         """
         instance.scale_lr(self.lr_factor)
-        before = {name: parameter.detach().clone() for name, parameter in instance.model.named_parameters()}
-        groups = instance.optimizer.param_groups
+        parameters = dict(instance.model.named_parameters())
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         settings = {
             parameter: (group.get("eps", 0.0), group["lr"] * group.get("weight_decay", 0.0))
-            for group in groups
+            for group in instance.optimizer.param_groups
             for parameter in group["params"]
         }
-        recorder = _GradientRecorder(instance, self.steps)
-        # The loop counts tokens: a batch is one here.
+
+        def gradients() -> dict[str, float]:
+            return _rms(instance, {name: parameter.grad for name, parameter in parameters.items()})
+
+        # PlainTraining counts tokens. Here a batch counts as one token.
         training = PlainTraining(instance.optimizer, instance.loss, 1, self.steps, lambda n: min(n / WARMUP_STEPS, 1))
-        Loop(training, [recorder]).run()
+        first, late = dict[str, float](), list[dict[str, float]]()
+        for step in range(self.steps):
+            training.issue()
+            if step == 0:
+                first = gradients()
+            if step >= self.steps - self.steps // 4:
+                late.append(gradients())
         instance.optimizer.zero_grad(set_to_none=True)
         instance.loss(self.steps).backward()  # type: ignore[no-untyped-call]
-        recorder.take(self.steps)
-        moved = _rms(instance, lambda name, parameter: parameter.detach() - before[name])
+        late.append(gradients())
+        moved = _rms(instance, {name: parameter.detach() - before[name] for name, parameter in parameters.items()})
         records: dict[str, GradientRecord] = {}
-        for name, parameter in instance.model.named_parameters():
+        for name, parameter in parameters.items():
             label = instance.label(name)
-            if label is not None and label in recorder.first:
+            if label is not None and label in first:
                 layers = records[label].layers + 1 if label in records else 1
                 eps, decay = settings[parameter]
-                late = [gradient[label] for gradient in recorder.late]
-                end = math.sqrt(sum(value**2 for value in late) / len(late))
+                end = math.sqrt(sum(gradient[label] ** 2 for gradient in late) / len(late))
                 records[label] = GradientRecord(
-                    recorder.first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers
+                    first[label], end, moved[label], eps, decay, tuple(parameter.shape), layers
                 )
         return records
-
-    def value(self, measured: GradientRecord, part: str, axis: SizeAxis) -> float:
-        value: float = getattr(measured, part)
-        return value
 
     def judge(
         self,
@@ -149,9 +146,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
             return row(slope=None, limit=START_LIMIT, passed=False, note=note, beyond=math.inf)
         inside = lines[-1][0].layers > 1
         shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
-        lower = (
-            self.family.alpha - 1 if axis.name == "depth" else 0.0
-        )  # the lowest exponent, see the top of this file
+        # the lowest exponent that is right, see the top of this file
+        lower = self.family.alpha - 1 if axis.name == "depth" else 0.0
         judged = []  # how far beyond its limit, value, limit, what it is
         if start is not None and not shared:
             judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT, "eps"))
@@ -172,39 +168,15 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return row(slope=value, limit=limit, passed=False, note=_note(axis.name, value, what), beyond=beyond)
 
 
-class _GradientRecorder(Callback[StepResult]):
-    """A callback that keeps the RMS of each gradient in the first step, and in each step of the last quarter of
-    ``steps``."""
-
-    def __init__(self, instance: ModelInstance, steps: int) -> None:
-        self._instance, self._steps = instance, steps
-        self.first: dict[str, float] = {}
-        self.late: list[dict[str, float]] = []
-
-    def after_step(self, step: StepResult) -> None:
-        self.take(step.step - 1)
-
-    def take(self, number: int) -> None:
-        """Keep the RMS of the current gradients if the step ``number``, counted from 0, is one of the steps to
-        keep."""
-        late = number >= self._steps - self._steps // 4
-        if number == 0 or late:
-            found = _rms(self._instance, lambda name, parameter: parameter.grad)
-            self.first = self.first if number else found
-            self.late += [found] if late else []
-
-
-def _rms(instance: ModelInstance, of: Callable[[str, Tensor], Tensor | None]) -> dict[str, float]:
-    """Return a mapping from each label to the RMS of ``of(name, parameter)`` over all entries of all layers.
-
-    A parameter is left out if ``of`` returns None for it.
-    """
+def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the RMS for each label over all entries of all layers. ``values`` has a tensor for each parameter; a
+    parameter with None is left out."""
     sums: dict[str, tuple[float, int]] = {}
-    for name, parameter in instance.model.named_parameters():
-        label, values = instance.label(name), of(name, parameter)
-        if label is not None and values is not None:
+    for name, tensor in values.items():
+        label = instance.label(name)
+        if label is not None and tensor is not None:
             total, count = sums.get(label, (0.0, 0))
-            sums[label] = (total + float(widened(values).square().sum()), count + values.numel())
+            sums[label] = (total + float(widened(tensor).square().sum()), count + tensor.numel())
     return {label: math.sqrt(total / count) for label, (total, count) in sums.items()}
 
 

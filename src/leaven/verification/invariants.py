@@ -1,23 +1,19 @@
 """Invariants of a rule: combinations of optimizer settings that must not change with the model, batch or run length.
 
 The check reads a module's lr, eps, betas and decay at two scales, and computes the exponent of each combination over
-the ratio of the scales. This is exact and needs no training step. Some parametrizations are equivalent in training
-(multiplier x c, init / c, lr / c, eps x c, decay x c). A combination has the same value for all of them.
+the ratio of the scales. This is exact and needs no training step. Parametrizations that train equally (multiplier x
+c, init / c, lr / c, eps x c, decay x c) have the same combinations.
 
 - ``lr x eps x entries`` is constant, where the entries are those of the module in all layers. A step changes the loss
-  by lr x the sum of absolute gradients, and this change is the same at every scale. Also, eps scales like the
-  gradient, which the gradient check tests. Together these two conditions determine the lr of every module, including
-  the gains.
-- ``lr x decay x steps`` is constant. It is the share by which a weight shrinks in a run. If alpha (the depth exponent
-  of the branch multipliers) is below 1, it may fall with the depth L as L^(alpha - 1).
-- ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments, relative to the length of the run. They are
-  constant.
+  by lr x the sum of absolute gradients, which is the same at every scale, and eps scales like the gradient, which the
+  gradient check tests. Both conditions together determine the lr of every module.
+- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha (the depth exponent of
+  the branch multipliers) is below 1, it may fall with the depth L as L^(alpha - 1).
+- ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments relative to the run, which are constant.
 - ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls as duration^-t with t
-  from 0 to 1/2; the literature finds 0.3 to 0.5. It is not judged over width and depth, where the right exponent
-  depends on the parametrization.
+  from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth its exponent depends on the parametrization.
 
-The axis ``both`` changes width and depth at once, because an exponent can be right on each axis and wrong if both
-grow. This check reads only settings. The other checks show whether training behaves in the same way at all scales.
+The axis ``both`` changes width and depth at once: an exponent can be right on each axis and wrong if both grow.
 """
 
 import math
@@ -27,8 +23,8 @@ from functools import partial
 from typing import Any
 
 from leaven.documents.checks import VerdictRow
+from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import ModelInstance, RunScale
-from leaven.verification.subject import ModelFamily
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
@@ -37,7 +33,6 @@ LIMIT = 0.01
 FACTOR = 4.0
 """The larger batch is this many times the family's batch, and the longer run has this many times its tokens."""
 
-COLUMNS = ("lr x eps x entries", "lr x decay x steps", "beta1", "beta2", "lr")
 _REASONS = {
     "lr x eps x entries": "lr or eps changed without the other?",
     "lr x decay x steps": "lr or decay changed without the other?",
@@ -45,33 +40,38 @@ _REASONS = {
     "beta2": "its half-life is not the same fraction of the run",
     "lr": "it should grow as batch^1/2, fall as tokens^-t",
 }
+"""The combinations, and the usual cause of a change of each."""
+
+Combinations = dict[str, list[dict[str, float]]]
+"""For each label the combinations of its parameters, from the first layer to the last."""
 
 
-@dataclass(frozen=True)
-class GroupSettings:
-    """The optimizer settings of one parameter, and the number of entries of all parameters with its label."""
+def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
+    """Return the combinations of settings for a run of ``steps``, relative to the steps of the base. Parameters
+    without an eps in their optimizer group are left out."""
+    groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
+    found: dict[str, list[tuple[dict[str, Any], int]]] = {}
+    for name, parameter in instance.model.named_parameters():
+        label = instance.label(name)
+        if label is not None and "eps" in groups.get(parameter, {}):
+            found.setdefault(label, []).append((groups[parameter], parameter.numel()))
 
-    lr: float
-    eps: float
-    decay: float
-    betas: tuple[float, float]
-    entries: int  # of all parameters with the same label, in all layers
-
-    def value(self, column: str, steps: float) -> float:
-        """Return the value of the combination named ``column``, for a run of ``steps``."""
-        match column:
-            case "lr x eps x entries":
-                return self.lr * self.eps * self.entries
-            case "lr x decay x steps":
-                return self.lr * self.decay * steps
-            case "lr":
-                return self.lr
-        beta = self.betas[column == "beta2"]
+    def half_life(beta: float) -> float:
         return -math.log(2) / math.log(beta) / steps if beta else 0.0
 
-
-SettingsByLabel = Mapping[str, Sequence[GroupSettings]]
-"""A mapping from each label to the settings of its parameters, from the first layer to the last."""
+    return {
+        label: [
+            {
+                "lr x eps x entries": group["lr"] * group["eps"] * (numel * len(layers)),
+                "lr x decay x steps": group["lr"] * group["weight_decay"] * steps,
+                "beta1": half_life(group["betas"][0]),
+                "beta2": half_life(group["betas"][1]),
+                "lr": group["lr"],
+            }
+            for group, numel in layers
+        ]
+        for label, layers in found.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -80,79 +80,52 @@ class ScaleChange:
 
     axis: str
     ratio: float  # by which the axis grows
-    settings: SettingsByLabel
-    steps: float = 1.0  # by which the number of steps grows
-
-
-def settings_of(instance: ModelInstance) -> SettingsByLabel:
-    """Return a mapping from each label to the settings of its parameters. Parameters without an eps in their
-    optimizer group are left out."""
-    groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
-    found: dict[str, list[tuple[dict[str, Any], int]]] = {}
-    for name, parameter in instance.model.named_parameters():
-        label = instance.label(name)
-        if label is not None and "eps" in groups.get(parameter, {}):
-            found.setdefault(label, []).append((groups[parameter], parameter.numel()))
-    return {
-        label: [
-            GroupSettings(
-                group["lr"], group["eps"], group["weight_decay"], tuple(group["betas"]), numel * len(layers)
-            )
-            for group, numel in layers
-        ]
-        for label, layers in found.items()
-    }
+    at: Combinations
 
 
 def invariants(family: ModelFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
     """Return the rows of the check: a judged row for each label. If the settings do not change with the batch or with
     the tokens, add a row that says so."""
     width, depth = min(widths), min(depths)
-
-    def at(scale: RunScale) -> SettingsByLabel:
-        return settings_of(family.build(scale, 0))
-
-    base = at(RunScale(width, depth))
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
-    changes = [ScaleChange("width", w / width, at(RunScale(w, depth))) for w in wider]
-    changes += [ScaleChange("depth", d / depth, at(RunScale(width, d))) for d in deeper]
+
+    def at(w: int, d: int) -> Combinations:
+        return combinations(family.build(RunScale(w, d), 0))
+
+    base = at(width, depth)
+    changes = [ScaleChange("width", w / width, at(w, depth)) for w in wider]
+    changes += [ScaleChange("depth", d / depth, at(width, d)) for d in deeper]
     if wider and deeper:
         grown = wider[-1] * deeper[-1] / (width * depth)
-        changes.append(ScaleChange("both", grown, at(RunScale(wider[-1], deeper[-1]))))
+        changes.append(ScaleChange("both", grown, at(wider[-1], deeper[-1])))
     ignored = []
-    if family.takes_ratios:
-        batch, tokens = (at(RunScale(width, depth, **{axis: FACTOR})) for axis in ("batch", "tokens"))
-        for change in (
-            ScaleChange("batch", FACTOR, batch, 1 / FACTOR),
-            ScaleChange("tokens", FACTOR, tokens, FACTOR),
-        ):
-            if change.settings == base:
-                note = "the rule changes nothing with it"
-                ignored.append(
-                    VerdictRow(module=change.axis, axis=AXIS, slope=None, limit=None, passed=None, note=note)
-                )
-            else:
-                changes.append(change)
-    return [_row(label, base, changes, family.alpha) for label in base] + ignored
+    for axis, steps in (("batch", 1 / FACTOR), ("tokens", FACTOR)) if family.takes_ratios else ():
+        instance = family.build(RunScale(width, depth, **{axis: FACTOR}), 0)
+        if combinations(instance) != base:
+            changes.append(ScaleChange(axis, FACTOR, combinations(instance, steps)))
+        else:
+            note = "the rule changes nothing with it"
+            ignored.append(VerdictRow(module=axis, axis=AXIS, slope=None, limit=None, passed=None, note=note))
+    return [_row(label, base[label], changes, family.alpha) for label in base] + ignored
 
 
-def _row(label: str, base: SettingsByLabel, changes: Sequence[ScaleChange], alpha: float) -> VerdictRow:
-    worst: dict[str, float | None] = dict.fromkeys(COLUMNS)
-    beyond, column, where = -math.inf, COLUMNS[0], ""
-    for name in COLUMNS:
+def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[ScaleChange], alpha: float) -> VerdictRow:
+    worst: dict[str, float | None] = dict.fromkeys(_REASONS)
+    beyond, column, where = -math.inf, "", ""
+    for name in _REASONS:
         found = -math.inf
         for change in changes:
             if name == "lr" and change.axis not in {"batch", "tokens"}:
                 continue
             low, high = _allowed(name, change.axis, alpha)
-            for value in _exponents(name, base[label], change.settings[label], change):
+            for value in _exponents(name, base, change.at[label], change.ratio):
                 off = max(low - value, value - high)
                 if off > found:
                     found, worst[name] = off, value
                 if off > beyond:
                     beyond, column, where = off, name, change.axis
     row = partial(VerdictRow, module=label, axis=AXIS, parts=worst)
-    if beyond == -math.inf:
+    if not column:
         return row(slope=None, limit=None, passed=None, note="all 0")
     if beyond <= LIMIT:
         return row(slope=worst[column], limit=LIMIT, passed=True, beyond=max(beyond, 0.0))
@@ -162,7 +135,7 @@ def _row(label: str, base: SettingsByLabel, changes: Sequence[ScaleChange], alph
 
 
 def _exponents(
-    column: str, small: Sequence[GroupSettings], large: Sequence[GroupSettings], change: ScaleChange
+    column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
     """Return the exponents of a combination between two scales, one for each pair of layers.
 
@@ -173,9 +146,9 @@ def _exponents(
         small, large = [small[0], small[-1]], [large[0], large[-1]]
     found = []
     for before, after in zip(small, large, strict=True):
-        one, other = before.value(column, 1.0), after.value(column, change.steps)
+        one, other = before[column], after[column]
         if one and other:
-            found.append(math.log(other / one) / math.log(change.ratio))
+            found.append(math.log(other / one) / math.log(ratio))
         elif one != other:
             found.append(math.copysign(math.inf, other - one))
     return found

@@ -28,7 +28,6 @@ LIMITS = {"between steps": 0.02, "peak": 0.05}
 """The allowed error of the planner, as a share of the dry run's memory."""
 
 PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "buffers")
-_OF_PLANNER = {"accumulation": "grads"}
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
@@ -143,28 +142,17 @@ def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[M
     the peak, such as gradients. These rows are not judged: the planner adds the largest sizes of all parts, which may
     occur at different moments, but the dry run measures all parts at one moment.
     """
-    rows = [
-        _row(rank, stage, "between steps", planned.states, taken.stays.total()),
-        _row(rank, stage, "peak", planned.total, taken.peak.total()),
-    ]
-    planned_parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    for name, size in vars(planned).items():
-        part = _OF_PLANNER.get(name, name)
-        if part in planned_parts:
-            planned_parts[part] += size
-    return rows + [_row(rank, stage, part, size, taken.peak[part]) for part, size in planned_parts.items()]
-
-
-def _row(rank: int, stage: int, part: str, planned: float, found: float) -> MemoryCheckRow:
-    error, limit = (planned / found - 1 if found else None), LIMITS.get(part)
-    passed = None if limit is None else error is not None and abs(error) <= limit
-    return MemoryCheckRow(
-        rank=rank,
-        stage=stage,
-        part=part,
-        planned_gib=planned / GIB,
-        dry_gib=found / GIB,
-        error=error,
-        limit=limit,
-        passed=passed,
-    )
+    pairs = {
+        "between steps": (planned.states, taken.stays.total()),
+        "peak": (planned.total, taken.peak.total()),
+    } | {part: (getattr(planned, part), taken.peak[part]) for part in PARTS}
+    pairs["grads"] = (planned.grads + planned.accumulation, taken.peak["grads"])
+    rows = []
+    for part, (expected, found) in pairs.items():
+        error, limit = (expected / found - 1 if found else None), LIMITS.get(part)
+        passed = None if limit is None else error is not None and abs(error) <= limit
+        sizes = {"planned_gib": expected / GIB, "dry_gib": found / GIB}
+        rows.append(
+            MemoryCheckRow(rank=rank, stage=stage, part=part, error=error, limit=limit, passed=passed, **sizes)
+        )
+    return rows

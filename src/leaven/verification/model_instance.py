@@ -1,6 +1,7 @@
 """One model that a check trains, and the settings of one training run.
 
-A family is a model that can be built at any width and depth, with its optimizer and data.
+A family makes models of any width and depth, from a recipe (recipe_family.py) or with a user's factory function
+(foreign.py).
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from leaven.verification.activation_recorder import tensor_of
-from leaven.verification.batches import TokenBatch
+from leaven.verification.batches import Batches, TokenBatch
 
 Quantity = Literal["lr", "weight_decay", "init_std"]
 """A hyperparameter that a check sweeps."""
@@ -36,7 +37,7 @@ class RunSetting:
 
     scale: RunScale
     value: float  # value of ``quantity``, in the family's unit
-    seed: int
+    seed: int = 0
     quantity: Quantity = "lr"
     ruled: bool = True  # whether the rule adapts hyperparameters to the batch and tokens
 
@@ -55,12 +56,13 @@ class ModelInstance:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batch: Callable[[int], TokenBatch]  # step -> its batch
+    batches: Batches
+    seed: int  # of the batches to train on
     label: Callable[[str], str | None]  # name of a module or parameter -> its label in tables; None leaves it out
 
     def loss(self, step: int) -> Tensor:
         """Return the mean cross-entropy on the batch of a step, in nats per token."""
-        return self.loss_of(self.batch(step))
+        return self.loss_of(self.batches(self.seed, step))
 
     def loss_of(self, batch: TokenBatch) -> Tensor:
         """Return the mean cross-entropy on a batch, in nats per token."""

@@ -4,12 +4,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 
 from pydantic import ValidationError
 
+from leaven.data.tokens import TokenSet
 from leaven.model.initialise import build_model
+from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
@@ -18,10 +19,11 @@ from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, exponents, parameter_table
 from leaven.scaling.transfer import transfer
 from leaven.training.early_stopping import divergence_limit
+from leaven.training.engine import check_trainable
 from leaven.training.optimizer import Optimizer
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
-from leaven.verification.batches import Batches
+from leaven.verification.batches import Batches, corpus
 from leaven.verification.model_instance import (
     ModelInstance,
     Quantity,
@@ -30,6 +32,9 @@ from leaven.verification.model_instance import (
     ScaleAxis,
     own_label,
 )
+
+Prepare = Callable[[Data, int], TokenSet]
+"""A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class RecipeFamily:
         table = self.table(recipe)
         model = build_model(recipe.model, table, seed)
         optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
-        return ModelInstance(model, optimizer.adam, partial(self.batches, seed), own_label)
+        return ModelInstance(model, optimizer.adam, self.batches, seed, own_label)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
         """Return a training run that can be executed in any process.
@@ -175,3 +180,14 @@ class RecipeTrial:
     def run(self) -> Outcome:
         outcome = train_trial(self.recipe)
         return replace(outcome, loss=min(outcome.loss, divergence_limit(self.recipe.model.vocab_size)))
+
+
+def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
+    """Return the models of a recipe for a check that trains them in complete runs.
+
+    Raises:
+        InputError: if the recipe cannot be trained.
+    """
+    tokens, seq_len = prepare(recipe.data, recipe.model.vocab_size), recipe.model.seq_len
+    check_trainable(recipe, tokens)
+    return RecipeFamily(recipe, corpus(tokens, seq_len, recipe.batch.tokens // seq_len))

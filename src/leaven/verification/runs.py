@@ -5,13 +5,13 @@ check that was stopped or killed resumes with the missing runs.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from leaven import storage
 from leaven.documents.checks import CheckDocument
@@ -20,30 +20,28 @@ from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import locked_folder
 from leaven.training.worker import WorkerPool
+from leaven.verification.model_instance import RunSetting
+
+if TYPE_CHECKING:
+    from leaven.verification.foreign import ModelFamily
 
 LINES = "runs.jsonl"
-VERDICT = "check.json"
+Key = TypeVar("Key")
 
 
 class CheckTrial(Protocol):
-    """The description of a training run. It is sent to a worker process, and its key identifies it."""
+    """A training run that can be executed in any process."""
 
     @property
     def key(self) -> str:
         """A text that identifies the run. Two trials that compute the same loss have the same key."""
-        ...
 
     @property
     def cost(self) -> float:
         """The expected duration of the run relative to other runs, without a unit."""
-        ...
 
     def run(self) -> Outcome:
-        """Train and return the outcome.
-
-        The loss of a diverged run is set to a finite number, so that charts can show it.
-        """
-        ...
+        """Train and return the outcome. A diverged run has a finite loss, so that charts can show it."""
 
 
 class ChecksStopped(Exception):
@@ -88,51 +86,54 @@ class RunStore:
         """
         wanted = {trial.key: trial for trial in trials}
         pool = self._open()
-        missing = sorted(wanted.keys() - self._ended.keys(), key=lambda name: (-wanted[name].cost, name))
-        self._on_run(len(wanted) - len(missing), len(wanted))
-        queue, died = list(reversed(missing)), set[str]()
-        pending: dict[Future[Outcome], str] = {}
+        queue = sorted(wanted.keys() - self._ended.keys(), key=lambda key: (wanted[key].cost, key))
+        self._on_run(len(wanted) - len(queue), len(wanted))
+        died, pending = set[str](), dict[Future[Outcome], str]()
         while (queue or pending) and not self._stop():
             while queue and len(pending) < self._workers:
-                name = queue.pop()
-                pending[pool.submit(wanted[name].run)] = name
+                key = queue.pop()
+                pending[pool.submit(wanted[key].run)] = key
             for future in wait(pending, timeout=0.5, return_when=FIRST_COMPLETED).done:
-                name = pending.pop(future)
+                key = pending.pop(future)
                 try:
-                    self._ended[name] = future.result()
+                    self._ended[key] = future.result()
                 except BrokenProcessPool:
-                    if name in died:
+                    if key in died:
                         raise InputError(
                             "the process of a run died twice, perhaps out of memory; give fewer --workers"
                         ) from None
-                    died.add(name)
-                    queue.append(name)
+                    died.add(key)
+                    queue.append(key)
                     continue
-                storage.append_json(self.folder / LINES, {"key": name} | asdict(self._ended[name]))
+                storage.append_json(self.folder / LINES, {"key": key} | asdict(self._ended[key]))
                 self._on_run(len(wanted.keys() & self._ended.keys()), len(wanted))
-        if wanted.keys() - self._ended.keys():
-            raise ChecksStopped(f"{len(wanted.keys() & self._ended.keys())} of {len(wanted)} runs have ended")
+        ended = len(wanted.keys() & self._ended.keys())
+        if ended < len(wanted):
+            raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]
 
-    def _open(self) -> WorkerPool:
-        if self._pool is None:
-            self._resources.enter_context(locked_folder(self.folder, "--run"))
-            self._ended = _read(self.folder / LINES)
-            self._pool = self._resources.enter_context(WorkerPool(self._workers))
-        return self._pool
+    def losses(self, family: "ModelFamily", settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
+        """Train each setting with the seeds 0 to ``seeds - 1``. Return the losses of all seeds for each key."""
+        trials = {
+            key: [family.trial(replace(setting, seed=seed)) for seed in range(seeds)]
+            for key, setting in settings.items()
+        }
+        outcome = self.run(trial for several in trials.values() for trial in several)
+        return {key: [outcome(trial).loss for trial in several] for key, several in trials.items()}
 
     def keep(self, document: CheckDocument) -> CheckDocument:
         """Write the check's document into the folder of the runs, for ``leaven report``."""
-        write_text(self.folder / VERDICT, json.dumps(document.dump(), indent=2) + "\n")
+        write_text(self.folder / "check.json", json.dumps(document.dump(), indent=2) + "\n")
         return document
 
-
-def _read(path: Path) -> dict[str, Outcome]:
-    """Read a file of results. Return a mapping from the key of each trial to its outcome. Lines without an outcome
-    are ignored."""
-    found: dict[str, Outcome] = {}
-    for entry in storage.read_json_lines(path).documents:
-        with suppress(KeyError, TypeError):
-            name = entry.pop("key")
-            found[name] = Outcome.of(entry)
-    return found
+    def _open(self) -> WorkerPool:
+        """Lock the folder, read its results and start the workers, unless that is done. Lines of the file that have
+        no outcome are ignored."""
+        if self._pool is None:
+            self._resources.enter_context(locked_folder(self.folder, "--run"))
+            for entry in storage.read_json_lines(self.folder / LINES).documents:
+                with suppress(KeyError, TypeError):
+                    key = entry.pop("key")
+                    self._ended[key] = Outcome.of(entry)
+            self._pool = self._resources.enter_context(WorkerPool(self._workers))
+        return self._pool

@@ -5,12 +5,24 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
+from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe
+from leaven.verification.batches import corpus
+from leaven.verification.foreign import BATCH_TOKENS, ModelFamily, foreign
 from leaven.verification.model_instance import ModelInstance, RunScale
-from leaven.verification.small_models import CheckStart
-from leaven.verification.subject import ModelFamily
+from leaven.verification.recipe_family import Prepare, RecipeFamily
+from leaven.verification.small_models import (
+    DEPTHS,
+    TIMES,
+    WIDTH,
+    CheckStart,
+    calibrated,
+    calibrated_table,
+    small_recipe,
+)
 from leaven.verification.verdict import curve, geometric_mean, slope, verdict
 
 Measured = TypeVar("Measured")
@@ -52,14 +64,51 @@ class SizeCheck(ABC, Generic[Measured]):
     parts: ClassVar[tuple[str, ...]]  # the quantities that are measured
     drawn: ClassVar[tuple[str, ...]]  # those of them that have curves
 
+    @classmethod
+    def of(
+        cls,
+        subject: Recipe | str,
+        prepare: Prepare,
+        *,
+        widths: Sequence[int] = (),
+        depths: Sequence[int] = (),
+        batch_tokens: int | None = None,
+        source: str | None = None,
+        alpha: float | None = None,
+        grow_heads: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Return the check of a recipe, or of a user's factory function ``module:factory``.
+
+        If no widths are given, widths that fit the recipe are chosen. ``source`` and ``alpha`` are only for
+        factories, and ``grow_heads`` is only for recipes. ``options`` are steps, seeds and lr_factor.
+
+        Raises:
+            InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
+        """
+        wide, deep = widths or [WIDTH * times for times in TIMES], depths or DEPTHS
+        if all(len(set(axis)) < 2 for axis in (wide, deep)):
+            raise InputError("a slope needs at least two sizes; give more --widths or --depths")
+        if isinstance(subject, str):
+            if grow_heads:
+                raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
+            scale = RunScale(min(wide), min(deep))
+            made = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
+            return cls(made, wide, deep, **options)
+        recipe, changed = subject, tuple[str, ...]()
+        if not widths:
+            recipe, changed = small_recipe(recipe)
+            wide = [recipe.model.d_model * times for times in TIMES]
+        recipe = calibrated(recipe, min(wide), min(deep), cls.start)
+        seq_len = recipe.model.seq_len
+        tokens = prepare(recipe.data, recipe.model.vocab_size)
+        batches = corpus(tokens, seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
+        family = RecipeFamily(recipe, batches, calibrated_table, grow_heads)
+        return cls(family, wide, deep, changed=changed, **options)
+
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
         """Train a model and return a mapping from the label of each module to its measurements."""
-
-    @abstractmethod
-    def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return one quantity of a measurement as a number. ``part`` is the name of the quantity, one of
-        ``parts``."""
 
     @abstractmethod
     def judge(
@@ -76,6 +125,11 @@ class SizeCheck(ABC, Generic[Measured]):
         each of the ``parts`` to its geometric mean over seeds at each size, and ``slopes`` maps it to its slope over
         the sizes.
         """
+
+    def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
+        """Return one of the ``parts`` of a measurement."""
+        value: float = getattr(measured, part)
+        return value
 
     def axes(self) -> tuple[SizeAxis, ...]:
         """Return the axes of the check: all widths at the smallest depth, and all depths at the smallest width.
@@ -100,9 +154,9 @@ class SizeCheck(ABC, Generic[Measured]):
         axes, rows, curves = self.axes(), [*self.exact_rows()], list[VerdictCurve]()
         wanted = sorted({scale for axis in axes for scale in axis.scales}, key=lambda s: (s.width, s.depth))
         measured: dict[RunScale, list[Mapping[str, Measured]]] = {}
-        for number, scale in enumerate(wanted):
+        for scale in wanted:
             measured[scale] = [self.record(self.family.build(scale, seed)) for seed in range(self.seeds)]
-            on_model(number + 1, len(wanted))
+            on_model(len(measured), len(wanted))
         for axis in axes:
             for module in measured[axis.scales[0]][0]:
                 lines = [[run[module] for run in measured[scale]] for scale in axis.scales]
@@ -111,38 +165,31 @@ class SizeCheck(ABC, Generic[Measured]):
                 }
                 means = {part: [geometric_mean(seeds) for seeds in values[part]] for part in self.parts}
                 slopes = {part: slope(axis.sizes, means[part]) for part in self.parts}
-                rows.append(self._conclusive(self.judge(axis, module, lines, means, slopes), axis))
+                row = self.judge(axis, module, lines, means, slopes)
+                few = self.seeds == 1 and len(axis.sizes) == 2  # a wrong slope may be noise
+                if row.passed is False and few and row.beyond != math.inf:
+                    note = f"inconclusive: two sizes and one seed are too few to judge ({row.note})"
+                    row = row.model_copy(update={"undecided": True, "note": note})
+                rows.append(row)
                 curves += [curve(module, axis.title, part, axis.sizes, values[part]) for part in self.drawn]
-        settings = {
-            "rule": self.family.rule,
-            "widths": list(self.widths),
-            "depths": list(self.depths),
-            "steps": self.steps,
-            "seeds": self.seeds,
-            "lr_factor": self.lr_factor,
-            "changed for the check": list(self.changed) or None,
-        }
+        more = ["--seeds 3"]  # options for a check that was undecided
+        for option, sizes in (("--widths", sorted(set(self.widths))), ("--depths", sorted(set(self.depths)))):
+            if len(sizes) == 2:
+                more.append(f"{option} {sizes[0]},{sizes[1]},{2 * sizes[1]}")
         return verdict(
             self.name,
             self.family.name,
             self.quantity,
             rows,
             curves=curves,
-            settings=settings,
-            advice=self._more_sizes(),
+            settings={
+                "rule": self.family.rule,
+                "widths": list(self.widths),
+                "depths": list(self.depths),
+                "steps": self.steps,
+                "seeds": self.seeds,
+                "lr_factor": self.lr_factor,
+                "changed for the check": list(self.changed) or None,
+            },
+            advice=f"Give more: {' '.join(more)}",
         )
-
-    def _conclusive(self, row: VerdictRow, axis: SizeAxis) -> VerdictRow:
-        """Return the row. If it failed with only two sizes and one seed, which may be noise, mark it as undecided."""
-        if row.passed is not False or self.seeds > 1 or len(axis.sizes) > 2 or row.beyond == math.inf:
-            return row
-        note = f"inconclusive: two sizes and one seed are too few to judge ({row.note})"
-        return row.model_copy(update={"undecided": True, "note": note})
-
-    def _more_sizes(self) -> str:
-        """Return advice for a check that had too few sizes and seeds: the command-line options that add more."""
-        options = ["--seeds 3"]
-        for option, sizes in (("--widths", sorted(set(self.widths))), ("--depths", sorted(set(self.depths)))):
-            if len(sizes) == 2:
-                options.append(f"{option} {sizes[0]},{sizes[1]},{2 * sizes[1]}")
-        return f"Give more: {' '.join(options)}"

@@ -93,16 +93,13 @@ class CheckStart:
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
     """Return the recipe with its base (the scale at which its values apply) at a width and depth, and with initial
-    values that make small models behave like large ones.
+    values at which small models already show the exponents of large ones.
 
-    In the limit of large models, the exponents depend neither on the base nor on the initial values. With these
-    initial values, small models already show the exponents of large models. The embedding starts at RMS 1, and the
-    readout at 1/width. A tied readout is reduced by its multiplier (see :func:`calibrated_table`).
-
-    With a smaller embedding, the stream at depth 2 would consist mostly of branches. With depth exponent alpha, the
-    sum of L branches falls as L^(1/2 - alpha), and the gradients inside blocks would have the same error. With a
-    larger readout, the gradient of the final norm's gain would be of order N^-2 at first (N is the width), and the
-    logits would keep their initial values for longer.
+    The embedding starts at RMS 1. With a smaller one, the stream at depth 2 would consist mostly of branches, whose
+    sum falls as L^(1/2 - alpha), and gradients inside blocks would have the same error. The readout starts at
+    1/width. With a larger one, the first gradient of the final norm's gain would be of order 1/width^2, and the
+    logits would keep their initial values for longer. A tied readout is reduced by its multiplier
+    (:func:`calibrated_table`).
 
     Raises:
         InputError: if the width does not fit the recipe.

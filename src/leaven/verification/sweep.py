@@ -13,13 +13,12 @@ A sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.214
 - The noise is the spread of the loss between seeds.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
-are judged. They are judged by the ends of their 95% bootstrap intervals, so that a check does not pass by noise:
+are judged, by the ends of their 95% bootstrap intervals, so that a check does not pass by noise:
 
-- The check passes if the upper end of the regret is within the limit. It also passes if both ends of the shift and
-  the lower end of the regret are within their limits.
-- The check fails if the lower end of the regret is above the limit, or if the whole interval of the shift is beyond
-  its limit on one side.
-- Otherwise the check is undecided, which does not count as passed.
+- It passes if the upper end of the regret is within its limit, or if both ends of the shift and the lower end of the
+  regret are within theirs.
+- It fails if the lower end of the regret is above the limit, or the whole interval of the shift is beyond its limit.
+- Otherwise it is undecided, which does not count as passed.
 
 If the best value of a scale is at the edge of its grid, the grid of this scale is extended by one step, up to
 :data:`EXTENSIONS` times.
@@ -29,16 +28,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.recipe.errors import InputError
+from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
 from leaven.verification.optimum import LossGrid, estimate, exponent, shift
 from leaven.verification.runs import RunStore
-from leaven.verification.subject import ModelFamily
 from leaven.verification.verdict import curve, verdict
 
 REGRET_LIMIT = 0.01
@@ -89,14 +87,20 @@ def sweep(
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
-        scale,
-            or if the folder is in use.
+            scale, or if the folder is in use.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     swept, scales, values = SWEPT[quantity], list(dict.fromkeys(scales)), sorted(set(grid))
     if len(scales) < 2 or len(values) < 3:
         raise InputError(f"this check needs at least two scales and three values of {swept.label} ({swept.option})")
-    losses = _extended(family, swept, dict.fromkeys(scales, values), store, seeds)
+    grids = dict.fromkeys(scales, values)
+    losses = losses_of(family, quantity, grids, store, seeds)
+    for _ in range(EXTENSIONS):
+        wider = {scale: _wider(family, quantity, scale, grids[scale], losses[scale]) for scale in grids}
+        if wider == grids:
+            break
+        grids = wider
+        losses = losses_of(family, quantity, grids, store, seeds)
     names = labels(scales)
     base = scales[0]
     document = verdict(
@@ -132,23 +136,8 @@ def labels(scales: Sequence[RunScale]) -> dict[RunScale, str]:
     return {scale: label(scale) for scale in scales}
 
 
-def _extended(
-    family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, list[float]], store: RunStore, seeds: int
-) -> dict[RunScale, LossGrid]:
-    """Return the losses at each scale. Extend each grid until the best value is no longer at its edge, at most
-    `EXTENSIONS` times."""
-    losses = losses_of(family, swept, grids, store, seeds)
-    for _ in range(EXTENSIONS):
-        wider = {scale: _wider(family, swept, scale, grids[scale], losses[scale]) for scale in grids}
-        if wider == grids:
-            break
-        grids = wider
-        losses = losses_of(family, swept, grids, store, seeds)
-    return losses
-
-
 def _wider(
-    family: ModelFamily, swept: SweptValue, scale: RunScale, grid: list[float], losses: LossGrid
+    family: ModelFamily, quantity: Quantity, scale: RunScale, grid: list[float], losses: LossGrid
 ) -> list[float]:
     """Return the grid of a scale with one more value beyond the edge at which the best value lies.
 
@@ -158,29 +147,25 @@ def _wider(
         return grid
     value = grid[0] ** 2 / grid[1] if losses.edge < 0 else grid[-1] ** 2 / grid[-2]
     try:
-        family.trial(RunSetting(scale, value, 0, swept.key))
+        family.trial(RunSetting(scale, value, quantity=quantity))
     except InputError:
         return grid
     return sorted([*grid, value])
 
 
 def losses_of(
-    family: ModelFamily, swept: SweptValue, grids: Mapping[RunScale, Sequence[float]], store: RunStore, seeds: int
+    family: ModelFamily,
+    quantity: Quantity,
+    grids: Mapping[RunScale, Sequence[float]],
+    store: RunStore,
+    seeds: int,
 ) -> dict[RunScale, LossGrid]:
     """Train the runs that have no result yet. Return the losses on the grid of each scale."""
-    runs = {
-        (scale, value, seed): family.trial(RunSetting(scale, value, seed, swept.key))
-        for scale, grid in grids.items()
-        for value in grid
-        for seed in range(seeds)
+    settings = {
+        (scale, value): RunSetting(scale, value, quantity=quantity) for scale, grid in grids.items() for value in grid
     }
-    outcome = store.run(runs.values())
-    return {
-        scale: LossGrid.of(
-            {value: [outcome(runs[scale, value, seed]).loss for seed in range(seeds)] for value in grid}
-        )
-        for scale, grid in grids.items()
-    }
+    found = store.losses(family, settings, seeds)
+    return {scale: LossGrid.of({value: found[scale, value] for value in grid}) for scale, grid in grids.items()}
 
 
 def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
@@ -276,8 +261,9 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
     )
     edges = [name for name, grid in pair.items() if grid.edge]
     if edges:
+        edge = 2 ** pair[edges[0]].octaves[0 if pair[edges[0]].edge < 0 else -1]
         note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the extended grid; "
-        note += f"give {swept.option} {_around_edge(pair[edges[0]])}"
+        note += f"give {swept.option} around {edge:.3g}"
         return row(passed=False, note=note, undecided=True)
     if seeds < 2:
         return row(passed=False, note="undecided: one seed has no interval; give --seeds 3", undecided=True)
@@ -293,12 +279,3 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
         return row(passed=False, note=note, beyond=beyond)
     note = f"undecided: the difference is within the noise between seeds; give --seeds {2 * seeds}"
     return row(passed=False, note=note, beyond=beyond, undecided=True)
-
-
-def _around_edge(grid_losses: LossGrid) -> str:
-    """Return a grid of five values around the edge at which the best value lies, as text for a command-line
-    option."""
-    values = (2**grid_losses.octaves).tolist()
-    steps = [high / low for low, high in pairwise(values)]
-    step, edge = (steps[0], values[0]) if grid_losses.edge < 0 else (steps[-1], values[-1])
-    return ",".join(f"{edge * step**power:.3g}" for power in range(-2, 3))

@@ -1,26 +1,16 @@
 """Make the document of a check, which contains its judged rows and its curves."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
+from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 
 
-def verdict(
-    check: str,
-    subject: str,
-    quantity: str,
-    rows: Sequence[VerdictRow],
-    *,
-    curves: Sequence[VerdictCurve],
-    settings: Mapping[str, Any],
-    measured: Sequence[MeasuredRow] = (),
-    advice: str = "",
-) -> CheckDocument:
-    """Return the document of a check.
+def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
+    """Return the document of a check. ``more`` are its other fields.
 
     The check passes if no row failed and at least one row passed. ``fault`` names the row that failed by the most. An
     undecided row is named only if all failed rows are undecided.
@@ -33,10 +23,7 @@ def verdict(
         subject=subject,
         quantity=quantity,
         rows=list(rows),
-        curves=list(curves),
-        settings=dict(settings),
-        measured=list(measured),
-        advice=advice,
+        **more,
     )
 
 
