@@ -10,15 +10,16 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.shape import ModelShape
 
 Config = dict[str, Any]
+Model = TypeVar("Model", bound=BaseModel)
 # For each type of a key of a shape: its name in messages, and whether a value has it. True is not a count.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
@@ -159,10 +160,7 @@ class Architecture:
         values = _implied(values["n_heads"], values["d_model"]) | values
         if "d_attention" in self.keys and values["n_heads"] * values["d_head"] != values["d_model"]:
             values["d_attention"] = values["n_heads"] * values["d_head"]
-        try:
-            return ModelShape.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"config.json: not a shape that leaven supports: {explain(error)}") from None
+        return validated(ModelShape, values, "config.json: not a shape that leaven supports")
 
     def _theta(self, given: Config) -> float:
         """Return the base (theta) of the rotary positions.
@@ -221,6 +219,18 @@ def _require(key: str, value: Any, kind: Any) -> None:
         raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
 
 
+def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Model:
+    """Return a part of a recipe with these values.
+
+    Raises:
+        InputError: if the values are not valid. The message begins with ``problem``.
+    """
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise InputError(f"{problem}: {explain(error)}") from None
+
+
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
@@ -236,31 +246,64 @@ def module_names() -> Mapping[str, set[str]]:
     return names
 
 
+def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
+    """Return the architecture that represents a model shape with the fewest changes, and these changes.
+
+    Weights without biases can be stored in an architecture with biases, which are then zero. If the model will be
+    ``trained`` there, training would change these biases, so they count as a change.
+    """
+    changes = []
+    for architecture in ARCHITECTURES:
+        misfits = architecture.misfits(shape)
+        if trained and architecture.holds.get("bias") == [True, False] and not shape.bias:
+            misfits["bias"] = True
+        changes.append((architecture, misfits))
+    return min(changes, key=lambda each: len(each[1]))
+
+
 def holding(shape: ModelShape) -> Architecture:
     """Return an architecture that can represent a model shape.
 
     Raises:
-        InputError: if no architecture can represent the shape. The message names the architecture that needs the
-        fewest
-            changes, and the keys to change.
+        InputError: if no architecture can represent the shape. The message names the nearest architecture, and the
+            keys to change.
     """
-    misfits = {architecture.name: architecture.misfits(shape) for architecture in ARCHITECTURES}
-    name, wanted = min(misfits.items(), key=lambda item: len(item[1]))
-    if wanted:
-        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in wanted.items())
+    architecture, misfits = nearest(shape)
+    if misfits:
+        changes = ", ".join(f"{key} = {json.dumps(value)}" for key, value in misfits.items())
         raise InputError(
             "no Hugging Face architecture that leaven writes can represent this model; for the nearest one, "
-            f"{name}, set [model] {changes}"
+            f"{architecture.name}, set [model] {changes}"
         )
-    return next(architecture for architecture in ARCHITECTURES if architecture.name == name)
+    return architecture
 
 
-def named(config: Config) -> Architecture:
-    """Return the architecture that a config.json names.
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A model that the config.json of a folder describes."""
+
+    folder: Path
+    architecture: Architecture
+    config: Config  # of config.json
+    shape: ModelShape
+
+
+def read_config(path: Path) -> HuggingFaceModel:
+    """Read a config.json.
 
     Raises:
-        InputError: if leaven cannot read that architecture.
+        InputError: if the file cannot be read, or leaven's transformer does not support the model.
     """
+    config = read_json(path)
+    try:
+        architecture = _named(config)
+        return HuggingFaceModel(path.parent, architecture, config, architecture.shape(config))
+    except InputError as error:
+        raise InputError(f"{path.parent}/{error}") from None
+
+
+def _named(config: Config) -> Architecture:
+    """Return the architecture that a config.json names."""
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"config.json: architectures = {names!r} must be a list of names")
@@ -270,20 +313,6 @@ def named(config: Config) -> Architecture:
     stated = ", ".join(names) or config.get("model_type", "none")
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     raise InputError(f"config.json: architecture {stated} is not supported; leaven reads {known}")
-
-
-def read_config(path: Path) -> tuple[Architecture, Config, ModelShape]:
-    """Read a config.json. Return its architecture, the whole document, and the model shape.
-
-    Raises:
-        InputError: if the file cannot be read, or leaven's transformer does not support the model.
-    """
-    config = read_json(path)
-    try:
-        architecture = named(config)
-        return architecture, config, architecture.shape(config)
-    except InputError as error:
-        raise InputError(f"{path.parent}/{error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

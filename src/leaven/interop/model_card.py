@@ -1,12 +1,10 @@
 """Writes the model card (README.md) of an exported model: recipe, reasons, loss and licence of the data."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from leaven import __version__
+from leaven.interop.configs.export import environment
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.recipe.units import format_quantity
 
@@ -32,27 +30,23 @@ def model_card(
     measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
     if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:
         licence = STDLIB_LICENCE
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
-    )
-    return environment.get_template("model_card.md.j2").render(
-        recipe=recipe,
-        text=text.strip(),
-        architecture=architecture,
-        tokens=tokens,
-        finished=tokens >= recipe.data.tokens,
-        dtype=dtype,
-        validation=measured[-1] if measured else None,
-        licence=licence,
-        version=__version__,
-        values=flatten(recipe.model_dump()),
-        quantity=format_quantity,
-        cell=_cell,
+    return (
+        environment("")
+        .get_template("model_card.md.j2")
+        .render(
+            recipe=recipe,
+            text=text.strip(),
+            architecture=architecture,
+            tokens=tokens,
+            finished=tokens >= recipe.data.tokens,
+            dtype=dtype,
+            validation=measured[-1] if measured else None,
+            licence=licence,
+            version=__version__,
+            values=flatten(recipe.model_dump()),
+            quantity=format_quantity,
+            cell=_cell,
+        )
     )
 
 

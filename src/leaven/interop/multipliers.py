@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from leaven.distributed.pieces import cut, piece_of
 from leaven.interop.roles import is_linear
-from leaven.interop.structure import ModelStructure, ParameterSite, inspect_model, is_a, logit_scales, unwrapped
+from leaven.interop.structure import ModelStructure, inspect_model, is_a, logit_scales, unwrapped
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import ParameterRow
@@ -68,47 +68,40 @@ Hook = tuple[nn.Module, ScaleOutput | ScaleInput]
 def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[ParameterRow]) -> list[Hook]:
     """Return the hooks for all multipliers other than 1, without installing them.
 
+    The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
+    use the weight of the readout without calling its module. If there is no single final norm, it scales the input of
+    the readout.
+
     Raises:
         InputError: if the module that needs a hook is never called, so that the hook would have no effect.
     """
     sites = {site.name: site for site in structure.sites}
-    attention = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    final_norms = [sites[row.name].owner for row in rows if row.role is Role.FINAL_NORM]
+    uncalled = [module.out_proj for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     found: list[Hook] = []
     for row in rows:
-        if row.multiplier == 1.0:
+        site, factor = sites[row.name], row.multiplier
+        if factor == 1.0:
             continue
-        site = sites[row.name]
         if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING}:
-            found.append(_logits(site, row, sites, rows))
+            linear = next((owner for owner in site.owners if is_linear(owner)), None)
+            if len(final_norms) == 1:
+                found.append((final_norms[0], ScaleOutput(factor)))
+            elif linear is not None:
+                found.append((linear, ScaleInput(factor)))
+            else:
+                raise InputError(
+                    f"{row.name} computes the logits without a module, and there is no single final norm for "
+                    f"their multiplier {factor:g}; compute the logits with an nn.Linear that shares the weight"
+                )
         elif row.module in BRANCH_ENDS:
-            if not is_linear(site.owner) or any(site.owner is module.out_proj for module in attention):
+            if not is_linear(site.owner) or any(site.owner is module for module in uncalled):
                 raise InputError(
                     f"{row.name} ends a branch, but its {type(site.owner).__name__} is never called as a module, so "
-                    f"no hook can multiply the branch by {row.multiplier:g}; use an attention of nn.Linear modules"
+                    f"no hook can multiply the branch by {factor:g}; use an attention of nn.Linear modules"
                 )
-            found.append((site.owner, ScaleOutput(row.multiplier)))
+            found.append((site.owner, ScaleOutput(factor)))
     return found
-
-
-def _logits(
-    site: ParameterSite, row: ParameterRow, sites: dict[str, ParameterSite], rows: Sequence[ParameterRow]
-) -> Hook:
-    """Return the hook for the multiplier of the logits. It scales the output of the final norm or, if there is no
-    single final norm, the input of the readout.
-
-    The final norm is preferred because fused losses (and leaven's own model) use the weight of the readout without
-    calling the readout module.
-    """
-    final = [other for other in rows if other.role is Role.FINAL_NORM]
-    if len(final) == 1:
-        return (sites[final[0].name].owner, ScaleOutput(row.multiplier))
-    linear = next((owner for owner in site.owners if is_linear(owner)), None)
-    if linear is None:
-        raise InputError(
-            f"{row.name} computes the logits without a module, and there is no single final norm for "
-            f"their multiplier {row.multiplier:g}; compute the logits with an nn.Linear that shares the weight"
-        )
-    return (linear, ScaleInput(row.multiplier))
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:

@@ -98,7 +98,7 @@ class Classifier:
                 return Role.HIDDEN_BIAS
             return Role.UNEMBEDDING_BIAS if self._is_readout(site) else self._refuse(site, "it is outside the blocks")
         if isinstance(site.owner, nn.Embedding) and site.layer is None:
-            self._needs(site, "last dimension", self._moves_as_width(site, -1))
+            self._require_width(site)
             return Role.TIED_EMBEDDING if any(map(is_linear, site.owners)) else Role.EMBEDDING
         if is_linear(site.owner) and site.parameter.ndim == 2:
             return self._matrix_role(site)
@@ -108,7 +108,7 @@ class Classifier:
         if site.layer is None:
             if not self._is_readout(site):
                 self._refuse(site, "it is a matrix outside the blocks, but its fan out is not the vocabulary")
-            self._needs(site, "fan in", self._moves_as_width(site, -1))
+            self._require_width(site)
             return Role.UNEMBEDDING
         like = self.counterpart_of[site.name]
         widths = (self.model.width, self.base.width)
@@ -122,17 +122,17 @@ class Classifier:
             at_embedding = site.path[-1] in _NAMES["norm.embedding"]
             if not at_embedding and not site.after_blocks:
                 self._refuse(site, "it is a norm before the blocks")
-            self._needs(site, "size", self._moves_as_width(site, -1))
+            self._require_width(site)
             if at_embedding:
                 return Role.EMBEDDING_BIAS if site.is_bias else Role.EMBEDDING_NORM
             return Role.FINAL_BIAS if site.is_bias else Role.FINAL_NORM
         if site.is_bias:
             return Role.HIDDEN_BIAS
         if site.path[-1] not in _OVER_HEADS:
-            self._needs(site, "size", self._moves_as_width(site, -1))
+            self._require_width(site)
             return Role.HIDDEN_NORM
         # Decide whether heads share the gain: by the head dimension if known, else by whether it grows.
-        shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site, -1) == 1
+        shared = site.shape[-1] in self.model.head_dims if self.model.head_dims else self._ratio(site) == 1
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
@@ -144,15 +144,15 @@ class Classifier:
             and self.counterpart_of[site.name].shape[0] in self.base.vocabularies
         )
 
-    def _moves_as_width(self, site: ParameterSite, dimension: int) -> bool:
-        return self._ratio(site, dimension) == self.model.width / self.base.width
+    def _require_width(self, site: ParameterSite) -> None:
+        """Refuse a parameter whose last dimension does not grow like the width."""
+        if self._ratio(site) != self.model.width / self.base.width:
+            self._refuse(
+                site, f"its last dimension does not grow like the width, {self.base.width} -> {self.model.width}"
+            )
 
-    def _ratio(self, site: ParameterSite, dimension: int) -> float:
-        return site.shape[dimension] / self.counterpart_of[site.name].shape[dimension]
-
-    def _needs(self, site: ParameterSite, what: str, holds: bool) -> None:
-        if not holds:
-            self._refuse(site, f"its {what} does not grow like the width, {self.base.width} -> {self.model.width}")
+    def _ratio(self, site: ParameterSite) -> float:
+        return site.shape[-1] / self.counterpart_of[site.name].shape[-1]
 
     # Modules: the names under which parameters are tuned.
 

@@ -101,8 +101,10 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     for places in found.values():
         name, _, parameter = places[0]
         label, layer = _label(name, stacks)
+        stack = label.partition(".*.")[0]
         for other, _, _ in places:
-            if _block(other, stacks) != _block(name, stacks):
+            their_label, their_layer = _label(other, stacks)
+            if their_layer != layer or (layer is not None and their_label.partition(".*.")[0] != stack):
                 raise InputError(
                     f"{name} and {other} are the same parameter, but the rules assume that blocks do not share "
                     "weights (depth is the number of blocks); give every block its own weights"
@@ -115,7 +117,7 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     heads = (_first(module, _HEAD_DIM, int) for module in model.modules())
     return ModelStructure(
         sites=tuple(sites),
-        stacks={path: size for path, (size, _) in stacks.items()},
+        stacks={path: len(keys) for path, keys in stacks.items()},
         width=embeddings[0].embedding_dim,
         vocabularies=frozenset(embedding.num_embeddings for embedding in embeddings),
         head_dims=frozenset(getattr(module, name) for module, name in filter(None, heads)),
@@ -179,44 +181,37 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _stacks(model: nn.Module) -> dict[str, tuple[int, list[str]]]:
-    """Find the lists of blocks of a model.
+def _stacks(model: nn.Module) -> dict[str, list[str]]:
+    """Find the lists of blocks of a model. Return a mapping from the path of each list to the keys of its blocks.
 
-    A list of blocks is an outermost list whose members all have submodules. Return a mapping from the path of each
-    list to (number of blocks, keys of the blocks).
+    A list of blocks is an outermost list whose members all have submodules.
     """
-    stacks: dict[str, tuple[int, list[str]]] = {}
+    stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         plain = _plain(path)
-        members = list(module.children())  # without repetitions
+        members = dict(module.named_children())  # without repetitions
         listed = isinstance(module, nn.ModuleList) or (
-            isinstance(module, nn.Sequential) and len({type(member) for member in members}) == 1
+            isinstance(module, nn.Sequential) and len({type(member) for member in members.values()}) == 1
         )
         nested = any(plain.startswith(f"{outer}.") for outer in stacks)
-        if plain and members and listed and not nested and all(any(member.children()) for member in members):
+        if plain and members and listed and not nested and all(any(m.children()) for m in members.values()):
             if len(members) < len(cast(nn.ModuleList | nn.Sequential, module)):
                 raise InputError(
                     f"{plain} contains a block twice, but the rules count it once; use a separate block "
                     "at every position"
                 )
-            stacks[plain] = (len(members), [key for key, _ in module.named_children()])
+            stacks[plain] = list(members)
     return stacks
 
 
-def _label(name: str, stacks: Mapping[str, tuple[int, list[str]]]) -> tuple[str, int | None]:
-    for path, (_, keys) in stacks.items():
+def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
+    """Return a parameter's name with "*" for its block's number, and this number."""
+    for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")
             return f"{path}.*.{rest}", keys.index(key)
     return name, None
 
 
-def _block(name: str, stacks: Mapping[str, tuple[int, list[str]]]) -> tuple[str, int] | None:
-    label, layer = _label(name, stacks)
-    return None if layer is None else (label.partition(".*.")[0], layer)
-
-
 def _depth(site: ParameterSite, model: ModelStructure) -> float:
-    if site.layer is None:
-        return 0.0
-    return site.layer / max(model.stacks[site.stack] - 1, 1)
+    return 0.0 if site.layer is None else site.layer / max(model.stacks[site.stack] - 1, 1)

@@ -34,7 +34,6 @@ from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterRow, exponents, optimizer_groups, parameter_row
 
 _SAME = Ratios()
-_UNUSED_STD = 1.0  # placeholder for a missing init_std if no initial values are drawn
 
 
 def parametrize(
@@ -156,14 +155,8 @@ def parametrize(
     _require_no_multipliers(target)
     structure, base_structure = inspect_model(target), inspect_model(base_model)
     try:
-        scaling = Scaling.model_validate(
-            {
-                "rule": rule,
-                "alpha": alpha,
-                "token_exponent": token_exponent,
-                "scale_decay_with_depth": scale_decay_with_depth,
-            }
-        )
+        stated = {"alpha": alpha, "token_exponent": token_exponent, "scale_decay_with_depth": scale_decay_with_depth}
+        scaling = Scaling.model_validate({"rule": rule} | stated)
         tuned, initialise = _tuned(hyperparameters, initialise)
     except ValidationError as error:
         raise InputError(f"parametrize: {explain(error)}") from None
@@ -174,14 +167,12 @@ def parametrize(
         # leaven's own model computes the logits from its embedding without a module that would show it.
         given_roles = {"embedding.weight": Role.TIED_EMBEDDING} | given_roles
     classified = Classifier(structure, base_structure, counterpart_of, given_roles, modules or {}).classify()
-    head = (
-        _head_ratio(structure, base_structure, classified)
-        if head_ratio is None
-        else _positive("head_ratio", head_ratio)
-    )
-    found_roles = {name: kind.role for name, kind in classified.items()}
-    if not {Role.UNEMBEDDING, Role.TIED_EMBEDDING} & set(found_roles.values()):
-        first = next(name for name, role in found_roles.items() if role is Role.EMBEDDING)
+    if head_ratio is None:
+        head = _head_ratio(structure, base_structure, classified)
+    else:
+        head = _positive("head_ratio", head_ratio)
+    if not any(kind.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING} for kind in classified.values()):
+        first = next(name for name, kind in classified.items() if kind.role is Role.EMBEDDING)
         raise InputError(
             f"no parameter computes the logits; if {first} does, pass roles={{{first!r}: 'tied_embedding'}}, "
             "otherwise parametrize the model together with its head"
@@ -206,10 +197,10 @@ def parametrize(
     except ValueError as error:
         raise InputError(str(error)) from None
     attention = factors(chosen, Role.HIDDEN_WEIGHT, TensorRatios(head=head), free).attention
-    hooks, scales_of_attention = multipliers(target, structure, rows), rescale_attention(target, structure, attention)
+    hooks, logit_scales = multipliers(target, structure, rows), rescale_attention(target, structure, attention)
     if initialise:
         _initialise(structure, rows, seed)
-    install(target, hooks, scales_of_attention)
+    install(target, hooks, logit_scales)
     setattr(target, ROWS, tuple(rows))
     return groups(target)
 
@@ -260,7 +251,6 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 
     ``wanted`` is the argument ``initialise`` of :func:`parametrize`.
     """
-    tuned: Hyperparameters
     if isinstance(given, Hyperparameters):
         tuned, initialise = given, wanted is not False
     elif isinstance(given, Mapping):
@@ -276,7 +266,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
                 f"{stated[0]} or initialise=False"
             )
         initialise = bool(stated) if wanted is None else wanted
-        unused = {} if initialise or "init" in given else {"init_std": _UNUSED_STD}
+        unused = {} if initialise or "init" in given else {"init_std": 1.0}  # required, but nothing is drawn
         tuned = Hyperparameters.model_validate(unused | dict(given))
     else:
         raise InputError(

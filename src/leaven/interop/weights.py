@@ -8,7 +8,6 @@ not have. So weights are multiplied by the multipliers when they are written, an
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
-from leaven.interop.architectures import Architecture, Stored, holding, read_config, read_json
+from leaven.interop.architectures import Architecture, HuggingFaceModel, Stored, holding, read_config, read_json
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder
@@ -32,16 +31,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
 # Keys of a shape that may differ between a recipe and its start weights, since no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
-
-
-@dataclass(frozen=True)
-class HuggingFaceModel:
-    """A model in a Hugging Face folder."""
-
-    folder: Path
-    architecture: Architecture
-    config: dict[str, Any]  # of config.json
-    shape: ModelShape
 
 
 # Write
@@ -167,8 +156,8 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder; give one with config.json, model.safetensors and tokenizer.json")
-    architecture, config, shape = read_config(folder / "config.json")
-    plain = HuggingFaceModel(folder, architecture, config, shape)
+    plain = read_config(folder / "config.json")
+    architecture = plain.architecture
     with _opened(plain) as tensors:
         shapes = {name: tuple(file.get_slice(there).get_shape()) for name, (file, there) in tensors.items()}
     for stored in architecture.tensors(plain.shape):
@@ -221,7 +210,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
         )
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
-    draft.set_architecture(plain.architecture, plain.config, shape, draft.origin)
+    draft.set_architecture(plain, draft.origin)
     draft.why["hyperparameters.init_std"] += "; with [start] weights nothing is drawn"
     draft.set("start.weights", str(plain.folder), f"a {plain.architecture.name}; multipliers are divided out of it")
     draft.values["data.source"] = source

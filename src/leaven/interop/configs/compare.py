@@ -10,7 +10,7 @@ where the decay is part of the gradient). Multipliers are folded in on both side
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -187,19 +187,15 @@ def compare(
     return losses
 
 
-def distinct_texts(ours: Iterable[float], theirs: Iterable[float]) -> tuple[str, str]:
+def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
     """Format two ranges of numbers with enough digits (at least four) to show the difference."""
-    ours, theirs = list(ours), list(theirs)
-    for digits in (4, 6, 8, 12, 17):
-        texts = _range(ours, digits), _range(theirs, digits)
-        if texts[0] != texts[1]:
-            break
-    return texts
 
+    def text(values: Sequence[float], digits: int) -> str:
+        low, high = (f"{value:.{digits}g}" for value in (min(values), max(values)))
+        return low if low == high else f"{low} .. {high}"
 
-def _range(values: Sequence[float], digits: int) -> str:
-    low, high = (f"{value:.{digits}g}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} .. {high}"
+    digits = next((n for n in (4, 6, 8, 12) if text(ours, n) != text(theirs, n)), 17)
+    return text(ours, digits), text(theirs, digits)
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:

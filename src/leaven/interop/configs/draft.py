@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import ValidationError
-
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.neighbours import nearest
-from leaven.interop.architectures import Architecture, Config
+from leaven.interop.architectures import HuggingFaceModel, validated
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -47,20 +44,21 @@ class Draft:
         self.values[path] = value
         self.why[path] = why
 
-    def set_architecture(self, architecture: Architecture, config: Config, shape: ModelShape, file: str) -> None:
+    def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
         """Set the model shape and the initial std from a config.json. The reasons call it ``file``."""
+        architecture = model.architecture
 
         def origin(*keys: str) -> str:
-            there = [key for key in keys if config.get(key) is not None]
+            there = [key for key in keys if model.config.get(key) is not None]
             return f"{' and '.join(there)} of {file}" if there else f"default of {architecture.name}, not in {file}"
 
-        self.values |= {f"model.{key}": value for key, value in shape.model_dump(exclude_none=True).items()}
+        self.values |= {f"model.{key}": value for key, value in model.shape.model_dump(exclude_none=True).items()}
         for key, theirs in architecture.keys.items():
             if theirs:
                 more = ("rope_scaling", "rope_parameters") if key == "rope_theta" else ()
                 self.why[f"model.{key}"] = origin(*theirs, *more)
         self.why |= {f"model.{key}": f"every {architecture.name} has it" for key in architecture.holds}
-        std = float(architecture.given(config)["initializer_range"])
+        std = float(architecture.given(model.config)["initializer_range"])
         self.set("hyperparameters.init_std", std, origin("initializer_range"))
 
     def shape(self) -> ModelShape:
@@ -70,10 +68,7 @@ class Draft:
             InputError: if the values are not a valid shape.
         """
         values = {path.removeprefix("model."): value for path, value in self.values.items() if path[:6] == "model."}
-        try:
-            return ModelShape.model_validate(values)
-        except ValidationError as error:
-            raise InputError(f"{self.origin}: not a shape that leaven supports: {explain(error)}") from None
+        return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
         """Return the recipe. If the duration, batch or lr is missing, it is estimated.
@@ -108,10 +103,7 @@ class Draft:
         document: dict[str, Any] = {"name": name, "why": self.why}
         for path, value in self.values.items():
             set_path(document, path, value)
-        try:
-            return Recipe.model_validate(document)
-        except ValidationError as error:
-            raise InputError(f"{self.origin}: not a valid recipe: {explain(error)}") from None
+        return validated(Recipe, document, f"{self.origin}: not a valid recipe")
 
 
 @dataclass
@@ -144,17 +136,16 @@ class Settings:
         Raises:
             InputError: if there is no value and no default, or the value has the wrong type.
         """
-        row, label = self.table[name], f"{self.origin}: {self.prefix}{name}"
-        value = self.given.get(name, row.get("default"))
-        match row["kind"]:
-            case "switch":
-                return bool(value)
-            case "word":
-                return str(value or "")
-            case "table":
-                if not isinstance(value or {}, dict):
-                    raise InputError(f"{label} {value!r} must be a table")
-                return value or {}
+        kind, default = self.table[name]["kind"], self.table[name].get("default")
+        value, label = self.given.get(name, default), self.label(name)
+        if kind == "switch":
+            return bool(value)
+        if kind == "word":
+            return str(value or "")
+        if kind == "table":
+            if not isinstance(value or {}, dict):
+                raise InputError(f"{label} {value!r} must be a table")
+            return value or {}
         if value is None and name in self.unset:
             raise InputError(
                 f"{label} is {self.unset[name]}, which is unknown until the script runs; write the number"
@@ -162,16 +153,22 @@ class Settings:
         if value is None:
             raise InputError(f"{label} is missing, and a recipe needs it; add it")
         number = as_number(value, label)
-        if row["kind"] == "count" and number != int(number):
+        if kind == "number":
+            return number
+        if number != int(number):
             raise InputError(f"{label} {value:g} must be a whole number")
-        return int(number) if row["kind"] == "count" else number
+        return int(number)
+
+    def label(self, name: str) -> str:
+        """Return the name of a setting with its file, for messages."""
+        return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
         """Return leaven's equivalent for the value of a setting."""
         if not isinstance(known, Mapping):  # those of a switch that is off, and on
             return known[self[name]]
         if self[name] not in known:
-            raise InputError(f"{self.origin}: {self.prefix}{name} {self[name]}: leaven reads {', '.join(known)}")
+            raise InputError(f"{self.label(name)} {self[name]}: leaven reads {', '.join(known)}")
         return known[self[name]]
 
     def why(self, *names: str) -> str:

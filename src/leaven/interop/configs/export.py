@@ -10,7 +10,7 @@ recipe's table. The templates are Jinja templates, and format numbers and string
 import json
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from leaven.interop.architectures import ARCHITECTURES, Architecture
+from leaven.interop.architectures import nearest
 from leaven.interop.configs.compare import SAME, SAME_START, Loss, ResolvedRecipe, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
 from leaven.recipe.errors import InputError
@@ -84,7 +84,13 @@ def export(name: str, recipe: Recipe) -> Export:
     """Export a recipe for a target. The result also lists the values that the target cannot represent."""
     to, run = target(name), ResolvedRecipe(recipe)
     if name == "transformers":
-        architecture, shape, losses = nearest_architecture(recipe.model)
+        architecture, changes = nearest(recipe.model, trained=True)
+        shape = ModelShape.model_validate(recipe.model.model_dump() | changes)
+        why = f"all that {architecture.name} has"
+        losses = [
+            Loss(f"model.{key}", getattr(recipe.model, key), f"would be {json.dumps(value)}: {why}")
+            for key, value in changes.items()
+        ]
     else:
         architecture, (shape, losses) = None, fitted(recipe.model, to.holds, to.title)
     compared = [
@@ -94,38 +100,17 @@ def export(name: str, recipe: Recipe) -> Export:
     unlike, chosen = min(compared, key=lambda each: sum(loss.modules for loss in each[0]))
     known: dict[str, Any] = _context(to, run, shape, chosen)
     common = tomllib.loads((HERE / "targets/common.toml").read_text(encoding="utf-8"))
-    losses += unlike + [_loss(row, known) for row in (*common["lost"], *to.lost) if _holds(row, known)]
-    notes = [_text(row["text"], known) for row in (*common["notes"], *to.notes) if _holds(row, known)]
+    losses += unlike + [Loss(**row) for row in _texts((*common["lost"], *to.lost), known)]
+    notes = [row["text"] for row in _texts((*common["notes"], *to.notes), known)]
     known["lost"], known["notes"] = [loss.text for loss in losses], notes
     comments = [f"# lost: {line}" for line in known["lost"]] + [f"# note: {line}" for line in notes]
     known["comments"] = Verbatim("\n".join(comments))
     files = {}
     for file, template in to.files.items():
         kind = Path(file or to.path).suffix
-        text = _environment(kind).from_string(template).render(known)
+        text = environment(kind).from_string(template).render(known)
         files[file] = json.dumps(json.loads(text), indent=2) + "\n" if kind == ".json" else text
     return Export(files, tuple(losses), tuple(notes))
-
-
-def nearest_architecture(shape: ModelShape) -> tuple[Architecture, ModelShape, list[Loss]]:
-    """Return the architecture of transformers that needs the fewest changes to a model shape, the changed shape, and
-    the losses.
-
-    Weights without biases can be stored in an architecture with biases, which are then zero. Training would change
-    these biases, so here they count as a change.
-    """
-    tried = []
-    for architecture in ARCHITECTURES:
-        changes = architecture.misfits(shape)
-        if architecture.holds.get("bias") == [True, False] and not shape.bias:
-            changes["bias"] = True
-        tried.append((len(changes), changes, architecture))
-    _, changes, architecture = min(tried, key=lambda each: each[0])
-    losses = [
-        Loss(f"model.{key}", getattr(shape, key), f"would be {json.dumps(value)}: all that {architecture.name} has")
-        for key, value in changes.items()
-    ]
-    return architecture, ModelShape.model_validate(shape.model_dump() | changes), losses
 
 
 def write(export: Export, path: Path) -> None:
@@ -204,27 +189,31 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
     }
 
 
-def _holds(row: Mapping[str, str], known: Mapping[str, Any]) -> bool:
-    return bool(_environment("").compile_expression(row.get("when", "true"))(**known))
+def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows that apply, with their templates and expressions evaluated."""
 
+    def evaluated(expression: str) -> Any:
+        return environment("").compile_expression(expression)(**known)
 
-def _text(template: str, known: Mapping[str, Any]) -> str:
-    return _environment("").from_string(template).render(known)
-
-
-def _loss(row: Mapping[str, str], known: Mapping[str, Any]) -> Loss:
-    key = _text(row["key"], known)
-    value = _environment("").compile_expression(row.get("value", f"recipe.{key}"))(**known)
-    return Loss(key, value, _text(row["why"], known))
+    for row in rows:
+        if evaluated(row.get("when", "true")):
+            found = {
+                key: environment("").from_string(row[key]).render(known)
+                for key in ("key", "why", "text")
+                if key in row
+            }
+            if "key" in found:
+                found["value"] = evaluated(row.get("value", f"recipe.{found['key']}"))
+            yield found
 
 
 @cache
-def _environment(kind: str) -> Environment:
+def environment(kind: str) -> Environment:
     """Return a Jinja environment for a file suffix. It prints expressions as literals of that file format."""
-    scalars: Mapping[str, Callable[[Any], str]] = {".json": _json, ".yaml": _yaml, ".py": _python, ".sh": _shell}
-    scalar = scalars.get(kind, str)
-    environment = Environment(
-        loader=FileSystemLoader([HERE / "targets", HERE]),
+    scalars = {".json": _json, ".yaml": _yaml, ".py": _literal(str), ".sh": _literal(shlex.quote)}
+    scalar: Callable[[Any], str] = scalars.get(kind, str)
+    made = Environment(
+        loader=FileSystemLoader([HERE / "targets", HERE, HERE.parent]),
         finalize=lambda value: value if isinstance(value, Verbatim) else scalar(value),
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -232,8 +221,8 @@ def _environment(kind: str) -> Environment:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters |= {"text": Verbatim, "g": "{:g}".format, "commas": "{:,}".format, "repr": repr}
-    return environment
+    made.filters |= {"text": Verbatim, "g": "{:g}".format, "commas": "{:,}".format, "repr": repr}
+    return made
 
 
 def _digits(value: Any) -> Any:
@@ -256,9 +245,6 @@ def _yaml(value: Any) -> str:
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
 
-def _python(value: Any) -> str:
-    return value if isinstance(value, str) else repr(_digits(value))
-
-
-def _shell(value: Any) -> str:
-    return shlex.quote(value) if isinstance(value, str) else repr(_digits(value))
+def _literal(quote: Callable[[str], str]) -> Callable[[Any], str]:
+    """Return a function that writes a string with ``quote``, and any other value as Python does."""
+    return lambda value: quote(value) if isinstance(value, str) else repr(_digits(value))

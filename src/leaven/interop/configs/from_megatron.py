@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from pydantic import ValidationError
-
+from leaven.interop.architectures import validated
 from leaven.interop.configs import shell
 from leaven.interop.configs.draft import Draft, Imported, Settings, as_number
 from leaven.interop.configs.export import target
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import explain
 from leaven.recipe.shape import BRANCH_ENDS
 
 TABLE = tomllib.loads((Path(__file__).parent / "targets/megatron_flags.toml").read_text(encoding="utf-8"))
@@ -180,10 +178,7 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
             draft.set("batch.ramp", ramp, why)
     parts = {path.removeprefix("batch."): value for path, value in draft.values.items() if path.startswith("batch.")}
     parts.pop("micro_batch", None)
-    try:
-        batch = Batch.model_validate(parts) if parts else None
-    except ValidationError as error:
-        raise InputError(f"{given.origin}: not a batch that leaven supports: {explain(error)}") from None
+    batch = validated(Batch, parts, f"{given.origin}: not a batch that leaven supports") if parts else None
     if "train-samples" in given:
         draft.set("data.tokens", given["train-samples"] * length, "--train-samples x --seq-length")
     elif "train-iters" in given and batch is not None:

@@ -29,14 +29,16 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     """
     config_path, arguments_path = _paths(path)
     draft = Draft(str(path))
-    architecture, config, shape = read_config(config_path)
-    draft.set_architecture(architecture, config, shape, CONFIG)
+    model = read_config(config_path)
+    architecture, shape = model.architecture, model.shape
+    draft.set_architecture(model, CONFIG)
     if architecture.scaled_branch_ends:
         for module in BRANCH_ENDS:
             why = f"initializer_range / sqrt(2 L), as {architecture.name} starts them"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
     if arguments_path is not None:
-        exported = config.get("leaven", {}).get("dp") if isinstance(config.get("leaven"), dict) else None
+        leaven = model.config.get("leaven")
+        exported = leaven.get("dp") if isinstance(leaven, dict) else None
         if ranks is not None:
             draft.set("layout.dp", ranks, "--ranks")
         elif isinstance(exported, int) and exported > 0:
