@@ -80,12 +80,6 @@ class SmallBlock(nn.Module):
         self.mlp = nn.ModuleDict({"up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
 
 
-def convolution(width: int) -> nn.Module:
-    block: Any = SmallBlock(width)
-    block.mlp["more"] = nn.Conv1d(width, width, 3, bias=False)
-    return block
-
-
 class NanoBlock(SmallBlock):
     """Attention without attributes for its head dimension and scale."""
 
@@ -159,7 +153,6 @@ def test_an_unknown_parameter_is_named_with_shapes_and_suggestion() -> None:
         (olmo2, "^model.layers.0.post_feedforward_layernorm.weight .* the rules are for pre-norm blocks$"),
         (gemma, "^Gemma.* multiplies its embedding by sqrt"),
         (mixtral, r"mlp\.(gate|experts)\S* \(.*no rule for mixtures of experts"),
-        (stacked(lambda n, d: [convolution(n) for _ in range(d)]), r"more.weight \(64 x 64 x 3.*; there is no rule"),
         (headless, "no parameter computes the logits.*embed_tokens.*'tied_embedding'"),
         (TorchDecoder, "in_proj_weight .*MultiheadAttention"),
         (lambda n, d: nn.Linear(n, n), "no nn.Embedding"),

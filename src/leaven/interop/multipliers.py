@@ -241,17 +241,16 @@ def _factors(target: nn.Module) -> Factors:
     rows: tuple[ParameterRow, ...] | None = getattr(target, ROWS, None)
     if rows is None:
         raise InputError(f"{type(target).__name__} has no multipliers to fold; call leaven.parametrize on it first")
-    sites = {site.name: site for site in inspect_model(target).sites}
-    modules = {sites[row.name].parameter: row.module for row in rows}
-    owners = {site.parameter: site.owners for site in sites.values()}
-    names = {site.parameter: site.name for site in sites.values()}
+    sites = {site.parameter: site for site in inspect_model(target).sites}
+    named = {row.name: row.module for row in rows}
+    modules = {parameter: named.get(site.name, "") for parameter, site in sites.items()}
     factors: Factors = {}
 
     def multiply(module: nn.Module, parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
         for parameter in parameters:
-            if any(owner is not module for owner in owners[parameter]):
+            if any(owner is not module for owner in sites[parameter].owners):
                 raise InputError(
-                    f"{names[parameter]} is shared with another module, which would change if a multiplier were "
+                    f"{sites[parameter].name} is shared with another module, which would change if a multiplier were "
                     "folded into the parameter; untie the two modules"
                 )
             factors[parameter] = factors.get(parameter, 1.0) * factor

@@ -114,7 +114,7 @@ def _regime(
         )
     else:
         note = f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"
-    return MeasuredRow(name=name, value=found.value, low=found.low, high=found.high, note=note)
+    return found.row(name, note)
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
@@ -135,13 +135,6 @@ def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seed
         ruled = losses[scale, RULED]
         pairs = LossGrid.of({1.0: [a - b for a, b in zip(values, ruled, strict=True)]})
         difference = estimate(lambda grids: grids[0].means[..., 0], [pairs])
-        found.append(
-            MeasuredRow(
-                name=f"tokens x{scale.tokens:g}, {arm}: nats over the rule",
-                value=difference.value,
-                low=difference.low,
-                high=difference.high,
-                note=f"loss {sum(values) / seeds:.4f}, {RULED} {sum(ruled) / seeds:.4f}",
-            )
-        )
+        note = f"loss {sum(values) / seeds:.4f}, {RULED} {sum(ruled) / seeds:.4f}"
+        found.append(difference.row(f"tokens x{scale.tokens:g}, {arm}: nats over the rule", note))
     return found

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven.documents.checks import MeasuredRow
+
 Array = NDArray[np.float64]
 
 POINTS = 3
@@ -119,6 +121,10 @@ class Estimate:
     def ends(self) -> tuple[float, float]:
         """The ends of the interval. If there is only one seed, both ends are the value itself."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
+
+    def row(self, name: str, note: str, expected: float | None = None) -> MeasuredRow:
+        """Return the row of a document that shows this number."""
+        return MeasuredRow(name=name, value=self.value, low=self.low, high=self.high, expected=expected, note=note)
 
 
 def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], draws: int = 1000) -> Estimate:

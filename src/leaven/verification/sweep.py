@@ -35,7 +35,7 @@ from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, Ve
 from leaven.recipe.errors import InputError
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import Quantity, RunScale, RunSetting, ScaleAxis
-from leaven.verification.optimum import LossGrid, estimate, exponent, shift
+from leaven.verification.optimum import Estimate, LossGrid, estimate, exponent, shift
 from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
@@ -194,9 +194,7 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
         note = ""
         if low is not None and high is not None:
             note = "the rule's is inside" if low <= ruled <= high else "the rule's is OUTSIDE"
-        found.append(
-            MeasuredRow(name=name, value=fitted.value + ruled, low=low, high=high, expected=ruled, note=note)
-        )
+        found.append(Estimate(fitted.value + ruled, low, high).row(name, note, expected=ruled))
     return found
 
 
@@ -236,46 +234,40 @@ def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> Verdict
     in this order, to their losses."""
     limit = swept.shift_limit
     row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
-    base, target = pair.values()
     for name, grid in pair.items():
         if not grid.finite:
             value = 2 ** grid.octaves[~np.isfinite(grid.losses).all(1)][0]
             note = f"a loss of {name} is not finite, at {swept.label} {value:.3g}"
             return row(slope=None, passed=False, note=note, beyond=math.inf)
+    base, target = pair.values()
     octaves, regret = shift(base, target)
-    low, high = octaves.ends
-    row = partial(
-        row,
-        slope=octaves.value,
-        parts={
-            f"best {swept.label}, base": 2 ** base.optimum(),
-            f"best {swept.label}, target": 2 ** target.optimum(),
-            "shift": octaves.value,
-            "low": low,
-            "high": high,
-            "regret": regret.value,
-            "regret, low": regret.ends[0],
-            "regret, high": regret.ends[1],
-            "noise": target.noise,
-        },
-    )
-    edges = [name for name, grid in pair.items() if grid.edge]
-    if edges:
-        edge = 2 ** pair[edges[0]].octaves[0 if pair[edges[0]].edge < 0 else -1]
+    (low, high), (cheapest, dearest) = octaves.ends, regret.ends
+    parts = {
+        f"best {swept.label}, base": 2 ** base.optimum(),
+        f"best {swept.label}, target": 2 ** target.optimum(),
+        "shift": octaves.value,
+        "low": low,
+        "high": high,
+        "regret": regret.value,
+        "regret, low": cheapest,
+        "regret, high": dearest,
+        "noise": target.noise,
+    }
+    passed, undecided, note, beyond = False, True, "", 0.0
+    if edges := [name for name, grid in pair.items() if grid.edge]:
+        at = pair[edges[0]]
         note = f"undecided: the best {swept.label} of {' and '.join(edges)} is at the edge of the extended grid; "
-        note += f"give {swept.option} around {edge:.3g}"
-        return row(passed=False, note=note, undecided=True)
-    if seeds < 2:
-        return row(passed=False, note="undecided: one seed has no interval; give --seeds 3", undecided=True)
-    costly, cheap = regret.ends[0] > REGRET_LIMIT, regret.ends[1] <= REGRET_LIMIT
-    near = low >= -limit and high <= limit
-    far = low > limit or high < -limit
-    if cheap or (near and not costly):
-        return row(passed=True)
-    beyond = max(abs(octaves.value) - limit, 0.0)
-    if costly or far:
-        note = f"the best {swept.label} changes by a factor of {2**octaves.value:.2g}; "
-        note += f"the base's best value costs {regret.value:.2g} nats"
-        return row(passed=False, note=note, beyond=beyond)
-    note = f"undecided: the difference is within the noise between seeds; give --seeds {2 * seeds}"
-    return row(passed=False, note=note, beyond=beyond, undecided=True)
+        note += f"give {swept.option} around {2 ** at.octaves[0 if at.edge < 0 else -1]:.3g}"
+    elif seeds < 2:
+        note = "undecided: one seed has no interval; give --seeds 3"
+    elif dearest <= REGRET_LIMIT or (low >= -limit and high <= limit and cheapest <= REGRET_LIMIT):
+        passed, undecided = True, False
+    else:
+        beyond = max(abs(octaves.value) - limit, 0.0)
+        undecided = cheapest <= REGRET_LIMIT and low <= limit and high >= -limit
+        if undecided:
+            note = f"undecided: the difference is within the noise between seeds; give --seeds {2 * seeds}"
+        else:
+            note = f"the best {swept.label} changes by a factor of {2**octaves.value:.2g}; "
+            note += f"the base's best value costs {regret.value:.2g} nats"
+    return row(slope=octaves.value, parts=parts, passed=passed, undecided=undecided, note=note, beyond=beyond)

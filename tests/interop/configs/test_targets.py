@@ -10,26 +10,12 @@ import pytest
 import torch
 from tests.interop.configs.recipes import FAMILIES, PER_MODULE, transferred
 
-from leaven.interop.configs.export import export, write
+from leaven.interop.configs.export import export
 from leaven.interop.configs.per_parameter import TORCHTITAN_NAMES
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
-
-
-@pytest.mark.parametrize("decay", SCHEDULES)
-def test_transformers_reads_training_arguments(tiny: Recipe, tmp_path: Path, decay: str) -> None:
-    pytest.importorskip("accelerate")
-    from transformers import HfArgumentParser, TrainingArguments
-
-    write(export("transformers", tiny.replace({"schedule.decay": decay})), tmp_path / "out")
-    said = json.loads((tmp_path / "out" / "training_args.json").read_text())
-    (arguments,) = HfArgumentParser(TrainingArguments).parse_dict(said | {"use_cpu": True})  # type: ignore[arg-type]
-    assert arguments.max_steps == tiny.steps
-    assert arguments.learning_rate == 0.01
-    with pytest.raises(ValueError, match="not used"):  # so the losses are in config.json
-        HfArgumentParser(TrainingArguments).parse_dict(said | {"_leaven": {}})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
