@@ -26,7 +26,7 @@ def test_an_export_without_losses_is_written(leaven: Verb, plain: Path, tmp_path
     assert (printed["path"], printed["lost"]) == (str(out), [])
     assert out.exists()
     code, _, err = leaven("export", "config", plain, "--to", target, "-o", out)
-    assert (code, err) == (2, f"error: {out} exists already; give another name with -o\n")
+    assert (code, err) == (2, f"error: {out} exists already; give another name\n")
 
 
 @pytest.mark.parametrize("target", ["megatron", "torchtitan", "litgpt"])

@@ -117,7 +117,8 @@ def config(
 
     If the other code cannot express some values, the command lists them and writes nothing, unless --lossy is given.
     """
-    from leaven.interop.configs.export import default_path, require_free, target, write
+    from leaven.interop.architectures import require_free
+    from leaven.interop.configs.export import default_path, target, write
     from leaven.interop.configs.export import export as export_recipe
 
     target(to)  # raises for an unknown target

@@ -18,14 +18,20 @@ from torch import Tensor
 
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
-from leaven.interop.architectures import Architecture, HuggingFaceModel, Stored, holding, read_config, read_json
+from leaven.interop.architectures import (
+    Architecture,
+    HuggingFaceModel,
+    Stored,
+    holding,
+    read_config,
+    read_json,
+    written_folder,
+)
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterTable, folding
-from leaven.storage import new_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
@@ -59,10 +65,6 @@ def write_huggingface(
         InputError: if no architecture can represent the shape, or the folder is not empty or cannot be written.
     """
     architecture = holding(shape)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists already and is not empty; give a new or an empty folder")
-    folder = folder.absolute()
-    make_folder(folder.parent)
     token, id = end_of_text
     ends = {"bos_token_id": id, "eos_token_id": id}  # as in GPT-2, the same token begins and ends a document
     documents: dict[str, dict[str, Any]] = {
@@ -86,18 +88,18 @@ def write_huggingface(
             "weight_map": {each.name: file for file, shard in shards.items() for each in shard},
         }
     texts = {name: json.dumps(document, indent=2) + "\n" for name, document in documents.items()}
-    try:
-        with new_folder(folder) as temporary:
-            for name, text in (texts | {"tokenizer.json": tokenizer} | ({"README.md": card} if card else {})).items():
-                (temporary / name).write_text(text, encoding="utf-8")
-            mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
-            for file, shard in shards.items():
-                tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
+    texts |= {"tokenizer.json": tokenizer} | ({"README.md": card} if card else {})
+    with written_folder(folder) as temporary:
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        mode = (temporary / "config.json").stat().st_mode  # safetensors writes files that only the owner can read
+        for file, shard in shards.items():
+            tensors = {each.name: _folded(each, weights, factors).to(numbers).contiguous() for each in shard}
+            try:
                 save_file(tensors, temporary / file, metadata={"format": "pt"})
-                (temporary / file).chmod(mode)
-    except (OSError, SafetensorError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise InputError(f"{folder}: cannot be written: {reason}; nothing was written") from None
+            except SafetensorError as error:
+                raise OSError(str(error)) from None
+            (temporary / file).chmod(mode)
     return architecture
 
 

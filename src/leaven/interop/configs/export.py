@@ -18,14 +18,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from leaven.interop.architectures import nearest
+from leaven.interop.architectures import nearest, require_free, written_folder
 from leaven.interop.configs.compare import SAME, SAME_START, Loss, ResolvedRecipe, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import make_folder, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
-from leaven.storage import new_folder
 
 HERE = Path(__file__).parent
 TARGETS = tuple(CANDIDATES)
@@ -119,27 +118,14 @@ def write(export: Export, path: Path) -> None:
     Raises:
         InputError: if the path exists already or cannot be written.
     """
-    require_free(path)
-    make_folder(path.absolute().parent)
-    if list(export.files) == [""]:
-        write_text(path, export.files[""])
-        return
-    try:
-        with new_folder(path) as folder:
+    if "" not in export.files:
+        with written_folder(path) as folder:
             for name, text in export.files.items():
                 (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def require_free(path: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises:
-        InputError: if the path exists already.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists already; give another name with -o")
+        return
+    require_free(path)
+    make_folder(path.absolute().parent)
+    write_text(path, export.files[""])
 
 
 # Templates --------------------------------------------------------------------------------------------------------
