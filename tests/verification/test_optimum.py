@@ -46,7 +46,7 @@ def test_the_exponent_of_half_an_octave_per_doubling():
     covered = 0
     for number in range(20):
         valleys = {2.0**i: parabola(-6.5 - 0.5 * i, 0.02, 100 * number + i) for i in range(3)}
-        found = exponent(valleys, draws=100)
+        found = exponent(valleys)
         covered += found.low < -0.5 < found.high
     assert covered >= 14  # 54 of 60 with a thousand draws: three seeds make an interval a little narrow
 

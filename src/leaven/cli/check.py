@@ -21,6 +21,7 @@ from leaven.cli.check_options import (
 )
 from leaven.cli.check_runs import COMMANDS
 from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, load_recipe, print_document
+from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen
@@ -82,22 +83,9 @@ def coordinates(
     """
     from leaven.verification.coordinates import CoordinateCheck
 
-    check = _check(
-        CoordinateCheck,
-        subject,
-        overrides,
-        widths,
-        depths,
-        batch_tokens,
-        source,
-        alpha,
-        grow_heads,
-        steps=steps,
-        seeds=seeds,
-        lr_factor=_above_0(lr_factor),
-    )
-    with LiveScreen() as screen:
-        document = check.run(screen.counts("models"))
+    models = {"batch_tokens": batch_tokens, "source": source, "alpha": alpha, "grow_heads": grow_heads}
+    options = models | {"steps": steps, "seeds": seeds, "lr_factor": lr_factor}
+    document = _run(CoordinateCheck, subject, overrides, widths, depths, options)
     if document.passed and not is_factory(subject):
         path = Path(subject)
         following = next_commands.after_coordinates(path, load_recipe(path, overrides), overrides or ())
@@ -134,22 +122,9 @@ def gradients(
     """
     from leaven.verification.gradients import GradientCheck
 
-    check = _check(
-        GradientCheck,
-        subject,
-        overrides,
-        widths,
-        depths,
-        batch_tokens,
-        source,
-        alpha,
-        grow_heads,
-        steps=steps,
-        seeds=seeds,
-        lr_factor=_above_0(lr_factor),
-    )
-    with LiveScreen() as screen:
-        document = check.run(screen.counts("models"))
+    models = {"batch_tokens": batch_tokens, "source": source, "alpha": alpha, "grow_heads": grow_heads}
+    options = models | {"steps": steps, "seeds": seeds, "lr_factor": lr_factor}
+    document = _run(GradientCheck, subject, overrides, widths, depths, options)
     finish(document, output, json_output)
 
 
@@ -201,34 +176,19 @@ for command in COMMANDS:
     app.command()(command)
 
 
-def _check(
+def _run(
     kind: "type[SizeCheck[Any]]",
     subject: str,
     overrides: list[str] | None,
     widths: str | None,
     depths: str | None,
-    batch_tokens: int | None,
-    source: str | None,
-    alpha: float | None,
-    grow_heads: bool,
-    **options: Any,
-) -> "SizeCheck[Any]":
+    options: dict[str, Any],
+) -> CheckDocument:
+    if not 0 < options["lr_factor"] < math.inf:
+        raise InputError(f"--lr-factor {options['lr_factor']:g} cannot be used; give a finite number above 0")
     wide = numbers(widths, "--widths", int) if widths else ()
     deep = numbers(depths, "--depths", int) if depths else ()
-    return kind.of(
-        read_subject(subject, overrides, {"--source": source, "--alpha": alpha}),
-        prepare_text,
-        widths=wide,
-        depths=deep,
-        batch_tokens=batch_tokens,
-        source=source,
-        alpha=alpha,
-        grow_heads=grow_heads,
-        **options,
-    )
-
-
-def _above_0(lr_factor: float) -> float:
-    if not 0 < lr_factor < math.inf:
-        raise InputError(f"--lr-factor {lr_factor:g} cannot be used; give a finite number above 0")
-    return lr_factor
+    given = read_subject(subject, overrides, {"--source": options["source"], "--alpha": options["alpha"]})
+    check = kind.of(given, prepare_text, widths=wide, depths=deep, **options)
+    with LiveScreen() as screen:
+        return check.run(screen.counts("models"))

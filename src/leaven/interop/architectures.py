@@ -22,7 +22,7 @@ from leaven.storage import new_folder
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
-# For each type of a key of a shape: its name in messages, and whether a value has it. True is not a count.
+# For each type of a key of a shape: its name in messages, and a test whether a value is of this type.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
     float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
@@ -68,9 +68,7 @@ class Architecture:
     block: Mapping[str, str]  # the paths of leaven's modules inside a block
     words: Mapping[str, list[str]] = field(default_factory=dict)  # names of activations; the first is written
     required: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
-    heads_together: bool = (
-        False  # whether the fused matrix stores query, key and value of each head next to each other
-    )
+    heads_together: bool = False  # whether the fused matrix stores query, key and value of a head side by side
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     scaled_branch_ends: bool = False  # whether branch ends are drawn with initializer_range / sqrt(2 L)
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
@@ -216,7 +214,7 @@ def _require(key: str, value: Any, kind: Any) -> None:
 
     Without this test, the wrong type would cause a later error that does not name the key.
     """
-    wanted, fits = _KINDS.get(kind, _KINDS[str])  # a choice is a word
+    wanted, fits = _KINDS.get(kind, _KINDS[str])  # a Literal is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
 

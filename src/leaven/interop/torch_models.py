@@ -95,13 +95,9 @@ def parametrize(
     biases       0.00500 0.00 2.0e-08
     >>> optimizer = torch.optim.AdamW(groups)
 
-    Call this function once, on the model as it will be trained. Call it after ``fully_shard`` and ``to_empty``, since
-    both replace the parameters. If parameters are replaced later, :func:`groups` returns the groups with the new
-    parameters. A model that was compiled before is compiled again.
-
-    If ``hyperparameters`` has ``init_std`` (or a named ``init``), this function also draws initial values, which
-    overwrite every trainable parameter. Otherwise the values of the parameters do not change, as a model with
-    trained weights requires.
+    Call this function once, on the model as it will be trained: after ``fully_shard`` and ``to_empty``, which replace
+    the parameters. If parameters are replaced later, :func:`groups` returns the groups with the new parameters. A
+    model that was compiled before is compiled again.
 
     **The state dict does not contain the multipliers.** A model that loads the state dict gives wrong
     outputs until it is parametrized with the same arguments, so the first call of ``state_dict`` gives a warning.
@@ -124,9 +120,9 @@ def parametrize(
         model: The model to train. The ratios of width and depth are computed from ``model`` and ``base``.
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device; its values are not used.
-        hyperparameters: The hyperparameters of the base. With ``init_std`` or ``init``, initial values are drawn; a
-            ``leaven.Hyperparameters`` always has one of them. ``optimizer`` must be adamw. Clip gradients in your own
-            loop.
+        hyperparameters: The hyperparameters of the base. With ``init_std`` or a named ``init``, initial values are
+            drawn, which overwrite every trainable parameter; otherwise values do not change, as a trained model
+            requires. ``optimizer`` must be adamw. Clip gradients in your own loop.
         ratios: The batch size of the model divided by that of the base, and the same ratio for the training tokens.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
@@ -137,11 +133,10 @@ def parametrize(
             wrongly.
         modules: A mapping from parameter names or glob patterns to the module names under which the parameters are
             tuned. ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Whether to draw initial values for all parameters that are trained (``requires_grad``). The values
-            of a parameter depend only on ``seed`` and the parameter's name. By default they are drawn if
-            ``hyperparameters`` has an init. False keeps the values of the model; use it with a
-            ``leaven.Hyperparameters``, which always has an init. If you pass a dict, leave out ``init_std`` instead.
-        seed: Seed of the initial values.
+        initialise: Whether to draw initial values; by default if ``hyperparameters`` has an init. False keeps the
+            values of the model; use it with a ``leaven.Hyperparameters``, which always has an init, and in a dict
+            leave out ``init_std`` instead.
+        seed: Seed of the initial values, which depend only on it and on the name of the parameter.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each

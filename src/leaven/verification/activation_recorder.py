@@ -51,10 +51,10 @@ class ActivationRecorder(TorchFunctionMode):
 
     After a forward pass, the recorder has these attributes:
 
-    - ``containers`` contains the labels of containers that computed a new output from the outputs of their children.
-    - ``matrices`` contains the labels of modules that own a matrix.
-    - ``trained`` contains the labels of outputs that require a gradient.
-    - ``head_sizes`` maps the label of attention logits to their head dimension.
+    - ``containers``: the labels of containers that computed a new output from the outputs of their children
+    - ``matrices``: the labels of modules that own a matrix
+    - ``trained``: the labels of outputs that require a gradient
+    - ``head_sizes``: the head dimension by the label of attention logits
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -66,9 +66,7 @@ class ActivationRecorder(TorchFunctionMode):
         self.containers: set[str] = set()
         self.trained: set[str] = set()
         self.matrices = {
-            self._labels[module]
-            for module in self._labels
-            if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+            name for module, name in self._labels.items() if any(p.ndim > 1 for p in module.parameters(recurse=False))
         }
         self.head_sizes: dict[str, int] = {}
         self._hooks = ExitStack()

@@ -19,6 +19,8 @@ POINTS = 3
 are steeper on one side than on the other. With five points of a grid of octaves, the vertex moved by half an octave
 although the lowest point stayed the same (docs/log.md)."""
 
+DRAWS = 1000  # bootstrap samples
+
 
 @dataclass(frozen=True)
 class LossGrid:
@@ -83,11 +85,8 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at ``octave``, log2 of the hyperparameter, in the same shape (...).
-
-        A parabola is fitted to the mean losses at the three tried values around the one nearest to ``octave``. The
-        loss is read from this parabola.
-        """
+        """Return the loss at ``octave``, log2 of the hyperparameter, in the same shape (...). It is read from the
+        parabola around the tried value nearest to ``octave``."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
@@ -98,8 +97,8 @@ class LossGrid:
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return the coefficients of the parabola through the mean losses around each index in ``place``. The
-        coefficient of the highest power is first."""
+        """Return the coefficients of the parabola through the mean losses around each index in ``place``, that of the
+        highest power first."""
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
@@ -127,18 +126,17 @@ class Estimate:
         return MeasuredRow(name=name, value=self.value, low=self.low, high=self.high, expected=expected, note=note)
 
 
-def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid], draws: int = 1000) -> Estimate:
+def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid]) -> Estimate:
     """Compute ``of(grids)``, and its 95% bootstrap interval over seeds.
 
-    The bootstrap draws seeds with replacement, independently for each value of the hyperparameter. With n seeds, the
-    deviations of the drawn losses from their mean are too small by a factor of sqrt((n - 1) / n), which is about 30%
-    for two seeds. So they are scaled up.
+    The bootstrap draws seeds with replacement, independently for each value of the hyperparameter. The deviations of
+    the losses from their mean are scaled up, because with n drawn seeds they are too small by sqrt((n - 1) / n).
     """
     value, seeds = float(of(grids)), grids[0].losses.shape[1]
     if seeds < 2:
         return Estimate(value, None, None)
     counts = [len(grid.octaves) for grid in grids]
-    drawn = np.random.default_rng(0).integers(seeds, size=(draws, sum(counts), seeds))
+    drawn = np.random.default_rng(0).integers(seeds, size=(DRAWS, sum(counts), seeds))
     sampled = []
     for grid, indices in zip(grids, np.split(drawn, np.cumsum(counts)[:-1], axis=1), strict=True):
         means = grid.losses.mean(1, keepdims=True)
@@ -163,7 +161,7 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
     return octaves, estimate(regret, [base, target])
 
 
-def exponent(grids: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
+def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
     """Return the exponent with which the best value changes with the scale.
 
     ``grids`` maps the size of each scale (such as its width) to its losses. The exponent is the least-squares slope
@@ -175,4 +173,4 @@ def exponent(grids: Mapping[float, LossGrid], draws: int = 1000) -> Estimate:
     def fitted(found: Sequence[LossGrid]) -> Array:
         return np.asarray(np.stack([grid.optimum() for grid in found], -1) @ ratios / (ratios @ ratios))
 
-    return estimate(fitted, list(grids.values()), draws)
+    return estimate(fitted, list(grids.values()))

@@ -39,11 +39,8 @@ Prepare = Callable[[Data, int], TokenSet]
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """A recipe and its transfers to other widths and depths.
-
-    Checks use it in the same way as :class:`leaven.verification.foreign.ForeignFamily`, which makes models with a
-    user's factory.
-    """
+    """A recipe and its transfers to other widths and depths, with the same methods as
+    :class:`leaven.verification.foreign.ForeignFamily`, which makes models with a user's factory."""
 
     recipe: Recipe
     batches: Batches  # for checks of a few steps; training runs read the recipe's own data
@@ -68,8 +65,7 @@ class RecipeFamily:
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     @property
-    def tokens(self) -> int:
-        """The tokens of a training run."""
+    def tokens(self) -> int:  # in a training run
         return self.recipe.data.tokens
 
     @property
@@ -100,11 +96,8 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent by which the rule scales a base value with the batch or duration.
-
-        The exponent is 0 for width and depth, because there the rule scales each tensor differently and leaves the
-        base value unchanged.
-        """
+        """Return the exponent by which the rule scales a base value with the batch or duration. It is 0 for width and
+        depth, over which the rule scales each tensor differently."""
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
         if cell is None or axis not in ("batch", "tokens"):
@@ -113,9 +106,8 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale, with its optimizer and batches.
-
-        The batch and tokens of the scale change only the settings of the optimizer.
+        """Return a new model at a scale, with its optimizer and batches. The batch and tokens of the scale change
+        only the settings of the optimizer.
 
         Raises:
             InputError: if the recipe cannot have this width and depth.

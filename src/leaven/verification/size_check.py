@@ -62,7 +62,7 @@ class SizeCheck(ABC, Generic[Measured]):
     quantity: ClassVar[str]  # what the judged numbers are
     start: ClassVar[CheckStart]  # initial values for which exponents show at small sizes
     parts: ClassVar[tuple[str, ...]]  # the quantities that are measured
-    drawn: ClassVar[tuple[str, ...]]  # those of them that have curves
+    drawn: ClassVar[tuple[str, ...]]  # the parts that have curves
 
     @classmethod
     def of(

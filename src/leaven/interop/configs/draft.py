@@ -165,7 +165,7 @@ class Settings:
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
         """Return leaven's equivalent for the value of a setting."""
-        if not isinstance(known, Mapping):  # those of a switch that is off, and on
+        if not isinstance(known, Mapping):  # the equivalents of a switch: off, on
             return known[self[name]]
         if self[name] not in known:
             raise InputError(f"{self.label(name)} {self[name]}: leaven reads {', '.join(known)}")

@@ -39,16 +39,14 @@ class Target:
     path: str  # the default path, with {name} or {identifier} of the recipe
     files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
     decays: Mapping[str, str]  # its name of each decay; the name of cosine replaces missing names
-    reasons: Mapping[str, str] = field(
-        default_factory=dict
-    )  # why it loses a quantity; "*" stands for all other quantities
+    # why it loses a quantity; "*" stands for all other quantities
+    reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values of keys of [model]
     plain: bool = False  # whether multipliers are folded into the weights
     ramp: bool = False  # whether it has a batch that grows
     samples: bool = False  # whether it counts samples instead of steps
-    names: Mapping[str, Mapping[str, str]] = field(
-        default_factory=dict
-    )  # its words for leaven's words, for templates
+    # its words for leaven's words, for templates
+    names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     lost: Sequence[Mapping[str, str]] = ()  # losses, in rows as in common.toml
     notes: Sequence[Mapping[str, str]] = ()  # notes, in rows as in common.toml
 

@@ -34,7 +34,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     given = read_flags(text, draft)
     if given["optimizer"] != "adam":
         raise InputError(f"{origin}: --optimizer {given['optimizer']}: leaven supports only adam")
-    for flag in ("lr", "init-method-std"):  # others are written relative to them
+    for flag in ("lr", "init-method-std"):  # other values are divided by these
         if flag in given and given[flag] <= 0:
             raise InputError(f"{origin}: --{flag} {given[flag]:g} must be above 0")
     _sizes(given, draft)

@@ -56,7 +56,7 @@ def _paths(path: Path) -> tuple[Path, Path | None]:
     if not path.exists():
         raise InputError(f"{path}: no such file; give the config.json of a model, or its folder")
     folder, config, arguments = path if path.is_dir() else path.parent, CONFIG, ARGUMENTS
-    if path.is_file():  # of any name
+    if path.is_file():  # its name may differ, so its keys show which of the two files it is
         document = read_json(path)
         if not {"model_type", "architectures"} & document.keys() and TABLE["fields"].keys() & document.keys():
             arguments = path.name
@@ -80,7 +80,7 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
     )
     if given["optim"] not in TABLE["optimizers"]:
         raise InputError(f"{draft.origin}: optim {given['optim']}: leaven supports only adamw and adam")
-    if given["learning_rate"] <= 0:  # others are written relative to it
+    if given["learning_rate"] <= 0:  # the floor of the schedule is divided by it
         raise InputError(f"{draft.origin}: learning_rate {given['learning_rate']:g} must be above 0")
     given.copy_to(draft)
     batch = given["per_device_train_batch_size"] * given["gradient_accumulation_steps"] * ranks * seq_len
