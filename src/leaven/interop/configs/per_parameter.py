@@ -101,19 +101,10 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
     """Yield two candidates for nanotron, which has a single parameter group: the initial std of branch ends is std /
     sqrt(2 L) (NUM_LAYERS) or std (NONE)."""
-    recipe = run.recipe
-    base = replace(run.hidden, multiplier=1.0)
-    vector = replace(base, init_std=0.0)
-    if not recipe.hyperparameters.decay_norm_and_bias:
-        vector = replace(vector, weight_decay=0.0)
+    recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
+    vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
     for method, ratio in (("NUM_LAYERS", 1 / math.sqrt(2 * recipe.model.n_layers)), ("NONE", 1.0)):
-        end = replace(base, init_std=base.init_std * ratio)
-        given = {
-            row.name: replace(vector, init_mean=row.init_mean)
-            if not row.role.is_matrix
-            else (end if row.module in BRANCH_ENDS else base)
-            for row in run.table.rows
-        }
+        given = _alike(run, base, replace(base, init_std=base.init_std * ratio), vector)
         yield Candidate(given, 1 / math.sqrt(recipe.model.d_head), {"scaling_method": method})
 
 
@@ -121,16 +112,24 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
     """Yield the settings of litgpt. It has a single parameter group with weight decay, also for gains; its initial
     values are fixed, and its attention scale is rounded."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
-    given = {}
-    for row in run.table.rows:
-        std = math.sqrt(2 / 5 / width)
-        if row.module in BRANCH_ENDS:
-            std = 1 / math.sqrt(width) / run.recipe.model.n_layers
-        given[row.name] = replace(base, init_std=std)
-        if not row.role.is_matrix:
-            given[row.name] = replace(base, init_mean=row.init_mean, init_std=0.0)
+    matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
+    end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
     scalar = round(1 / run.table.attention_scale**2)
+    given = _alike(run, matrix, end, base)
     yield Candidate(given, 1 / math.sqrt(scalar), {"attention_scores_scalar": scalar})
+
+
+def _alike(
+    run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
+) -> dict[str, ParameterSettings]:
+    """Give all matrices the settings ``matrix``, except ``end`` at the end of a branch, and all gains and biases the
+    settings ``vector`` with the recipe's initial values."""
+    return {
+        row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
+        if not row.role.is_matrix
+        else (end if row.module in BRANCH_ENDS else matrix)
+        for row in run.table.rows
+    }
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
