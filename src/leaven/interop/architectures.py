@@ -39,15 +39,14 @@ class Stored:
     dimension."""
 
     name: str
-    parts: tuple[str, ...]  # names of leaven's tensors
-    shapes: tuple[tuple[int, ...], ...]  # of the parts
+    parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
     heads: int = 1  # number of heads; the parts are stacked within each head
     transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        first, *rest = (sum(shape[0] for shape in self.shapes), *self.shapes[0][1:])
-        return (*rest, first) if self.transposed else (first, *rest)
+        rows, rest = sum(shape[0] for shape in self.parts.values()), next(iter(self.parts.values()))[1:]
+        return (*rest, rows) if self.transposed else (rows, *rest)
 
     @property
     def size(self) -> int:
@@ -189,19 +188,19 @@ class Architecture:
         """Yield the tensors of a checkpoint, including biases that this architecture always has."""
         if True in self.holds.get("bias", ()):
             shape = shape.model_copy(update={"bias": True})
-        places: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
+        places: dict[str, dict[str, tuple[int, ...]]] = {}
         for parameter in shape.parameters():
             module, _, kind = parameter.name.rpartition(".")
             if parameter.layer is None:
                 place = self.ends[module]
             else:
                 place = f"{self.blocks}.{parameter.layer}.{self.block[module.split('.', 2)[2]]}"
-            places.setdefault(f"{place}.{kind}", []).append((parameter.name, parameter.shape))
-        for name, members in places.items():
-            parts, shapes = zip(*members, strict=True)
+            places.setdefault(f"{place}.{kind}", {})[parameter.name] = parameter.shape
+        for name, parts in places.items():
             fused = len(parts) > 1 and self.heads_together
-            turned = self.conv1d and name.startswith(self.blocks) and len(shapes[0]) == 2
-            yield Stored(name, parts, shapes, heads=shape.n_heads if fused else 1, transposed=turned)
+            matrix = len(next(iter(parts.values()))) == 2
+            turned = self.conv1d and name.startswith(self.blocks) and matrix
+            yield Stored(name, parts, heads=shape.n_heads if fused else 1, transposed=turned)
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:

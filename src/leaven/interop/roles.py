@@ -8,7 +8,6 @@ names the parameter. The user can then classify this parameter with ``roles`` or
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
 
@@ -17,7 +16,7 @@ from torch import nn
 from leaven.interop.architectures import module_names
 from leaven.interop.structure import ModelStructure, ParameterSite, is_a
 from leaven.recipe.errors import InputError
-from leaven.recipe.shape import BRANCH_ENDS, Role
+from leaven.recipe.shape import BRANCH_ENDS, Parameter, Role
 
 _NAMES = module_names()
 _BRANCHES = {
@@ -40,17 +39,9 @@ _MODULES = {
 }
 
 
-@dataclass(frozen=True)
-class Classification:
-    """The role and module of a parameter."""
-
-    role: Role
-    module: str  # the name under which it is tuned
-
-
 class Classifier:
-    """Classifies each parameter of ``model`` from its position, the matching parameter of the smaller model ``base``,
-    and the user's options ``roles`` and ``modules``.
+    """Classifies each parameter of ``model`` from its position, its shape in the smaller model ``base``, and the
+    user's options ``roles`` and ``modules``.
 
     Raises:
         InputError: if a parameter cannot be classified; the message names the option to give.
@@ -60,11 +51,10 @@ class Classifier:
         self,
         model: ModelStructure,
         base: ModelStructure,
-        counterpart_of: Mapping[str, ParameterSite],
         roles: Mapping[str, str],
         modules: Mapping[str, str],
     ) -> None:
-        self.model, self.base, self.counterpart_of = model, base, counterpart_of
+        self.model, self.base = model, base
         names = [site.name for site in model.sites]
         for option, given in (("roles", roles), ("modules", modules)):
             for pattern in given:
@@ -75,8 +65,8 @@ class Classifier:
                 raise InputError(f"roles[{pattern!r}]: unknown role {role!r}; the roles are {', '.join(Role)}")
         self.roles, self.modules = roles, modules
 
-    def classify(self) -> dict[str, Classification]:
-        """Return a mapping from the name of each parameter to its classification."""
+    def classify(self) -> dict[str, Parameter]:
+        """Return the parameters with their roles and modules, by name."""
         classified = {}
         # Tensors with most dimensions first, so that an error names the experts of a mixture and not its router.
         for site in sorted(self.model.sites, key=lambda site: -site.parameter.ndim):
@@ -84,7 +74,7 @@ class Classifier:
             role = self._role(site) if role is None else Role(role)
             if role.is_matrix and site.parameter.ndim != 2:
                 self._refuse(site, f"a {role} must be a matrix, but this has {site.parameter.ndim} dimensions")
-            classified[site.name] = Classification(role, self._module(site, role))
+            classified[site.name] = Parameter(site.name, site.shape, role, self._module(site, role), site.layer)
         self._check_branches(classified)
         return classified
 
@@ -110,9 +100,8 @@ class Classifier:
                 self._refuse(site, "it is a matrix outside the blocks, but its fan out is not the vocabulary")
             self._require_width(site)
             return Role.UNEMBEDDING
-        like = self.counterpart_of[site.name]
         widths = (self.model.width, self.base.width)
-        if widths not in zip(site.shape, like.shape, strict=True):
+        if widths not in zip(site.shape, site.base_shape, strict=True):
             self._refuse(site, f"neither fan in nor fan out is the width, {widths[0]} and {widths[1]}")
         return Role.HIDDEN_WEIGHT
 
@@ -141,7 +130,7 @@ class Classifier:
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
-            and self.counterpart_of[site.name].shape[0] in self.base.vocabularies
+            and site.base_shape[0] in self.base.vocabularies
         )
 
     def _require_width(self, site: ParameterSite) -> None:
@@ -152,7 +141,7 @@ class Classifier:
             )
 
     def _ratio(self, site: ParameterSite) -> float:
-        return site.shape[-1] / self.counterpart_of[site.name].shape[-1]
+        return site.shape[-1] / site.base_shape[-1]
 
     # Modules: the names under which parameters are tuned.
 
@@ -187,7 +176,7 @@ class Classifier:
 
     # Branches: a missing multiplier would not be noticed elsewhere.
 
-    def _check_branches(self, classified: Mapping[str, Classification]) -> None:
+    def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
         """Check that each block has a branch, and that each branch has exactly one matrix that writes to the residual
         stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
@@ -233,7 +222,7 @@ class Classifier:
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
-        shapes = f"{_text(site.shape)}, {_text(self.counterpart_of[site.name].shape)} in the base"
+        shapes = f"{_text(site.shape)}, {_text(site.base_shape)} in the base"
         raise InputError(f"{site.name} ({shapes}): {why}; {hint}")
 
 

@@ -3,7 +3,7 @@ smaller model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from torch import nn
@@ -26,6 +26,7 @@ class ParameterSite:
     parameter: nn.Parameter
     owners: tuple[nn.Module, ...]  # the modules that contain it; several if it is tied
     after_blocks: bool  # whether it is registered after all blocks
+    base_shape: tuple[int, ...] = ()  # the shape of the matching parameter of the base, see `matched`
 
     @property
     def owner(self) -> nn.Module:
@@ -124,8 +125,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
     )
 
 
-def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, ParameterSite]:
-    """Return a mapping from the name of each parameter of the model to the matching parameter of the base.
+def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
+    """Return the structure of the model with the ``base_shape`` of each parameter.
 
     Matching parameters have the same name apart from the block's number. If the base has several such parameters, the
     one whose relative depth is nearest to that of the model's parameter matches.
@@ -142,7 +143,7 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
             raise InputError(
                 f"{site.name} exists only in the base; give a base of your model's family that ties the same weights"
             )
-    counterpart_of = {}
+    sites = []
     for site in model.sites:
         if site.label not in by_label:
             raise InputError(
@@ -151,8 +152,8 @@ def counterparts(model: ModelStructure, base: ModelStructure) -> dict[str, Param
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
             raise InputError(f"{site.name} has shape {site.shape}, but {like.shape} in the base")
-        counterpart_of[site.name] = like
-    return counterpart_of
+        sites.append(replace(site, base_shape=like.shape))
+    return replace(model, sites=tuple(sites))
 
 
 def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:

@@ -12,14 +12,8 @@ from torch import nn
 
 from leaven.distributed.pieces import piece_of
 from leaven.interop.multipliers import ROWS, install, multipliers, rescale_attention
-from leaven.interop.roles import Classification, Classifier
-from leaven.interop.structure import (
-    ModelStructure,
-    counterparts,
-    depth_ratio,
-    inspect_model,
-    unwrapped,
-)
+from leaven.interop.roles import Classifier
+from leaven.interop.structure import ModelStructure, depth_ratio, inspect_model, matched, unwrapped
 from leaven.model.initialise import fill
 from leaven.model.transformer import Transformer
 from leaven.recipe.errors import InputError
@@ -156,12 +150,12 @@ def parametrize(
     except ValidationError as error:
         raise InputError(f"parametrize: {explain(error)}") from None
     ratios_at = _ratios(ratios, structure, base_structure)
-    counterpart_of = counterparts(structure, base_structure)
+    structure = matched(structure, base_structure)
     given_roles = dict(roles or {})
     if isinstance(target, Transformer) and target.shape.tied_embeddings:
         # leaven's own model computes the logits from its embedding without a module that would show it.
         given_roles = {"embedding.weight": Role.TIED_EMBEDDING} | given_roles
-    classified = Classifier(structure, base_structure, counterpart_of, given_roles, modules or {}).classify()
+    classified = Classifier(structure, base_structure, given_roles, modules or {}).classify()
     if head_ratio is None:
         head = _head_ratio(structure, base_structure, classified)
     else:
@@ -177,16 +171,15 @@ def parametrize(
     gated = any(kind.module == "mlp.gate" for kind in classified.values())
     rows: list[ParameterRow] = []
     for site in structure.sites:
-        kind = classified[site.name]
-        parameter = Parameter(site.name, site.shape, kind.role, kind.module, site.layer)
-        scales = tensor_ratios(kind.role, site.shape, counterpart_of[site.name].shape, ratios_at, head)
+        parameter = classified[site.name]
+        scales = tensor_ratios(parameter.role, site.shape, site.base_shape, ratios_at, head)
         n_layers = 1 if site.layer is None else structure.stacks[site.stack]
         rows.append(
             parameter_row(parameter, scales, rule=chosen, free=free, base=tuned, n_layers=n_layers, gated=gated)
         )
     try:
         if initialise:
-            wider = any(site.shape != counterpart_of[site.name].shape for site in structure.sites)
+            wider = any(site.shape != site.base_shape for site in structure.sites)
             require_one_rule(tuned.init, scaling.rule, wider=wider, deeper=ratios_at.depth != 1)
         tuned.require_modules({row.module: row.role for row in rows})
     except ValueError as error:
@@ -295,7 +288,7 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
     return read
 
 
-def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Classification]) -> float:
+def _head_ratio(model: ModelStructure, base: ModelStructure, classified: Mapping[str, Parameter]) -> float:
     if len(model.head_dims) > 1 or len(base.head_dims) > 1:
         dims = ", ".join(map(str, sorted(model.head_dims | base.head_dims)))
         raise InputError(f"the attention modules have different head dimensions ({dims}); pass head_ratio")

@@ -128,7 +128,7 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
     """
     parts = [
         weights[name].detach().cpu() * factors.get(name, 1.0) if name in weights else torch.zeros(shape)
-        for name, shape in zip(stored.parts, stored.shapes, strict=True)
+        for name, shape in stored.parts.items()
     ]
     by_head = [part.reshape(stored.heads, -1, *part.shape[1:]) for part in parts]
     joined = torch.cat(by_head, dim=1).flatten(0, 1) if len(parts) > 1 else parts[0]
@@ -139,7 +139,7 @@ def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
     """Split a Hugging Face tensor into leaven's tensors. This inverts :func:`_folded`, but does not divide by the
     multipliers."""
     joined = tensor.T if stored.transposed else tensor
-    rows = [shape[0] // stored.heads for shape in stored.shapes]
+    rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
     return [part.flatten(0, 1) for part in by_head]
 

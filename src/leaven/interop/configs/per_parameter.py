@@ -239,7 +239,7 @@ def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architect
             "weight_decay": first.weight_decay,
         }
         if len(parts) > 1:
-            rows = [each[0] for each in stored.shapes]
+            rows = [each[0] for each in stored.parts.values()]
             parameters[stored.name] |= {"rows": rows, "heads": stored.heads, "transposed": stored.transposed}
         for name, part in zip(stored.parts, parts, strict=True):
             if name in run.plain:
