@@ -19,9 +19,8 @@ from rich.console import Console
 
 from leaven.data.tokens import prepare
 from leaven.recipe.files import parse_recipe
-from leaven.verification.batches import corpus
 from leaven.verification.model_instance import RunScale
-from leaven.verification.recipe_family import RecipeFamily
+from leaven.verification.recipe_family import recipe_models
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import sweep
 from leaven.views.check_page import check_page
@@ -97,9 +96,7 @@ def main() -> None:
         overrides = [*overrides, f"data.tokens={options.tokens}", f"schedule.warmup_tokens={options.tokens // 8}"]
     for rule, grid in GRIDS.items():
         recipe = parse_recipe(RECIPE, "lr_transfer.py", [*overrides, f"scaling.rule={rule}"])
-        tokens = prepare(recipe.data, recipe.model.vocab_size)
-        seq_len = recipe.model.seq_len
-        family = RecipeFamily(recipe, corpus(tokens, seq_len, recipe.batch.tokens // seq_len))
+        family = recipe_models(recipe, prepare)
         for axis, scales in axes.items():
             lrs = grid[:3] if options.tiny else grid
 

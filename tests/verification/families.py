@@ -10,8 +10,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, ParameterTable, ratios
 from leaven.verification.batches import synthetic
 from leaven.verification.coordinates import CoordinateCheck
-from leaven.verification.recipe_family import RecipeFamily
-from leaven.verification.small_models import CheckStart, calibrated, calibrated_table
+from leaven.verification.small_models import CheckStart, SmallModels, calibrated, calibrated_table
 
 PROXY = Path(__file__).parent / "proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
@@ -29,7 +28,7 @@ def family(
     alpha: float = 1.0,
     tied_embeddings: bool = False,
     **more: bool,
-) -> RecipeFamily:
+) -> SmallModels:
     """Return the proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
     small = ["model.vocab_size=256", "model.seq_len=32", f"model.tied_embeddings={str(tied_embeddings).lower()}"]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
@@ -39,7 +38,7 @@ def family(
         table = calibrated_table(moved)
         return replace(table, rows=tuple(fault(row, moved) if fault else row for row in table.rows))
 
-    return RecipeFamily(recipe, synthetic(256, 32, 8), planted, **more)
+    return SmallModels(recipe, synthetic(256, 32, 8), table=planted, **more)
 
 
 def failed(document: CheckDocument) -> dict[tuple[str, str], VerdictRow]:

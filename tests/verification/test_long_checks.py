@@ -13,7 +13,6 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Outcome
 from leaven.verification import runs
-from leaven.verification.batches import synthetic
 from leaven.verification.equivalence import equivalence
 from leaven.verification.model_instance import RunScale
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
@@ -45,29 +44,25 @@ def transfer(family: RecipeFamily, lrs: Sequence[float], store: RunStore, seeds:
     return sweep("transfer", family, "lr", (SMALL, WIDE), lrs, store=store, seeds=seeds)[0]
 
 
-def family(recipe: Recipe) -> RecipeFamily:
-    return RecipeFamily(recipe, synthetic(recipe.model.vocab_size, recipe.model.seq_len, 8))
-
-
 def parabola(recipe: Recipe, best: float) -> float:
     return 3.0 + 0.1 * math.log2(recipe.hyperparameters.lr / best) ** 2 + 0.001 * recipe.data.seed
 
 
 def test_equal_optima_pass(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = transfer(family(tiny), GRID, pretend(tmp_path, lambda recipe: parabola(recipe, 0.01)))
+    verdict = transfer(RecipeFamily(tiny), GRID, pretend(tmp_path, lambda recipe: parabola(recipe, 0.01)))
     assert verdict.passed
     assert verdict.rows[0].parts["shift"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: parabola(recipe, 0.01 * 16 / recipe.model.d_model))
-    (row,) = transfer(family(tiny), GRID, store).rows
+    (row,) = transfer(RecipeFamily(tiny), GRID, store).rows
     assert (row.passed, row.undecided) == (False, False)
     assert (row.slope, row.parts["regret"]) == (pytest.approx(-1), pytest.approx(0.1))
 
 
 def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe, tmp_path: Path) -> None:
-    (row,) = transfer(family(tiny), GRID, pretend(tmp_path, lambda recipe: parabola(recipe, 0.5))).rows
+    (row,) = transfer(RecipeFamily(tiny), GRID, pretend(tmp_path, lambda recipe: parabola(recipe, 0.5))).rows
     assert (row.passed, row.undecided) == (False, True)
     assert row.note.endswith("is at the edge of the extended grid; give --lrs around 0.32")
 
@@ -88,16 +83,16 @@ def test_noise_larger_than_the_difference_does_not_pass(tiny: Recipe, tmp_path: 
     # The noise is far larger than the effect of two octaves, so three seeds cannot decide.
     store = pretend(tmp_path, noisy(-2, 0.07, 0.02))
     for number in range(2):
-        of = family(tiny.replace({"data.seed": 100 * number}))
+        of = RecipeFamily(tiny.replace({"data.seed": 100 * number}))
         assert not transfer(of, [0.00125, *GRID], store).passed
     store = pretend(tmp_path, noisy(0, 0.07, 0.02))
     for seeds in (1, 3):
-        assert transfer(family(tiny), GRID, store, seeds=seeds).rows[0].undecided
+        assert transfer(RecipeFamily(tiny), GRID, store, seeds=seeds).rows[0].undecided
 
 
 def test_a_flat_minimum_may_shift(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, noisy(-1, 0.0005, 0.004))
-    (row,) = transfer(family(tiny), GRID, store).rows
+    (row,) = transfer(RecipeFamily(tiny), GRID, store).rows
     assert row.passed
     assert row.parts["high"] < -0.5
     assert row.parts["regret, high"] <= 0.01
@@ -106,14 +101,14 @@ def test_a_flat_minimum_may_shift(tiny: Recipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else parabola(recipe, 0.01))
-    verdict = transfer(family(tiny), GRID, store)
+    verdict = transfer(RecipeFamily(tiny), GRID, store)
     assert not verdict.passed
     assert "not finite, at lr 0.02" in verdict.rows[0].note
 
 
 def test_an_impossible_lr_is_an_error(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="lr 20: .*erases a weight"):
-        transfer(family(tiny), [1, 5, 20], RunStore(tmp_path))
+        transfer(RecipeFamily(tiny), [1, 5, 20], RunStore(tmp_path))
 
 
 def moves(recipe: Recipe) -> bool:
@@ -131,7 +126,7 @@ def test_equivalence(tiny: Recipe, tmp_path: Path, with_rule: float, without: fl
         return 3.0 + 0.001 * recipe.data.seed + off * (with_rule if moves(recipe) else without)
 
     store = pretend(tmp_path, loss)
-    assert equivalence(family(long(tiny)), SMALL, [0.25, 4], store).passed is passed
+    assert equivalence(RecipeFamily(long(tiny)), SMALL, [0.25, 4], store).passed is passed
 
 
 def long(recipe: Recipe) -> Recipe:
@@ -145,14 +140,14 @@ def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path) -> N
         return 3.0 + 0.001 * recipe.data.seed + off * (2.0 if recipe.data.seed % 3 == 1 else 0.5)
 
     store = pretend(tmp_path, loss)
-    verdict = equivalence(family(long(tiny)), SMALL, [0.25, 4], store)
+    verdict = equivalence(RecipeFamily(long(tiny)), SMALL, [0.25, 4], store)
     assert verdict.rows[0].passed is False
     assert verdict.rows[0].limit < 0.1  # type: ignore[operator]
 
 
 def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="leaves 10 steps.*204,800 tokens"):
-        equivalence(family(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
+        equivalence(RecipeFamily(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
 
 
 def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table
 from leaven.verification.coordinates import CoordinateCheck
 from leaven.verification.gradients import GradientCheck
-from leaven.verification.recipe_family import RecipeFamily
 
 ALPHA = 0.5
 STEPS = 6  # of gradient checks with a fault; wrong exponents show at the first step
@@ -146,7 +145,7 @@ def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool) -> 
     def by_the_root(recipe: Recipe) -> ParameterTable:
         return replace(parameter_table(recipe), attention_scale=recipe.model.d_head**-0.5)
 
-    checked = right if divided_by_d else RecipeFamily(right.recipe, right.batches, by_the_root, grow_heads=True)
+    checked = right if divided_by_d else replace(right, table=by_the_root)
     verdict = CoordinateCheck(checked, WIDTHS, (2,), seeds=1).run()
     assert verdict.passed is divided_by_d, failed(verdict)
     if not divided_by_d:

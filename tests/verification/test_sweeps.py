@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.verification.test_long_checks import SMALL, WIDE, family, pretend
+from tests.verification.test_long_checks import SMALL, WIDE, pretend
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.recipe.recipe import Recipe
 from leaven.verification.duration import duration, measured_exponent
+from leaven.verification.recipe_family import RecipeFamily
 from leaven.verification.sweep import sweep
 
 LRS = [0.0025, 0.005, 0.01, 0.02, 0.04]
@@ -37,7 +38,7 @@ def value(verdict: CheckDocument, start: str) -> MeasuredRow:
 
 def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, losses(tiny, -0.2, 0.01))
-    verdict = duration(family(tiny), SMALL, [1, 2, 4], LRS, store)
+    verdict = duration(RecipeFamily(tiny), SMALL, [1, 2, 4], LRS, store)
     found = value(verdict, "exponent")
     assert found.value == pytest.approx(-0.2, abs=0.02)
     assert found.expected == -0.5
@@ -53,7 +54,7 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
 
 
 def test_a_right_exponent_passes(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = duration(family(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, 0.01)))
+    verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, 0.01)))
     assert verdict.passed
     assert value(verdict, "exponent").note == "the rule's is inside"
 
@@ -66,7 +67,7 @@ def test_twice_the_batch_shows_what_limits_the_base(
     tiny: Recipe, tmp_path: Path, cost: float, noise: float, note: str
 ) -> None:
     # The critical batch is where twice the batch costs 0.585 of the gain of twice the tokens, 0.1 here.
-    verdict = duration(family(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, cost, noise)))
+    verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, cost, noise)))
     found = value(verdict, "cost of twice the batch")
     assert found.value == pytest.approx(cost / 0.1, abs=1.5 * noise / 0.1)
     assert found.note.startswith(note)
@@ -74,7 +75,7 @@ def test_twice_the_batch_shows_what_limits_the_base(
 
 def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_path: Path) -> None:
     store = pretend(tmp_path, lambda recipe: losses(tiny, 0, 0)(recipe) + 0.0 * recipe.data.seed)
-    verdict = duration(family(tiny), SMALL, [4], [0.00125, 0.0025, 0.005], store)
+    verdict = duration(RecipeFamily(tiny), SMALL, [4], [0.00125, 0.0025, 0.005], store)
     assert not any(row.undecided for row in verdict.rows)
     grids = {curve.module: curve.x for curve in verdict.curves if curve.quantity == "loss"}
     # One step beyond the optimum of 0.01 at the base; one more at x4, where the rule halves the lr.
@@ -82,7 +83,7 @@ def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_pat
 
 
 def test_one_seed_is_undecided(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = duration(family(tiny), SMALL, [2], LRS, pretend(tmp_path, losses(tiny, -0.5, 0)), seeds=1)
+    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(tmp_path, losses(tiny, -0.5, 0)), seeds=1)
     assert verdict.rows[0].undecided
     assert verdict.rows[0].note.endswith("--seeds 3")
     assert measured_exponent(verdict, tmp_path) is None
@@ -95,7 +96,7 @@ def test_batch_measures_its_exponent(tiny: Recipe, tmp_path: Path) -> None:
         return 3 + 0.05 * math.log2(lr / (0.01 * larger**0.25)) ** 2 + 0.0001 * recipe.data.seed
 
     scales = [replace(SMALL, batch=ratio) for ratio in (1, 0.5, 2)]
-    verdict, _ = sweep("batch", family(tiny), "lr", scales, LRS, store=pretend(tmp_path, loss))
+    verdict, _ = sweep("batch", RecipeFamily(tiny), "lr", scales, LRS, store=pretend(tmp_path, loss))
     found = value(verdict, "exponent of the best lr over batch")
     assert (found.value, found.expected) == (pytest.approx(0.25), 0.5)
     assert [row.axis for row in verdict.rows] == ["batch x1 -> batch x0.5", "batch x1 -> batch x2"]
@@ -110,7 +111,7 @@ def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe, tmp_path: Pa
     store = pretend(tmp_path, loss)
     decays = [0.1 * 4.0**power for power in (-2, -1, 0, 1, 2)]
     scales = [SMALL, WIDE, replace(SMALL, tokens=4)]
-    decay, _ = sweep("decay", family(tiny), "weight_decay", scales, decays, store=store)
+    decay, _ = sweep("decay", RecipeFamily(tiny), "weight_decay", scales, decays, store=store)
     assert [row.axis for row in decay.rows] == [
         "16x2 tokens x1 -> 32x2 tokens x1",
         "16x2 tokens x1 -> 16x2 tokens x4",
@@ -118,5 +119,5 @@ def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe, tmp_path: Pa
     assert [row.slope for row in decay.rows] == pytest.approx([1, 0])
     assert value(decay, "exponent of the best weight decay over width").value == pytest.approx(1)
     assert value(decay, "exponent of the best weight decay over tokens").expected == pytest.approx(-0.5)
-    init, _ = sweep("init", family(tiny), "init_std", [SMALL, WIDE], [0.05, 0.1, 0.2], store=store)
+    init, _ = sweep("init", RecipeFamily(tiny), "init_std", [SMALL, WIDE], [0.05, 0.1, 0.2], store=store)
     assert init.passed

@@ -15,10 +15,14 @@ from leaven.model.initialise import name_seed
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
+    from leaven.recipe.data import Data
 
 TokenBatch = tuple[Tensor, Tensor]
 Batches = Callable[[int, int], TokenBatch]
 """A pure function from (seed, step) to a batch. Inputs and targets are token ids of shape (sequences, positions)."""
+
+Prepare = Callable[["Data", int], "TokenSet"]
+"""A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
 
 HELD_OUT = 1_000_000
 

@@ -34,7 +34,7 @@ from leaven.scaling.cells import Ratios
 from leaven.training.early_stopping import DivergenceMonitor, divergence_limit
 from leaven.training.loop import Diverged, Loop, PlainTraining
 from leaven.training.outcome import Outcome
-from leaven.verification.batches import HELD_OUT, Batches, corpus, sequences, synthetic
+from leaven.verification.batches import HELD_OUT, Batches, Prepare, corpus, sequences, synthetic
 from leaven.verification.model_instance import (
     ModelInstance,
     Quantity,
@@ -43,7 +43,7 @@ from leaven.verification.model_instance import (
     ScaleAxis,
     plain_label,
 )
-from leaven.verification.recipe_family import Prepare, RecipeFamily
+from leaven.verification.recipe_family import RecipeFamily
 
 MADE_UP = "made-up"
 """The name of the source of synthetic text. The text is drawn from a Markov chain, so it is endless and needs no
@@ -152,7 +152,7 @@ class ForeignFamily:
 
 
 ModelFamily = RecipeFamily | ForeignFamily
-"""A model at any width and depth, with its optimizer and data."""
+"""The training runs of a recipe or a factory at any scale."""
 
 
 @dataclass(frozen=True)

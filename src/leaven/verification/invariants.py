@@ -23,8 +23,9 @@ from functools import partial
 from typing import Any
 
 from leaven.documents.checks import VerdictRow
-from leaven.verification.foreign import ModelFamily
+from leaven.verification.foreign import ForeignFamily
 from leaven.verification.model_instance import ModelInstance, RunScale
+from leaven.verification.small_models import SmallModels
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
@@ -83,7 +84,7 @@ class ScaleChange:
     at: Combinations
 
 
-def invariants(family: ModelFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
+def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
     """Return the rows of the check: a judged row for each label. If the settings do not change with the batch or with
     the tokens, add a row that says so."""
     width, depth = min(widths), min(depths)

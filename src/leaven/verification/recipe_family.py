@@ -1,53 +1,34 @@
-"""The models and training runs of a check, made from a recipe at any width and depth."""
+"""The training runs of a check, made from a recipe at any scale."""
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from pydantic import ValidationError
 
-from leaven.data.tokens import TokenSet
-from leaven.model.initialise import build_model
-from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import NOT_NUMBERS, Recipe
 from leaven.scaling.cells import TensorRatios
 from leaven.scaling.rules import RULES
-from leaven.scaling.table import ParameterTable, exponents, parameter_table
+from leaven.scaling.table import exponents
 from leaven.scaling.transfer import transfer
 from leaven.training.early_stopping import divergence_limit
 from leaven.training.engine import check_trainable
-from leaven.training.optimizer import Optimizer
 from leaven.training.outcome import Outcome
 from leaven.training.trial import train_trial
-from leaven.verification.batches import Batches, corpus
-from leaven.verification.model_instance import (
-    ModelInstance,
-    Quantity,
-    RunScale,
-    RunSetting,
-    ScaleAxis,
-    own_label,
-)
-
-Prepare = Callable[[Data, int], TokenSet]
-"""A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
+from leaven.verification.batches import Prepare
+from leaven.verification.model_instance import Quantity, RunSetting, ScaleAxis
 
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """A recipe and its transfers to other widths and depths, with the same methods as
-    :class:`leaven.verification.foreign.ForeignFamily`, which makes models with a user's factory."""
+    """The training runs of a recipe and its transfers to other scales, with the same members as
+    :class:`leaven.verification.foreign.ForeignFamily`."""
 
     recipe: Recipe
-    batches: Batches  # for checks of a few steps; training runs read the recipe's own data
-    table: Callable[[Recipe], ParameterTable] = parameter_table  # must be `parameter_table` for training runs
-    grow_heads: bool = False  # widen by larger heads instead of more heads
     unit = "base value"  # of RunSetting.value
-    takes_ratios = True  # whether its models can have another batch or duration
 
     @property
     def name(self) -> str:
@@ -56,13 +37,6 @@ class RecipeFamily:
     @property
     def rule(self) -> str:
         return self.recipe.scaling.rule
-
-    @property
-    def alpha(self) -> float:
-        """The exponent alpha with which the rule multiplies residual branches by depth^-alpha. 1 if the rule has
-        none."""
-        scaling = self.recipe.scaling
-        return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 
     @property
     def tokens(self) -> int:  # in a training run
@@ -105,27 +79,15 @@ class RecipeFamily:
         at = TensorRatios(**{axis: 2.0})
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
-    def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale, with its optimizer and batches. The batch and tokens of the scale change
-        only the settings of the optimizer.
-
-        Raises:
-            InputError: if the recipe cannot have this width and depth.
-        """
-        recipe = self._at(scale)
-        table = self.table(recipe)
-        model = build_model(recipe.model, table, seed)
-        optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
-        return ModelInstance(model, optimizer.adam, self.batches, seed, own_label)
-
     def trial(self, setting: RunSetting) -> "RecipeTrial":
         """Return a training run that can be executed in any process.
 
         Raises:
             InputError: if the recipe is invalid with this setting.
         """
-        assert self.table is parameter_table, "training runs use the recipe's own table"
         recipe, scale = self.recipe, setting.scale
+        batch_tokens, tokens = round(self.batch_tokens * scale.batch), round(self.tokens * scale.tokens)
+        moved = transfer(recipe, width=scale.width, depth=scale.depth, batch_tokens=batch_tokens, tokens=tokens)
         changes: dict[str, object] = {
             f"hyperparameters.{setting.quantity}": setting.value,
             "data.seed": recipe.data.seed + setting.seed,
@@ -136,21 +98,9 @@ class RecipeFamily:
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * scale.batch)
             changes["scaling.base.tokens"] = round(recipe.base.tokens * scale.tokens)
         try:
-            return RecipeTrial(self._at(scale).replace(changes))
+            return RecipeTrial(moved.replace(changes))
         except ValidationError as error:
             raise InputError(f"{setting.quantity} {setting.value:g}: {explain(error)}") from None
-
-    def _at(self, scale: RunScale) -> Recipe:
-        shape = self.recipe.model
-        return transfer(
-            self.recipe,
-            width=scale.width,
-            depth=scale.depth,
-            batch_tokens=round(self.batch_tokens * scale.batch),
-            tokens=round(self.tokens * scale.tokens),
-            d_head=scale.width // shape.n_heads if self.grow_heads else None,
-            n_kv_heads=shape.n_kv_heads if self.grow_heads else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -175,11 +125,10 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the models of a recipe for a check that trains them in complete runs.
+    """Return the family of a recipe, whose text ``prepare`` tokenises.
 
     Raises:
         InputError: if the recipe cannot be trained.
     """
-    tokens, seq_len = prepare(recipe.data, recipe.model.vocab_size), recipe.model.seq_len
-    check_trainable(recipe, tokens)
-    return RecipeFamily(recipe, corpus(tokens, seq_len, recipe.batch.tokens // seq_len))
+    check_trainable(recipe, prepare(recipe.data, recipe.model.vocab_size))
+    return RecipeFamily(recipe)

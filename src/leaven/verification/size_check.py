@@ -10,17 +10,16 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.verification.batches import corpus
-from leaven.verification.foreign import BATCH_TOKENS, ModelFamily, foreign
+from leaven.verification.batches import Prepare, corpus
+from leaven.verification.foreign import BATCH_TOKENS, ForeignFamily, foreign
 from leaven.verification.model_instance import ModelInstance, RunScale
-from leaven.verification.recipe_family import Prepare, RecipeFamily
 from leaven.verification.small_models import (
     DEPTHS,
     TIMES,
     WIDTH,
     CheckStart,
+    SmallModels,
     calibrated,
-    calibrated_table,
     small_recipe,
 )
 from leaven.verification.verdict import curve, geometric_mean, slope, verdict
@@ -50,7 +49,7 @@ class SizeAxis:
 class SizeCheck(ABC, Generic[Measured]):
     """A check that trains for a few steps. Subclasses define how a model is measured and how a module is judged."""
 
-    family: ModelFamily
+    family: SmallModels | ForeignFamily
     widths: Sequence[int]
     depths: Sequence[int]
     steps: int  # training steps
@@ -93,8 +92,8 @@ class SizeCheck(ABC, Generic[Measured]):
             if grow_heads:
                 raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
             scale = RunScale(min(wide), min(deep))
-            made = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
-            return cls(made, wide, deep, **options)
+            family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
+            return cls(family, wide, deep, **options)
         recipe, changed = subject, tuple[str, ...]()
         if not widths:
             recipe, changed = small_recipe(recipe)
@@ -103,8 +102,7 @@ class SizeCheck(ABC, Generic[Measured]):
         seq_len = recipe.model.seq_len
         tokens = prepare(recipe.data, recipe.model.vocab_size)
         batches = corpus(tokens, seq_len, max((batch_tokens or BATCH_TOKENS) // seq_len, 1))
-        family = RecipeFamily(recipe, batches, calibrated_table, grow_heads)
-        return cls(family, wide, deep, changed=changed, **options)
+        return cls(SmallModels(recipe, batches, grow_heads), wide, deep, changed=changed, **options)
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:

@@ -6,13 +6,20 @@ its head dimension is reduced and its d_ff is rounded. The vocabulary and the se
 larger values would only take more time.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from leaven.model.initialise import build_model
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
+from leaven.scaling.rules import RULES
 from leaven.scaling.table import ParameterTable, parameter_table
+from leaven.scaling.transfer import transfer
+from leaven.training.optimizer import Optimizer
+from leaven.verification.batches import Batches
+from leaven.verification.model_instance import ModelInstance, RunScale, own_label
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)
 DEPTHS = (2, 4, 8, 16)
@@ -131,3 +138,52 @@ def calibrated_table(recipe: Recipe) -> ParameterTable:
         for row in table.rows
     )
     return replace(table, rows=rows)
+
+
+@dataclass(frozen=True)
+class SmallModels:
+    """The models of a :func:`calibrated` recipe at any width and depth, with the same members as
+    :class:`leaven.verification.foreign.ForeignFamily`."""
+
+    recipe: Recipe
+    batches: Batches
+    grow_heads: bool = False  # widen by larger heads instead of more heads
+    table: Callable[[Recipe], ParameterTable] = calibrated_table
+    takes_ratios = True  # whether the rule can adapt to another batch or duration
+
+    @property
+    def name(self) -> str:
+        return self.recipe.name
+
+    @property
+    def rule(self) -> str:
+        return self.recipe.scaling.rule
+
+    @property
+    def alpha(self) -> float:
+        """The exponent alpha with which the rule multiplies residual branches by depth^-alpha. 1 if the rule has
+        none."""
+        scaling = self.recipe.scaling
+        return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
+
+    def build(self, scale: RunScale, seed: int) -> ModelInstance:
+        """Return a new model at a scale, with its optimizer and batches. The batch and tokens of the scale change
+        only the settings of the optimizer.
+
+        Raises:
+            InputError: if the recipe cannot have this width and depth.
+        """
+        shape = self.recipe.model
+        recipe = transfer(
+            self.recipe,
+            width=scale.width,
+            depth=scale.depth,
+            batch_tokens=round(self.recipe.batch.tokens * scale.batch),
+            tokens=round(self.recipe.data.tokens * scale.tokens),
+            d_head=scale.width // shape.n_heads if self.grow_heads else None,
+            n_kv_heads=shape.n_kv_heads if self.grow_heads else None,
+        )
+        table = self.table(recipe)
+        model = build_model(recipe.model, table, seed)
+        optimizer = Optimizer.build(dict(model.named_parameters()), table.rows, recipe.hyperparameters.optimizer)
+        return ModelInstance(model, optimizer.adam, self.batches, seed, own_label)
