@@ -47,8 +47,8 @@ def failed(document: CheckDocument) -> dict[tuple[str, str], VerdictRow]:
 
 
 def fault(modules: str | tuple[str, ...] = "", **values: Callable[[float, Recipe], float]) -> Fault:
-    """Return a fault in the modules whose names begin so: functions of a right value and the recipe give the wrong
-    value."""
+    """Return a fault in the modules whose names begin with ``modules``. Each of ``values`` computes a wrong value
+    from the right value and the recipe."""
 
     def planted(row: ParameterRow, recipe: Recipe) -> ParameterRow:
         if not row.module.startswith(modules):

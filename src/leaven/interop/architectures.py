@@ -1,6 +1,7 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The descriptions, and the names of modules, are data in ``architectures.toml``.
+The descriptions, and the names of modules, are data in ``architectures.toml``. The end of this file reads the JSON
+files of a model's folder and writes new folders.
 """
 
 import json

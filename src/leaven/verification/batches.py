@@ -5,29 +5,26 @@ model is trained on its batches.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from leaven.data.stream import Stream
+from leaven.data.tokens import TokenSet
 from leaven.model.initialise import name_seed
-
-if TYPE_CHECKING:
-    from leaven.data.tokens import TokenSet
-    from leaven.recipe.data import Data
+from leaven.recipe.data import Data
 
 TokenBatch = tuple[Tensor, Tensor]
 Batches = Callable[[int, int], TokenBatch]
 """A pure function from (seed, step) to a batch. Inputs and targets are token ids of shape (sequences, positions)."""
 
-Prepare = Callable[["Data", int], "TokenSet"]
+Prepare = Callable[[Data, int], TokenSet]
 """A function from (data, vocabulary size) to the tokenised data, such as :func:`leaven.data.tokens.prepare`."""
 
 HELD_OUT = 1_000_000
 
 
-def corpus(tokens: "TokenSet", seq_len: int, count: int) -> Batches:
+def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of ``count`` sequences from a text. For the seed `HELD_OUT` it takes them
     from the validation split, and for all other seeds from the training split."""
 
