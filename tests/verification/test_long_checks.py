@@ -24,7 +24,8 @@ GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
 class InThisProcess(ThreadPoolExecutor):
-    """Replaces worker processes, which take seconds to import torch."""
+    """Replaces worker processes, which take seconds to import torch. Use one worker: files that are being written
+    have the number of their process in their names."""
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()
@@ -159,12 +160,12 @@ def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path, monkeypatc
         store.run(seeds[:1])
     with (tmp_path / runs.LINES).open("a") as file:
         file.write('{"key": "torn')
-    with RunStore(tmp_path, 2, lambda done, total: counted.append((done, total))) as store:
+    with RunStore(tmp_path, 1, lambda done, total: counted.append((done, total))) as store:
         outcome = store.run(seeds)
     assert counted[0] == (1, 3)
     assert counted[-1] == (3, 3)
     kept = (tmp_path / runs.LINES).read_text()
-    with RunStore(tmp_path, 2) as store:
+    with RunStore(tmp_path, 1) as store:
         again = store.run([*seeds, RecipeTrial(short.replace({"name": "other"}))])
     assert [again(trial) for trial in seeds] == [outcome(trial) for trial in seeds]
     assert (tmp_path / runs.LINES).read_text() == kept

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from leaven import storage
 from leaven.documents.checks import CheckDocument
@@ -20,10 +20,8 @@ from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import locked_folder
 from leaven.training.worker import WorkerPool
+from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunSetting
-
-if TYPE_CHECKING:
-    from leaven.verification.foreign import ModelFamily
 
 LINES = "runs.jsonl"
 Key = TypeVar("Key")
@@ -112,7 +110,7 @@ class RunStore:
             raise ChecksStopped(f"{ended} of {len(wanted)} runs have ended")
         return lambda trial: self._ended[trial.key]
 
-    def losses(self, family: "ModelFamily", settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
+    def losses(self, family: ModelFamily, settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
         """Train each setting with the seeds 0 to ``seeds - 1``. Return the losses of all seeds for each key."""
         trials = {
             key: [family.trial(replace(setting, seed=seed)) for seed in range(seeds)]
