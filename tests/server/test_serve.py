@@ -103,7 +103,7 @@ def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> Non
     (broken / "study.json").write_text("{")
     _, _, page = get(port, "/")
     assert "1 run, 2 studies" in page
-    for words in ("runs/wheat", "finished", "not JSON"):
+    for words in ("runs/wheat", "finished", "invalid JSON"):
         assert words in page
     shutil.rmtree(broken)
 

@@ -29,7 +29,7 @@ def test_the_kind_of_a_folder_follows_from_its_files(folders, tmp_path):
 
 def test_a_torn_last_line_is_ignored(folder):
     whole = read_run(folder / "runs/copied")  # torn by the fixture
-    assert whole.steps[-1].step == whole.recipe.steps - 1
+    assert whole.steps[-1]["step"] == whole.recipe.steps - 1
     with (folder / "runs/copied/events.jsonl").open("a") as file:
         file.write('{"event": "checkp')
     assert read_run(folder / "runs/copied").validation == whole.validation
@@ -40,7 +40,7 @@ def test_steps_done_again_after_a_resume_count_once(folder):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     torn = [*lines[:200], '{"step": 200, "tok', *lines[150:]]
     (run / "metrics.jsonl").write_text("\n".join(torn) + "\n")
-    assert [step.step for step in read_run(run).steps] == list(range(len(lines)))
+    assert [step["step"] for step in read_run(run).steps] == list(range(len(lines)))
 
 
 def test_lines_that_are_not_steps_are_ignored(folder):
@@ -77,9 +77,9 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
         {"event": "rewind", **back | {"to_tokens": 10_000}},
     ]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:4]))
-    assert read_run(run).validation == ((20_000, 3.5), (60_000, 3.2))
+    assert read_run(run).validation == [(20_000, 3.5), (60_000, 3.2)]
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert read_run(run).validation == ()
+    assert read_run(run).validation == []
     page = folder_page(run)
     assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in page
     assert "1 of 2 times by itself" in page
@@ -100,20 +100,24 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1]) | {"loss": float("nan"), "grad_norm": float("inf")}
     (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(last)]))
-    assert read_run(run).steps[-1].loss is None
+    assert read_run(run).steps[-1]["loss"] is None
 
 
 @pytest.mark.parametrize(
     ("part", "breaking", "message"),
     [
         (".", shutil.rmtree, "no such folder"),
-        (".", lambda folder: (shutil.rmtree(folder), folder.mkdir()), "empty; give the folder"),
+        (".", lambda folder: (shutil.rmtree(folder), folder.mkdir()), "contains no run (metrics.jsonl)"),
         (".", lambda folder: (shutil.rmtree(folder), folder.write_text("")), "a file; give the folder"),
         (".", lambda folder: None, "no run (metrics.jsonl), study (study.json), check (check"),
-        (".", lambda folder: (folder / "check.json").write_text('{"name": "x"}'), "check.json: passed is missing"),
+        (
+            ".",
+            lambda folder: (folder / "check.json").write_text('{"name": "x"}'),
+            "check.json: passed: field required; write the file again",
+        ),
         (".", lambda folder: (folder / "runs.jsonl").touch(), "has not finished; run the same leaven check command"),
-        (".", lambda folder: (folder / "demo.json").write_text("{"), "demo.json is not JSON"),
-        (".", lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name is missing"),
+        (".", lambda folder: (folder / "demo.json").write_text("{"), "demo.json: invalid JSON"),
+        (".", lambda folder: (folder / "demo.json").write_text("{}"), "demo.json: name: field required"),
         (
             ".",
             lambda folder: (folder / "demo.json").write_text('{"schema": "leaven.demo/1"}'),
@@ -122,7 +126,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         (
             "proxy",
             lambda folder: (folder / "study.json").write_text('{"name": "x"}'),
-            "study.json: method is missing",
+            "study.json: method: field required",
         ),
         (
             "proxy",
@@ -134,7 +138,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         ),
         ("proxy", lambda folder: (folder / "centre.toml").unlink(), "centre.toml: no such file"),
         ("runs/copied", lambda folder: (folder / "recipe.toml").write_text("name = 1"), "recipe.toml: "),
-        ("runs/copied", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 0}'), "tokens is missing"),
+        ("runs/copied", lambda folder: (folder / "metrics.jsonl").write_text('{"step": 0}'), "no steps yet"),
     ],
 )
 def test_an_unreadable_folder_is_a_one_line_error(folder, part, breaking, message):

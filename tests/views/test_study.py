@@ -12,6 +12,7 @@ from studied import replace
 
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import parameter_table
+from leaven.tuning.point import values
 from leaven.tuning.space import space
 from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
@@ -77,21 +78,10 @@ def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     assert compared > 100
 
 
-@pytest.mark.parametrize("octaves", [-3.0, -0.679, 0.0, 0.3, 1.0])
-def test_shown_values_are_rounded_as_the_search_rounds_them(study, octaves):
-    """A batch of whole sequences, a warm-up of whole tokens: as the search has them."""
-    start, searched = study.centre, space(study.centre, "global")
-    here = searched.values(dict.fromkeys(searched.paths, octaves))
-    for each in searched.dimensions:
-        shown = points.value(each, octaves, start.model.seq_len)
-        assert shown == pytest.approx(here[each.path], rel=1e-12)
-    assert {"batch.tokens", "schedule.warmup_tokens"} <= set(here)
-
-
 def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
     start = study.centre
     beta = space(start, "hyperparameters.beta2").dimensions[0]
-    assert points.value(beta, 1.0, start.model.seq_len) == pytest.approx(start.hyperparameters.beta2**2)
+    assert values(start, {beta.path: 1.0}) == {beta.path: pytest.approx(start.hyperparameters.beta2**2)}
     assert points.change(beta, 1.0) == "2×"
     said = "2× squares the beta"
     assert said not in words(study_page(study))  # no beta among the first 31 values

@@ -136,7 +136,7 @@ def _summary(view: FolderView, silent: float) -> tuple[str, str, float | None, f
         tokens = view.recipe.data.tokens
         done = f"{numbers.quantity(view.tokens)} of {numbers.quantity(tokens)} tokens"
         state = "finished" if view.finished else f"stopped: {view.stopped}" if view.stopped else going
-        loss = view.loss if view.loss is not None else view.steps[-1].loss
+        loss = view.loss if view.loss is not None else view.steps[-1]["loss"]
         return view.title, done, min(view.tokens / tokens, 1.0), loss, state
     if isinstance(view, StudyView):
         running = sum(view.count(state) for state in ("running", "waiting"))

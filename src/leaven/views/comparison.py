@@ -77,7 +77,7 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
                 tokens=run.tokens,
                 seconds=run.seconds,
                 tokens_per_second=run.tokens_per_second,
-                rollbacks=sum(event.event == "rollback" for event in run.returns),
+                rollbacks=sum(event["event"] == "rollback" for event in run.returns),
             )
             for run in runs
         ],

@@ -3,7 +3,7 @@
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.views import charts, numbers
-from leaven.views.charts import INK, MUTED, PAPER, Figure
+from leaven.views.charts import INK, MUTED, Figure
 from leaven.views.demo import RULES, best, cost, curves, headline, loss_table, seed_table
 from leaven.views.render import render
 
@@ -48,16 +48,15 @@ def _losses(demo: DemoDocument, rule: str) -> Figure:
     for n, model in enumerate(demo.models):
         curve, colour, group = drawn[rule, model.width], _colour(n), str(model.width)
         texts = [f"<b>width {model.width}</b><br>{loss:.3f} at lr {lr:g}" for lr, loss in curve.items()]
-        marker = {"color": colour, "size": 6}
-        line = charts.line(curve, curve.values(), colour, hovertext=texts, marker=marker, legendgroup=group)
-        at = best(curve)
-        diamond = {"color": colour, "size": 13, "symbol": "diamond", "line": {"color": PAPER, "width": 1.5}}
-        mark = charts.scatter([at], [curve[at]], "markers", marker=diamond, legendgroup=group)
-        traces += [line | {"mode": "lines+markers"}, mark]
+        at, diamond = best(curve), {"symbol": "diamond"}
+        traces += [
+            charts.line(curve.items(), colour, size=6, hovertext=texts, legendgroup=group),
+            charts.dots([(at, curve[at])], colour, 13, marker=diamond, legendgroup=group),
+        ]
     x = charts.log_axis(demo.lrs[0], demo.lrs[-1], numbers.value, pad=0.06)
     x |= {"tickvals": demo.lrs, "ticktext": [f"{lr:g}" for lr in demo.lrs]}
     y = charts.linear_axis(lowest, lowest + ABOVE, "{:.1f}".format, pad=0.08)
-    line_at = charts.mark_line("x", start, MUTED, "dot")
+    line_at = charts.mark_line("x", start, MUTED)
     return charts.figure("learning rate of the recipe", "loss, nats per token", traces, x=x, y=y, shapes=[line_at])
 
 

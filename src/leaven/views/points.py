@@ -12,25 +12,7 @@ from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views import numbers
 from leaven.views.tables import cut
 
-BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
 UNMOVED = 0.005  # octaves; a smaller change would be printed as x1.00
-
-
-def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
-    """Return the value at the distance ``to`` from the start, in units of the dimension (such as octaves).
-
-    Values are rounded as in a recipe: a batch to whole sequences, a warm-up and a duration to whole tokens.
-    """
-    centre = dimension.centre
-    if isinstance(centre, str):
-        return dimension.levels[round(to)]
-    if dimension.unit == "tenth":
-        return max(centre + to / 10, 0.0)
-    factor = math.exp2(to)
-    if dimension.path in BETAS:
-        return math.pow(centre, factor)
-    whole = {"batch.tokens": seq_len, "schedule.warmup_tokens": 1, "data.tokens": 1}.get(dimension.path)
-    return centre * factor if whole is None else max(round(centre * factor / whole), 1) * whole
 
 
 def change(dimension: Dimension, to: float) -> str:

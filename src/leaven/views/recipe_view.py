@@ -8,7 +8,7 @@ from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.table import ParameterRow, parameter_table
 from leaven.views import charts, numbers
-from leaven.views.charts import MUTED, PAPER, Figure
+from leaven.views.charts import MUTED, Figure
 from leaven.views.parameters import QUANTITIES, LayerGroup, groups, label, reason
 
 Band = Mapping[str, Any] | None
@@ -245,12 +245,10 @@ def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
     last, traces, notes = recipe.model.n_layers - 1, [], []
     for i, (kind, points) in enumerate(found.items()):
         colour, fine = charts.hue(i), 10 * (len(points) - 1)
-        x = [last * n / fine for n in range(fine + 1)]
-        traces.append(charts.line(x, [DepthProfile.at(points, n, fine + 1) for n in range(fine + 1)], colour))
-        marker = {"color": colour, "size": 8, "line": {"color": PAPER, "width": 1.5}}
+        profile = [(last * n / fine, DepthProfile.at(points, n, fine + 1)) for n in range(fine + 1)]
         hover = f"<b>{KINDS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
-        layers = list(range(last + 1))
-        traces.append(charts.scatter(layers, over_depth(recipe, kind), "markers", marker=marker, hovertemplate=hover))
+        traces.append(charts.line(profile, colour))
+        traces.append(charts.dots(enumerate(over_depth(recipe, kind)), colour, hovertemplate=hover))
         place = {"x": last, "xshift": 8, "xanchor": "left", "y": math.log10(points[-1])}
         notes.append({**place, "text": KINDS[kind], "font": {"color": colour}})
     every = [point for points in found.values() for point in points] + [1.0]
@@ -260,7 +258,7 @@ def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
         traces,
         x=charts.whole_numbers(0, last),
         y=charts.log_axis(min(every), max(every), numbers.ratio, pad=0.12),
-        shapes=[charts.mark_line("y", 1, MUTED, "dot", layer="below")],
+        shapes=[charts.mark_line("y", 1, MUTED)],
         notes=notes,
         margin={"l": 48, "r": 90, "t": 26, "b": 44},
     )

@@ -9,9 +9,10 @@ from typing import Any
 
 from leaven.recipe.recipe import split_path
 from leaven.tuning.algorithm.confirmation import GIVEN
-from leaven.tuning.study_document import UNDER_WAY, Coordinate, Dimension
+from leaven.tuning.point import values
+from leaven.tuning.study_document import UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts
-from leaven.views.charts import ACCENT, Figure
+from leaven.views.charts import Figure
 from leaven.views.folders import StudyView
 from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
 from leaven.views.render import render
@@ -27,7 +28,7 @@ def study_page(study: StudyView) -> str:
     known = study_charts.known_curves(study)
     if known:
         charts["curves"] = study_charts.curves(study, known, "training loss, nats per token")
-        if ahead := study_charts.against_best(study):
+        if ahead := study_charts.against_best(study, known):
             charts["ahead"] = study_charts.curves(study, ahead, "above the best trial, nats per token")
     charts["front"] = study_charts.front(study)
     charts["timeline"] = study_charts.timeline(study)
@@ -46,7 +47,6 @@ def study_page(study: StudyView) -> str:
         trials=trial_rows(study),
         shown=SHOWN,
         cost=_cost(study),
-        points=points,
         view=recipe_view(recipe, study.centre if best else None, ("centre", "best" if best else "start")),
         commands=[tune_command(study, "centre.toml", "."), "leaven report . -o report.html"],
     )
@@ -57,20 +57,18 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
     has completed."""
     if study.start_loss is None:
         return {}, {}
-    kinds = study_charts.by_kind(study)
-    slices = study_charts.slices(study)
+    kinds, slices = study_charts.by_kind(study), study_charts.slices(study)
     charts: dict[str, Figure | None] = {"search": study_charts.search(study)}
     charts |= {f"slice-{i}": chart for i, (_, chart) in enumerate(slices)}
+    _, top = study_charts.window(study)
     view = {
         "study": study,
         "marks": [(study_charts.MARKS[name], len(trials)) for name, trials in kinds.items() if name != "best"],
-        "best_colour": ACCENT,
-        "beyond": len(kinds.get("beyond", ())),
+        "answer": study_charts.ANSWER,
+        "beyond": sum(trial.state == "complete" and (trial.loss or 0.0) > top for trial in study.trials),
         "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
         "rows": [_value_row(each, study) for each in study.coordinates],
         "first": FIRST,
-        "at_end": [each for each in study.coordinates if each.at_end],
-        "unsure": [each.gain for each in study.unsure],
     }
     return charts, view
 
@@ -87,38 +85,15 @@ def word(coordinate: Coordinate, study: StudyView) -> str:
 
 
 def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
+    """Return the row of a value. In its picture ``strip``, positions and widths are in percent."""
     dimension = study.dimension(coordinate.path)
-    highest = max(abs(each.importance) for each in study.coordinates) or 1.0
-    flat = () if dimension.levels else coordinate.flat
-    return {
-        "path": coordinate.path,
-        "strip": _strip(coordinate, dimension),
-        "best": points.change(dimension, coordinate.best),
-        "flat": " to ".join(points.change(dimension, to) for to in flat),
-        "gain": coordinate.gain,
-        "deviation": coordinate.gain_deviation,
-        "bar": 100 * max(coordinate.importance, 0.0) / highest,
-        "importance": coordinate.importance,
-        "optuna": coordinate.optuna_importance,
-        "word": word(coordinate, study),
-    }
+    places = [*dimension.box, coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
+    low, high = max(min(places), dimension.low), min(max(places), dimension.high)
 
-
-def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
-    """Return the contents of the small picture of a searched value.
-
-    They are the regions where runs diverge, the flat region, the start and the best value. All positions are in
-    percent of the picture's width.
-    """
-    low, high = dimension.box
-    places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
-    low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
-
-    def at(octaves: float) -> float:
-        return 100 * (min(max(octaves, low), high) - low) / (high - low)
-
-    def span(first: float, last: float) -> tuple[float, float]:
-        return at(first), max(at(last) - at(first), 0.0)
+    def span(*octaves: float) -> tuple[float, float]:
+        """Return where a region begins, and its width."""
+        first, last = (100 * (min(max(end, low), high) - low) / (high - low) for end in (min(octaves), max(octaves)))
+        return first, last - first
 
     lost = [point.octaves for point in coordinate.slice if point.risk > 0.5]
     sides = [[o for o in lost if o < coordinate.best], [o for o in lost if o > coordinate.best]]
@@ -126,40 +101,53 @@ def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
         points.change(dimension, to) for to in (coordinate.best, *coordinate.flat, low, high)
     )
     return {
-        "lost": [span(min(side), max(side)) for side in sides if side],
-        "flat": span(*coordinate.flat),
-        "start": at(0.0),
-        "best": at(coordinate.best),
-        "label": f"best value {best} relative to the start; flat from {first} to {last}; "
-        f"shown from {lowest} to {highest}",
+        "of": coordinate,
+        "strip": {
+            "lost": [span(*side) for side in sides if side],
+            "flat": span(*coordinate.flat),
+            "start": span(0.0)[0],
+            "best": span(coordinate.best)[0],
+            "label": f"best value {best} relative to the start; flat from {first} to {last}; "
+            f"shown from {lowest} to {highest}",
+        },
+        "best": best,
+        "flat": "" if dimension.levels else f"{first} to {last}",
+        "bar": 100 * coordinate.importance / (max(each.importance for each in study.coordinates) or 1.0),
+        "word": word(coordinate, study),
     }
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
     """Return the table of the values that changed, at the best point and at the equally good point with the fewest
     changes. Return None if there is no best point, or if the best point is the start."""
-    best, fewest = study.best_trial, study.fewer
-    if best is None or best.octaves is None:
+    best, fewer = study.best_trial, study.fewer
+    moved = {path: to for path, to in ((best and best.octaves) or {}).items() if abs(to) > points.UNMOVED}
+    if best is None or not moved:
         return None
-    moved = {path: octaves for path, octaves in best.octaves.items() if abs(octaves) > points.UNMOVED}
-    if not moved:
-        return None
+    fewest = {path: to for path, to in (fewer or {}).items() if abs(to) > points.UNMOVED}
+    at_fewest = values(study.centre, fewest)
 
-    def cells(dimension: Dimension, value: float | str | None, to: float) -> list[str]:
+    def cells(path: str, value: float | str | None, to: float) -> list[str]:
+        dimension = study.dimension(path)
         octaves = f"{to:+.2f}".replace("-", numbers.MINUS) if dimension.unit == "octave" else numbers.NONE
         return [_shown(value), points.change(dimension, to), octaves]
 
-    rows = []
-    for path in sorted(moved, key=lambda path: (-abs((fewest or moved).get(path, 0.0)), -abs(moved[path]))):
-        dimension, to = study.dimension(path), (fewest or {}).get(path, 0.0)
-        other = None
-        if abs(to) > points.UNMOVED:
-            other = cells(dimension, points.value(dimension, to, study.centre.model.seq_len), to)
-        own = cells(dimension, best.values.get(path), moved[path])
-        rows.append({"path": path, "start": _shown(dimension.centre), "best": own, "fewest": other})
-    few = sum(abs(octaves) > points.UNMOVED for octaves in (fewest or {}).values())
-    betas = any(".beta" in path for path in moved)
-    return {"rows": rows, "of": len(best.octaves), "fewest": few if fewest else None, "betas": betas, "first": FIRST}
+    rows = [
+        {
+            "path": path,
+            "start": _shown(study.dimension(path).centre),
+            "best": cells(path, best.values.get(path), moved[path]),
+            "fewest": cells(path, at_fewest[path], fewest[path]) if path in fewest else None,
+        }
+        for path in sorted(moved, key=lambda path: (-abs(fewest.get(path, 0.0)), -abs(moved[path])))
+    ]
+    return {
+        "rows": rows,
+        "of": len(best.octaves or {}),
+        "fewest": None if fewer is None else len(fewest),
+        "betas": any(".beta" in path for path in moved),
+        "first": FIRST,
+    }
 
 
 def _shown(value: float | str | None) -> str:
@@ -167,28 +155,22 @@ def _shown(value: float | str | None) -> str:
 
 
 def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """Find the trial with the lowest loss at each duration. Return (tokens, number of the trial, loss) for each
-    duration.
-
-    Return an empty list if there is only one duration.
-    """
-    ends = [
-        (tokens, trial.number, loss)
-        for trial in study.trials
-        if trial.state == "complete" and trial.purpose == "search"
-        for tokens, loss in trial.branches
-    ]
-    lengths = sorted({tokens for tokens, _, _ in ends})
-    if len(lengths) < 2:
-        return []
-    return [min((end for end in ends if end[0] == length), key=lambda end: end[2]) for length in lengths]
+    """Return (tokens, number of the trial, loss) of the lowest loss at each duration, or an empty list if there is only
+    one duration."""
+    lowest: dict[int, tuple[int, int, float]] = {}
+    for trial in study.trials:
+        if trial.state == "complete" and trial.purpose == "search":
+            for tokens, loss in trial.branches:
+                if tokens not in lowest or loss < lowest[tokens][2]:
+                    lowest[tokens] = (tokens, trial.number, loss)
+    return sorted(lowest.values()) if len(lowest) > 1 else []
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
     """Return the rows of the table of trials, sorted by loss. Trials without a loss come last."""
     names, best = points.workers(study), study.best_trial
-    lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
-    lowest = best.loss if best else lowest
+    ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
+    lowest = best.loss if best else min(ended, default=None)
     ranked = sorted(
         study.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss, t.number)
     )
@@ -212,7 +194,6 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
     ends = [(trial.ended - (trial.seconds or 0.0), trial.ended) for trial in ran if trial.ended]
     return {
-        "seconds": study.seconds if ran else None,
         "elapsed": max(ended for _, ended in ends) - min(begun for begun, _ in ends) if ends else None,
         "early": [
             (sum(trial.seconds or 0.0 for trial in ran if trial.state == state), study.count(state), state)
