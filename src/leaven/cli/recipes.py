@@ -85,7 +85,7 @@ def show(
     """Print all values of one published run, with their sources."""
     run = find_run(id)
     print_document(
-        PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run, console.width), json_output
+        PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run), json_output
     )
 
 

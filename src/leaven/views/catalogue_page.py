@@ -46,8 +46,10 @@ class CatalogueChart:
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return what each law predicts for model sizes at 20 tokens per parameter. ``predicted`` is the quantity, such as
-    ``lr``. Only the main form of a law is used."""
+    """Return what each law predicts for model sizes at 20 tokens per parameter.
+
+    ``predicted`` is the quantity, such as ``lr``. Only the main form of a law is used.
+    """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
         for result in evaluate(size, TOKENS_PER_PARAMETER * size):
@@ -175,7 +177,7 @@ def scatter(
     low, high = min(values) / 1.25, max(values) * 1.25
     edge = band([(run, value) for run, value in points if run.lr_comparable])
     outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
-    fill = {"fill": "toself", "fillcolor": "var(--shade-band)", "legendgroup": "band"}
+    fill: Figure = {"fill": "toself", "fillcolor": "var(--shade-band)", "legendgroup": "band"}
     traces = [charts.line(outline, MUTED, 0, **fill)] if edge else []
     grid = [min(sizes) * (max(sizes) / min(sizes)) ** (n / (_GRID - 1)) for n in range(_GRID)]
     names, ends = [], []
@@ -185,7 +187,7 @@ def scatter(
             continue
         names.append(name)
         ends.append(inside[-1][:2])
-        style = {"name": name, "hovertemplate": f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"}
+        style: Figure = {"name": name, "hovertemplate": f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"}
         for dash in ("dot", "solid"):  # the solid line covers the dotted line inside the fitted range
             drawn = [(x, y) for x, y, fitted in inside if fitted or dash == "dot"]
             traces.append(charts.line(drawn, MUTED, 1, dash=dash, legendgroup="laws", **style))

@@ -154,8 +154,7 @@ def whole_numbers(low: int, high: int) -> Figure:
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
-    """Return a line across the whole chart where ``axis`` (x or y) is ``at``. By default, it is drawn behind everything
-    else."""
+    """Return a line across the whole chart where ``axis`` (x or y) is ``at``, behind everything else."""
     looks = {"color": colour, "width": 1, "dash": dash}
     return {"type": "line", "line": looks, "layer": "below", **_across(axis, at, at), **more}
 

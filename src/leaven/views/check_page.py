@@ -102,8 +102,10 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:
-    """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals. A dotted
-    line shows the value of the base."""
+    """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals.
+
+    A dotted line shows the value of the base.
+    """
     known = [value for value in (*curve.low, *curve.high) if value is not None]
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)
     y = charts.log_axis(min(known) / 1.5, max(known) * 1.5, numbers.value)

@@ -226,7 +226,7 @@ def ramp(plan: RampPlan) -> Figure:
     marker = {"color": colour, "size": 8, "symbol": symbols}
     curve = [(point.batch_tokens, point.tflops_per_gpu) for point in plan.points]
     first, last = curve[0][0], curve[-1][0]
-    # The curve rises, so there is space below and to the right of its first half, and above and to the left of its end.
+    # The curve rises: its first half has space below and to the right, its second half above and to the left.
     early = start.batch_tokens < math.sqrt(first * last)
     return charts.figure(
         "global batch, tokens",

@@ -155,8 +155,10 @@ def _shown(value: float | str | None) -> str:
 
 
 def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """Return (tokens, number of the trial, loss) of the lowest loss at each duration, or an empty list if there is only
-    one duration."""
+    """Return (tokens, number of the trial, loss) of the lowest loss at each duration.
+
+    Return an empty list if there is only one duration.
+    """
     lowest: dict[int, tuple[int, int, float]] = {}
     for trial in study.trials:
         if trial.state == "complete" and trial.purpose == "search":

@@ -1,8 +1,7 @@
-"""Show training runs live in the terminal, and a message at their end."""
+"""Show a training run live in the terminal, and a message at its end."""
 
 import string
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from leaven.views.tables import Column
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.training.run_folder import RunFolder
     from leaven.training.step_metrics import Step
 
 SLOW = 1.5  # a rank that takes this many times the median of the ranks is reported as slow
@@ -155,47 +153,6 @@ class TrainScreen(LiveScreen):
             "TFLOP/s": numbers.value(step.tflops),
             "left": self._left.removesuffix(" left"),
         }
-
-
-class RunsScreen(LiveScreen):
-    """The live screen of runs of other processes, which are read from their folders. It has a bar for each run and a
-    row for each validation."""
-
-    def __init__(self, runs: Mapping[str, Path], tokens: int) -> None:
-        from leaven.training.run_folder import RunFolder
-
-        columns = {"run": 11, "tokens": 7, "loss": 6, "validation": 10, "lr": 7, "batch": 6, "tok/s": 6}
-        super().__init__([Column(header, width=width) for header, width in columns.items()])
-        self._tokens = tokens
-        self._folders = {name: RunFolder(folder) for name, folder in runs.items()}
-        # Validations before this command started were shown by an earlier command.
-        self._shown = {name: len(_validations(folder)) for name, folder in self._folders.items()}
-        self.look()
-
-    def look(self) -> None:
-        """Read the folders again, move the bars and print new rows."""
-        for name, folder in self._folders.items():
-            steps = {line["tokens"]: line for line in folder.metrics()}
-            self.bar(f"{name:<11}", max(steps, default=0), self._tokens)
-            validations = _validations(folder)
-            for event in validations[self._shown[name] :]:
-                if (step := steps.get(event["tokens"])) is not None:
-                    self.row(
-                        {
-                            "run": name,
-                            "tokens": format_quantity(step["tokens"]),
-                            "loss": "nan" if step["loss"] is None else _fixed(step["loss"], 3),
-                            "validation": "nan" if event["loss"] is None else f"{event['loss']:.4f}",
-                            "lr": numbers.scientific(step["lr"], 3),
-                            "batch": format_quantity(step["batch_tokens"]),
-                            "tok/s": format_quantity(step["tokens_per_second"]),
-                        }
-                    )
-            self._shown[name] = len(validations)
-
-
-def _validations(folder: "RunFolder") -> Sequence[dict[str, Any]]:
-    return [event for event in folder.events() if event["event"] == "validation"]
 
 
 def _fixed(number: float, digits: int) -> str:
