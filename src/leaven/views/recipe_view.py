@@ -7,8 +7,7 @@ from typing import Any
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.table import ParameterRow, parameter_table
-from leaven.views import charts, numbers
-from leaven.views.charts import MUTED, Figure
+from leaven.views import numbers
 from leaven.views.parameters import LayerGroup, by_label, reason
 
 HEADERS = {
@@ -205,32 +204,3 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
     factors = [(getattr(m, kind), name, kind) for name, m in own.items() for kind in kinds if getattr(m, kind) > 0]
     ends = [(KINDS[kind], name, factor) for factor, name, kind in ((min(factors), max(factors)) if factors else ())]
     return {"kinds": [KINDS[kind] for kind in kinds], "rows": rows, "chips": chips(reach), "ends": ends}
-
-
-def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
-    """Draw the depth multipliers with a line for each kind and a dot for each layer. Return None if the recipe has no
-    depth profile."""
-    found = {kind: getattr(recipe.hyperparameters.depth, kind) for kind in multiplier_kinds(recipe, space)}
-    found = {kind: points for kind, points in found.items() if len(points) > 1}
-    if not found:
-        return None
-    last, traces, notes = recipe.model.n_layers - 1, [], []
-    for i, (kind, points) in enumerate(found.items()):
-        colour, fine = charts.hue(i), 10 * (len(points) - 1)
-        profile = [(last * n / fine, DepthProfile.at(points, n, fine + 1)) for n in range(fine + 1)]
-        hover = f"<b>{KINDS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
-        traces.append(charts.line(profile, colour))
-        traces.append(charts.dots(enumerate(over_depth(recipe, kind)), colour, hovertemplate=hover))
-        place = {"x": last, "xshift": 8, "xanchor": "left", "y": math.log10(points[-1])}
-        notes.append({**place, "text": KINDS[kind], "font": {"color": colour}})
-    every = [point for points in found.values() for point in points] + [1.0]
-    return charts.figure(
-        "layer",
-        "multiplier",
-        traces,
-        x=charts.whole_numbers(0, last),
-        y=charts.log_axis(min(every), max(every), numbers.ratio, pad=0.12),
-        shapes=[charts.mark_line("y", 1, MUTED)],
-        notes=notes,
-        margin={"l": 48, "r": 90, "t": 26, "b": 44},
-    )

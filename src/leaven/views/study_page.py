@@ -4,7 +4,7 @@ found, all trials, and the cost."""
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from leaven.recipe.recipe import split_path
@@ -14,7 +14,7 @@ from leaven.tuning.study_document import UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import Figure
 from leaven.views.folders import StudyView
-from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
+from leaven.views.recipe_view import acts, multipliers_view, recipe_view
 from leaven.views.render import render
 
 FIRST = 14  # number of rows of the table of values that are visible at first
@@ -32,7 +32,6 @@ def study_page(study: StudyView) -> str:
             charts["ahead"] = study_charts.curves(study, ahead, "above the best trial, nats per token")
     charts["front"] = study_charts.front(study)
     charts["timeline"] = study_charts.timeline(study)
-    charts["depth"] = depth_chart(best, study.space) if best else None
     return render(
         "study.html.j2",
         charts,
@@ -43,7 +42,6 @@ def study_page(study: StudyView) -> str:
         search=search,
         multipliers=multipliers_view(best, study.space) if best else None,
         changes=changes(study),
-        durations=durations(study),
         trials=trial_rows(study),
         shown=SHOWN,
         cost=_cost(study),
@@ -152,20 +150,6 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 def _shown(value: float | str | None) -> str:
     return value if isinstance(value, str) else numbers.value(value)
-
-
-def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """Return (tokens, number of the trial, loss) of the lowest loss at each duration.
-
-    Return an empty list if there is only one duration.
-    """
-    lowest: dict[int, tuple[int, int, float]] = {}
-    for trial in study.trials:
-        if trial.state == "complete" and trial.purpose == "search":
-            for tokens, loss in trial.branches:
-                if tokens not in lowest or loss < lowest[tokens][2]:
-                    lowest[tokens] = (tokens, trial.number, loss)
-    return sorted(lowest.values()) if len(lowest) > 1 else []
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:

@@ -197,6 +197,6 @@ def at_point(cells: Sequence[Cell]) -> list[Cell]:
     return [f"{'':{before - end}}{cell}".ljust(before + after) for cell, end in zip(cells, ends, strict=True)]
 
 
-def under(label: Cell, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
+def under(label: Cell, lines: Sequence[Cell]) -> list[Fact]:
     """Return several lines with one label. The label is printed only before the first line."""
-    return [("" if n else label, line) for n, line in enumerate(lines)]
+    return [("" if n else label, [line]) for n, line in enumerate(lines)]

@@ -118,7 +118,7 @@ def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
         facts: list[Fact] = []
         for path, value in flat.items():
             if path.startswith(f"{name}."):
-                facts += under(f"  {path}", [[line] for line in value_lines(value)])
+                facts += under(f"  {path}", value_lines(value))
                 own = group.provenance(path.split(".")[1])
                 if own is not group:
                     facts += _dim(f"known from: {own.confidence}", *own.sources)

@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from leaven.documents.planning import (
-    BudgetDocument,
-    CandidateRow,
-    Explanation,
-    Layout,
-    PlanDocument,
-    RampChoice,
-)
+from leaven.documents.planning import BudgetDocument, CandidateRow, Explanation, Layout, PlanDocument, RampChoice
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.explain import PARTS
 from leaven.planning.layouts import EQUAL
@@ -33,7 +26,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         ("time", _time(plan)),
         ("budget", [format_seconds(86_400 * plan.days), *costs(plan.cost), f"on {plan.cluster}"]),
         ("ramp", _ramp(plan)),
-        *under("next best", [[_alternative(other, plan)] for other in plan.alternatives[:ALTERNATIVES]]),
+        *under("next best", [_alternative(other, plan) for other in plan.alternatives[:ALTERNATIVES]]),
     ]
     if plan.untrained is not None:
         facts.append(("not trained", [_alternative(plan.untrained, plan), "leaven plans and exports it"]))
@@ -41,7 +34,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         facts.append(("not", plan.not_))
     if plan.explain is not None:
         facts.append(("explain", _explained(plan.explain, plan.speed.step_seconds)))
-    facts += under("caution", [[line] for line in plan.cautions])
+    facts += under("caution", plan.cautions)
     if plan.calibration is not None:
         facts.append(("calibrated", [f"time {plan.calibration.says}"]))
     yield Facts([*facts, ("accuracy", [ACCURACY])])
@@ -60,15 +53,12 @@ def _memory(plan: PlanDocument) -> list[Cell]:
 
 
 def _speed(plan: PlanDocument) -> list[Cell]:
-    speed = plan.speed
-    rate = format_quantity(speed.tokens_per_second / plan.gpus)
+    speed, tflops = plan.speed, plan.speed.tflops_per_gpu
     return [
-        f"{speed.tflops_per_gpu:.0f} TFLOP/s"
-        if speed.tflops_per_gpu >= 10
-        else f"{speed.tflops_per_gpu:.2g} TFLOP/s",
+        f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{tflops:.2g} TFLOP/s",
         f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
         f"{duration(speed.step_seconds)} a step",
-        f"{rate} tokens/s/{plan.cost.device}",
+        f"{format_quantity(speed.tokens_per_second / plan.gpus)} tokens/s/{plan.cost.device}",
     ]
 
 
@@ -103,27 +93,17 @@ def _start(choice: RampChoice) -> str:
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return the memory and time of another layout, and the keys in which it differs from the chosen layout. dp and
-    accumulation are left out because they follow from the other keys."""
+    """Return the memory and time of another layout, and where it differs from the chosen layout."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
-    own, chosen = _choices(other.layout), _choices(plan.layout)
-    return Text.assemble(
-        f"{other.gib:5.1f} GiB  ",
-        (f"{slower:+7.1%} time", style),
-        f"  {', '.join(choice for choice in own if choice not in chosen)}",
-    )
+    different = [part for part in _parts(other.layout) if part not in _parts(plan.layout)]
+    return Text.assemble(f"{other.gib:5.1f} GiB  ", (f"{slower:+7.1%} time", style), f"  {', '.join(different)}")
 
 
-def _choices(layout: Layout) -> list[str]:
-    stages, replicas = layout["stages_per_rank"], layout["dp_replicate"]
-    return [
-        *(f"{key} {layout[key]}" for key in ("tp", "pp", "cp", "ep", "zero")),
-        "no replicas" if replicas == 1 else f"{replicas} replicas",
-        layout["schedule"] + (f" x {stages}" if stages > 1 else ""),
-        f"micro-batch {layout['micro_batch']}",
-        f"recompute {layout['recompute']}",
-    ]
+def _parts(layout: Layout) -> list[str]:
+    """Return a layout as texts such as ``tp 2``. The accumulation is left out because it follows from the rest."""
+    parts = str(Arrangement.read(layout)).split(" · ")
+    return [part for part in parts if not part.startswith("accumulate")]
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
@@ -146,24 +126,17 @@ _BUDGET = (
     Column("MFU", lambda row: f"{row.mfu:.0%}"),
     Column("shape", lambda row: f"L {row.shape['n_layers']} d {row.shape['d_model']}", align="left", drop=1),
     Column(
-        "layout", lambda row: _short(row.layout) if row.layout else "not planned", align="left", drop=2, free=True
+        "layout",
+        lambda row: ", ".join(_parts(row.layout)) if row.layout else "not planned",
+        align="left",
+        drop=2,
+        free=True,
     ),
 )
 
 
 def _per_param(number: float) -> str:
     return f"{number:.3g}" if number < 1_000 else f"{number:,.0f}"
-
-
-def _short(layout: Layout) -> str:
-    """Return a layout as short text, for example ``dp 64 zero 3 mbs 2 recompute full``. Degrees of 1 are left out."""
-    more = {
-        "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
-        "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
-    }
-    parts = [f"{key} {layout[key]}{more.get(key, '')}" for key in ("dp", "tp", "pp") if layout[key] > 1]
-    recompute = "" if layout["recompute"] == "none" else f" recompute {layout['recompute']}"
-    return " ".join([*parts, f"zero {layout['zero']} mbs {layout['micro_batch']}{recompute}"])
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:

@@ -232,13 +232,13 @@ def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None)
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)
             beyond = f"the optimum may lie beyond; to search farther, {wider}"
-            facts += _lines("at the end", [f"{short_path(each.path)}: {each.end}", beyond])
+            facts += under("at the end", [f"{short_path(each.path)}: {each.end}", beyond])
     if moved and state.fewest_octaves is not None:
         facts += _fewest_changes(state, state.fewest_octaves)
     if state.idle:
         count = f"{len(state.idle)} of {len(state.coordinates)}"
         text = f"{count}: resetting them all to the start costs less than the noise"
-        facts += _lines("not worth", [text, _names([short_path(path) for path in state.idle])])
+        facts += under("not worth", [text, _names([short_path(path) for path in state.idle])])
     if unsure := [each.gain for each in state.unsure]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
         facts.append(("unsure", [f"{len(unsure)} not known to have gained more than the noise: {gains}"]))
@@ -253,7 +253,7 @@ def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None)
     files = [f"{folder / 'best.toml'} (with a reason for each value under [why])"]
     if state.fewer is not None:
         files.append(f"{folder / 'fewest.toml'} (the fewest changes)")
-    yield Facts([*facts, *_lines("recipe", files)], LABEL)
+    yield Facts([*facts, *under("recipe", files)], LABEL)
 
 
 def _result(state: StudyDocument, best: Best, moved: bool) -> list[Fact]:
@@ -266,17 +266,13 @@ def _result(state: StudyDocument, best: Best, moved: bool) -> list[Fact]:
         tried = any(each.importance for each in state.coordinates)
         reason = "nothing was found that is known to be better" if tried else "nothing else was run"
         lines.append(f"the start itself: {reason}")
-    facts = _lines("best", lines)
+    facts = under("best", lines)
     if state.noise_floor is not None:
         degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"
         source = "given" if state.noise_runs == GIVEN else f"{degrees} of freedom"
         text = f"{state.noise_floor:.4f} nats, standard deviation between seeds ({source})"
         facts.append(("noise", [text]))
     return facts
-
-
-def _lines(label: str, lines: Sequence[str]) -> list[Fact]:
-    return under(label, [[line] for line in lines])
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
@@ -326,7 +322,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
     if moved:
         ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
         lines.append(_names([f"{short_path(path)} {state.dimension(path).change(x)}" for path, x in ordered]))
-    return _lines("fewest", lines)
+    return under("fewest", lines)
 
 
 def _wider(dimension: Dimension, best: float) -> str:
