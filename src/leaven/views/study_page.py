@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from leaven.recipe.recipe import split_path
+from leaven.recipe.recipe import short_path, split_path
 from leaven.tuning.algorithm.confirmation import GIVEN
 from leaven.tuning.point import values
 from leaven.tuning.study_document import UNDER_WAY, Coordinate
@@ -83,33 +83,11 @@ def word(coordinate: Coordinate, study: StudyView) -> str:
 
 
 def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
-    """Return the row of a value. In its picture ``strip``, positions and widths are in percent."""
     dimension = study.dimension(coordinate.path)
-    places = [*dimension.box, coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
-    low, high = max(min(places), dimension.low), min(max(places), dimension.high)
-
-    def span(*octaves: float) -> tuple[float, float]:
-        """Return where a region begins, and its width."""
-        first, last = (100 * (min(max(end, low), high) - low) / (high - low) for end in (min(octaves), max(octaves)))
-        return first, last - first
-
-    lost = [point.octaves for point in coordinate.slice if point.risk > 0.5]
-    sides = [[o for o in lost if o < coordinate.best], [o for o in lost if o > coordinate.best]]
-    best, first, last, lowest, highest = (
-        points.change(dimension, to) for to in (coordinate.best, *coordinate.flat, low, high)
-    )
     return {
         "of": coordinate,
-        "strip": {
-            "lost": [span(*side) for side in sides if side],
-            "flat": span(*coordinate.flat),
-            "start": span(0.0)[0],
-            "best": span(coordinate.best)[0],
-            "label": f"best value {best} relative to the start; flat from {first} to {last}; "
-            f"shown from {lowest} to {highest}",
-        },
-        "best": best,
-        "flat": "" if dimension.levels else f"{first} to {last}",
+        "best": points.change(dimension, coordinate.best),
+        "flat": "" if dimension.levels else " to ".join(points.change(dimension, to) for to in coordinate.flat),
         "bar": 100 * coordinate.importance / (max(each.importance for each in study.coordinates) or 1.0),
         "word": word(coordinate, study),
     }
@@ -122,34 +100,14 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
     moved = {path: to for path, to in ((best and best.octaves) or {}).items() if abs(to) > points.UNMOVED}
     if best is None or not moved:
         return None
-    fewest = {path: to for path, to in (fewer or {}).items() if abs(to) > points.UNMOVED}
-    at_fewest = values(study.centre, fewest)
-
-    def cells(path: str, value: float | str | None, to: float) -> list[str]:
-        dimension = study.dimension(path)
-        octaves = f"{to:+.2f}".replace("-", numbers.MINUS) if dimension.unit == "octave" else numbers.NONE
-        return [_shown(value), points.change(dimension, to), octaves]
-
-    rows = [
-        {
-            "path": path,
-            "start": _shown(study.dimension(path).centre),
-            "best": cells(path, best.values.get(path), moved[path]),
-            "fewest": cells(path, at_fewest[path], fewest[path]) if path in fewest else None,
-        }
-        for path in sorted(moved, key=lambda path: (-abs(fewest.get(path, 0.0)), -abs(moved[path])))
-    ]
-    return {
-        "rows": rows,
-        "of": len(best.octaves or {}),
-        "fewest": None if fewer is None else len(fewest),
-        "betas": any(".beta" in path for path in moved),
-        "first": FIRST,
-    }
-
-
-def _shown(value: float | str | None) -> str:
-    return value if isinstance(value, str) else numbers.value(value)
+    at_fewest = values(study.centre, {path: to for path, to in (fewer or {}).items() if abs(to) > points.UNMOVED})
+    rows = []
+    for path in sorted(moved, key=lambda path: (path not in at_fewest, -abs(moved[path]))):
+        found = [study.dimension(path).centre, best.values.get(path)]
+        found += [at_fewest.get(path, "as at the start")] if fewer is not None else []
+        rows.append([short_path(path), *(each if isinstance(each, str) else numbers.value(each) for each in found)])
+    heads = ["value", "start", "best", *(["fewest changes"] if fewer is not None else [])]
+    return {"heads": heads, "rows": rows, "of": len(best.octaves or {}), "fewest": len(at_fewest)}
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
