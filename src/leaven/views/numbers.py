@@ -1,6 +1,7 @@
 """Write numbers as text, and choose the ticks of axes."""
 
 import math
+import re
 from collections.abc import Callable
 
 from leaven.documents.planning import CostRow, Price
@@ -24,16 +25,15 @@ def value(number: float | None, digits: int = 3) -> str:
     if number == 0 or 1e-3 <= abs(number) < 1e4:
         # Near 1, the distance from 1 matters: 0.95 ** (1/8) is 0.9936.
         return f"{number:.{digits + 1 if 0.9 <= number < 1 or abs(number) >= 1000 else digits}g}"
-    mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return f"{mantissa}e{int(exponent)}"
+    mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
     """Return a number in scientific notation with trailing zeros, for example ``3.50e-4``."""
     if number is None:
         return NONE
-    mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
+    mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
@@ -76,9 +76,7 @@ def quantity(number: float | None) -> str:
 def tick(number: float) -> str:
     """Return a count as the label of a tick, without trailing zeros, for example ``2.5 M``. :func:`quantity` writes
     the same count as 2.50 M."""
-    digits, _, suffix = format_quantity(number).partition(" ")
-    digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
-    return f"{digits} {suffix}".strip()
+    return re.sub(r"\.?0+(?= |$)", "", text) if "." in (text := format_quantity(number)) else text
 
 
 def seconds(number: float | None) -> str:
