@@ -16,21 +16,26 @@ from pathlib import Path
 import pytest
 import uvicorn
 from tests.views.chromium import BINARY, Browser
-from tests.views.written import proxy, write_run, write_study
+from tests.views.written import proxy, write_run
 
 from leaven.planning.plan import plan_recipe
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.server.app import application
+from leaven.tuning.study_document import StudyDocument, StudyTrial
 
 TOKEN = "a-token-that-nobody-guesses"
 RUN = "/folder/0/runs/wheat"
+TRIAL = StudyTrial(0, "complete", loss=3.0, values={}, seconds=1.0, tokens_per_second=1.0)
 
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")
     write_run(root / "runs/wheat", proxy(), 2.4)
-    write_study(root / "study", proxy())
+    (root / "study").mkdir()
+    study = StudyDocument(name="wheat", method="random", space=(), trials=(TRIAL,))
+    (root / "study/study.json").write_text(study.model_dump_json())
+    write_recipe(proxy(), root / "study/centre.toml")
     return root
 
 
@@ -66,20 +71,18 @@ def test_only_the_token_opens_a_page(port: int) -> None:
     assert {"HttpOnly", "SameSite=strict"} <= set(headers["set-cookie"].split("; "))
 
 
-def test_another_host_name_another_method_and_unknown_folders_are_refused(port: int, roots: Path) -> None:
+def test_another_host_name_another_method_and_unknown_folders_are_refused(
+    port: int, roots: Path, tmp_path: Path
+) -> None:
     assert get(port, "/", Host=f"evil.example:{port}")[0] == 403
     assert get(port, "/", "POST")[0] == 405
     (roots / "notes").mkdir(exist_ok=True)
     (roots / "notes/metrics.txt").write_text("private")
-    for path in ("..", "%2e%2e/study", "notes", "study/..", "runs/wheat/../wheat", "/etc", "study%00"):
-        assert get(port, f"/folder/0/{path}")[0] in {307, 404}, path
-    assert get(port, "/folder/1/study")[0] == 404
-
-
-def test_a_link_to_a_folder_elsewhere_is_not_followed(port: int, roots: Path, tmp_path: Path) -> None:
     shutil.copytree(roots / "runs/wheat", tmp_path / "elsewhere")
     (roots / "link").symlink_to(tmp_path / "elsewhere")
-    assert get(port, "/folder/0/link")[0] == 404
+    for path in ("..", "link", "%2e%2e/study", "notes", "study/..", "runs/wheat/../wheat", "/etc", "study%00"):
+        assert get(port, f"/folder/0/{path}")[0] in {307, 404}, path
+    assert get(port, "/folder/1/study")[0] == 404
     (roots / "link").unlink()
 
 
@@ -123,10 +126,8 @@ def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> N
     ("query", "words"),
     [
         ("size=7B&tokens=x", "x"),
-        ("size=7B&tokens=2T&gpus=64xH200000", "H200000"),
         ("size=no-such-run", "no-such-run"),
         ("size=70B&tokens=2T&gpus=1xRTX-4090", "fit"),
-        ("size=", "not a quantity"),
         ("size=%3Cscript%3E1", "&lt;script&gt;1"),
         ("size=1B&tokens=20B&gpus=8xA100-80GB&price=free", "price"),
         ("size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D7", "tp"),
@@ -208,9 +209,9 @@ def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path) -> None:
         assert words in " ".join(refused.communicate()[1].split())
 
 
-def test_without_the_extra_one_line_says_what_to_install() -> None:
-    for missing, extra in (("starlette", "serve"), ("uvicorn", "serve")):
-        script = f"import sys; sys.modules['{missing}'] = None; from leaven.cli import main; main()"
-        done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert f"pip install 'leaven[{extra}]'" in " ".join(done.stderr.split())
+@pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
+def test_without_the_extra_one_line_says_what_to_install(missing: str) -> None:
+    script = f"import sys; sys.modules['{missing}'] = None; from leaven.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'leaven[serve]'" in " ".join(done.stderr.split())

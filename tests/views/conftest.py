@@ -6,10 +6,14 @@ import pytest
 # pytest imports test files by their path; the helpers beside them are found by name only from here.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from written import write_folders
+import studied
+from written import write_runs
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study (proxy) and of two runs (runs/moved, runs/copied); not to be changed."""
-    return write_folders(tmp_path_factory.mktemp("folders"))
+    folder = tmp_path_factory.mktemp("folders")
+    studied.write(folder / "proxy", studied.study(4, 20))
+    write_runs(folder / "runs")
+    return folder

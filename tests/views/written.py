@@ -1,4 +1,4 @@
-"""Folders as the verbs write them: a study at a small scale, two runs at a larger one, a demo, checks."""
+"""Folders as the verbs write them: two runs, a demo, checks."""
 
 import json
 import math
@@ -97,45 +97,12 @@ def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn
     return loss_at(tokens)
 
 
-def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None:
-    """Write a study of twenty trials, two of which diverged, without curves or a model of the loss."""
-    folder.mkdir(parents=True)
-    noise = random.Random(3)
-    values = recipe.hyperparameters.model_dump()
-    centre = {f"hyperparameters.{key}": values[key] for key in ("lr", "init_std", "weight_decay", "residual")}
-    trials: list[dict[str, Any]] = []
-    for number in range(20):
-        octaves = {path: noise.gauss(0, 1 - number / 30) for path in centre}
-        trial = {"number": number, "octaves": octaves, "seconds": 12.0, "tokens_per_second": 85_000.0}
-        trial["values"] = {path: value * 2 ** octaves[path] for path, value in centre.items()}
-        lost = number in {4, 9}
-        trial["state"] = "diverged" if lost else "complete"
-        trial["loss"] = None if lost else 3.41 + 0.03 * sum(octave**2 for octave in octaves.values())
-        trials.append(trial)
-    best = min((trial for trial in trials if trial["loss"]), key=lambda trial: trial["loss"])
-    interval = [best["loss"] - 0.008, best["loss"] + 0.008]
-    study = {
-        "name": name,
-        "method": "trust-region",
-        "space": list(centre),
-        "noise_floor": 0.0062,
-        "best": {"number": best["number"], "loss": best["loss"], "interval": interval},
-        "trials": trials,
-        "dimensions": [{"path": path, "centre": value, "low": -6.0, "high": 6.0} for path, value in centre.items()],
-    }
-    (folder / "study.json").write_text(json.dumps(study))
-    write_recipe(recipe.replace({"hyperparameters.lr": 0.002, "hyperparameters.modules": {}}), folder / "centre.toml")
-    write_recipe(recipe, folder / "best.toml")
-
-
-def write_folders(folder: Path) -> Path:
-    """Write a study and two runs."""
-    small = proxy()
-    large = target(small)
+def write_runs(folder: Path) -> Path:
+    """Write two runs."""
+    large = target(proxy())
     copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
-    write_study(folder / "proxy", small, name="wheat-proxy")
-    write_run(folder / "runs/moved", large, 2.41)
-    write_run(folder / "runs/copied", copied, 2.55, seed=1, torn=True)
+    write_run(folder / "moved", large, 2.41)
+    write_run(folder / "copied", copied, 2.55, seed=1, torn=True)
     return folder
 
 
