@@ -157,14 +157,14 @@ def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
         for dark, width in ((False, 1280), (True, 390)):
             browser.window(width, dark=dark)
             for path in (f"/?token={TOKEN}", "/plan") if dark else (f"/?token={TOKEN}", RUN, "/published"):
-                browser.visit(url + path)
+                browser.open(url + path)
                 assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
         typed = "const field = document.querySelector('[name=size]'); field.value = 'llama1-13b';"
         browser.evaluate(typed + "field.dispatchEvent(new Event('input', { bubbles: true }))")
         browser.until("document.querySelector('h1').textContent == 'llama1-13b'")
         assert browser.evaluate("location.search").startswith("?size=llama1-13b")
         browser.until("!!document.querySelector('#chart-memory .main-svg')")
-        browser.visit(url + RUN)
+        browser.open(url + RUN)
         before = browser.evaluate("document.querySelector('main').textContent")
         with (roots / "runs/wheat/events.jsonl").open("a") as file:
             file.write(json.dumps({"event": "validation", "tokens": 4_000_000, "loss": 1.2345}) + "\n")

@@ -150,6 +150,12 @@ def unjudged(state: StudyDocument) -> StudyDocument:
     return replace(state, trials=trials, best=best, noise_floor=None, noise_runs=0, fewest=None, fewest_octaves=None)
 
 
+def bare(state: StudyDocument) -> StudyDocument:
+    """Return the study without noise, curves, workers and costs."""
+    trials = tuple(replace(trial, curve=(), worker=None, ended=None, flops=0.0) for trial in state.trials)
+    return replace(state, trials=trials, noise_floor=None, fewest=None, fewest_octaves=None)
+
+
 def at_first(state: StudyDocument) -> StudyDocument:
     """Return the study while its first trial runs."""
     unfinished = dict.fromkeys(("loss", "seconds", "tokens_per_second", "ended"))

@@ -36,10 +36,6 @@ def study(state, tmp_path_factory):
     return read_study(studied.write(tmp_path_factory.mktemp("studies") / "modules", state))
 
 
-def test_a_written_study_is_read_back(state, study):
-    assert {name: getattr(study, name) for name in vars(state)} == vars(state)
-
-
 def test_the_page_states_the_result_first(study, state, tmp_path):
     page = folder_page(studied.write(tmp_path / "study", state))
     text = words(page)
@@ -130,13 +126,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     [
         (studied.all_diverged, "All 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001"),
         (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
-        (lambda state: replace(state, noise_floor=None, fewest=None, fewest_octaves=None), "is the best of 24"),
-        (
-            lambda state: replace(
-                state, trials=tuple(replace(t, curve=(), worker=None, ended=None, flops=0.0) for t in state.trials)
-            ),
-            "is the best of 24",
-        ),
+        (studied.bare, "is the best of 24"),
     ],
 )
 def test_incomplete_studies_have_a_page(tmp_path, made, said):
@@ -144,7 +134,7 @@ def test_incomplete_studies_have_a_page(tmp_path, made, said):
     assert said in words(page)
 
 
-def test_a_loss_that_is_not_finite_is_read_as_none(tmp_path):
+def test_infinite_numbers_and_unknown_keys_are_read(tmp_path):
     folder = studied.write(tmp_path / "study", studied.study(6, 24))
     document = json.loads((folder / "study.json").read_text())
     lost = next(trial for trial in document["trials"] if trial["state"] == "diverged")
@@ -153,6 +143,5 @@ def test_a_loss_that_is_not_finite_is_read_as_none(tmp_path):
     document["written_by_a_newer_one"] = True
     (folder / "study.json").write_text(json.dumps(document))
     trial = read_study(folder).trials[lost["number"]]
-    assert trial.loss is None
-    assert len(trial.curve) == len(lost["curve"]) - 2
+    assert (trial.loss, len(trial.curve)) == (None, len(lost["curve"]) - 2)
     assert folder_page(folder)

@@ -147,12 +147,6 @@ def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: fl
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
 
 
-def whole_numbers(low: int, high: int) -> Figure:
-    """Return a linear axis that has ticks only at whole numbers."""
-    places = [place for place in numbers.linear_ticks(low, max(high, low + 1), 10) if place == int(place)]
-    return {"tickvals": places, "range": [low - 0.2, high + 0.2]}
-
-
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
     """Return a line across the whole chart where ``axis`` (x or y) is ``at``, behind everything else."""
     looks = {"color": colour, "width": 1, "dash": dash}

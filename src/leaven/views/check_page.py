@@ -27,13 +27,9 @@ def check_page(check: CheckDocument) -> str:
         title=f"{check.check} of {check.subject}",
         conclusion=conclusion(check),
         tables=check_tables(check),
-        settings=[f"{key} = {_setting(value)}" for key, value in check.settings.items() if value is not None],
+        settings=[f"{key} = {numbers.setting(value)}" for key, value in check.settings.items() if value is not None],
         **{"slopes": [], "losses": None} | sections,
     )
-
-
-def _setting(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:

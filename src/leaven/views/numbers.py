@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from typing import Any
 
 from leaven.documents.planning import CostRow, Price
 from leaven.recipe.units import format_number, format_quantity, format_seconds
@@ -35,6 +36,23 @@ def scientific(number: float | None, digits: int = 2) -> str:
         return NONE
     mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def setting(value_of: Any) -> str:
+    """Return a value of a recipe, a published run or a check as text."""
+    match value_of:
+        case bool():
+            return str(value_of).lower()
+        case int():
+            return f"{value_of:,}"
+        case float() | None:
+            return value(value_of, 6)
+        case dict():
+            return ", ".join(f"{key} {setting(inner)}" for key, inner in value_of.items())
+        case list() | tuple():
+            return ", ".join(map(setting, value_of))
+        case _:
+            return str(value_of)
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:

@@ -119,20 +119,8 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
             # The reason of the path, of one of its points (hyperparameters.depth.lr[2]), or of its section.
             known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
             reason = recipe.why[max(known, key=len)] if known else None
-            found.setdefault(reason, []).append((path.split("."), _setting(setting)))
+            found.setdefault(reason, []).append((path.split("."), numbers.setting(setting)))
     return found
-
-
-def _setting(setting: Any) -> str:
-    if isinstance(setting, bool):
-        return "true" if setting else "false"
-    if isinstance(setting, int):
-        return f"{setting:_}" if setting >= 10_000 else str(setting)
-    if isinstance(setting, float):
-        return numbers.value(setting)
-    if isinstance(setting, list | tuple):
-        return ", ".join(_setting(item) for item in setting)
-    return str(setting)
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:

@@ -96,7 +96,7 @@ def search(study: StudyView) -> Figure:
     """
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
-    room = 0.03 * max(last - first, 1) + 0.2
+    room, ticks = 0.03 * max(last - first, 1) + 0.2, numbers.linear_ticks(first, max(last, first + 1), 10)
     best, start, shapes, notes = study.best, study.start_loss, [], []
     if best and study.noise_floor:
         shapes.append(
@@ -129,7 +129,7 @@ def search(study: StudyView) -> Figure:
         "trial",
         "loss, nats per token",
         traces,
-        x=charts.whole_numbers(first, last) | {"range": [first - room, last + 2 * room]},
+        x={"range": [first - room, last + 2 * room], "tickvals": [n for n in ticks if n == int(n)]},
         y={"range": [low - 0.05 * (top - low), top + 0.02 * (top - low)]},
         shapes=shapes,
         notes=notes,

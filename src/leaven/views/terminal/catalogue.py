@@ -144,19 +144,7 @@ def _dim(*lines: str) -> list[Fact]:
 
 def value_lines(value: Any) -> list[str]:
     """Return the lines of text of a value. A list has one line for each item."""
-    match value:
-        case None:
-            return [numbers.NONE]
-        case bool():
-            return ["true" if value else "false"]
-        case int() | float():
-            return [f"{value:,}" if isinstance(value, int) else f"{value:.6g}"]
-        case dict():
-            return [", ".join(f"{key} {inner}" for key, inner in value.items())]
-        case list() | tuple():
-            return [line for inner in value for line in value_lines(inner)]
-        case _:
-            return [str(value)]
+    return list(map(numbers.setting, value)) if isinstance(value, list | tuple) else [numbers.setting(value)]
 
 
 def value_rows(different: Sequence[ComparedValue]) -> list[list[str]]:
