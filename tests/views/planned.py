@@ -1,8 +1,29 @@
 """Plans to make pages of."""
 
-from leaven.planning.plan import ClusterPlan
-from leaven.planning.published import plan_run
+from leaven.planning.plan import ClusterPlan, plan_recipe
+from leaven.recipe.files import parse_recipe
 
+RYE = """
+name = "rye-7b"
+[model]
+n_layers = 32
+d_model = 4096
+n_heads = 32
+n_kv_heads = 32
+d_head = 128
+d_ff = 11008
+vocab_size = 32768
+seq_len = 2048
+[data]
+tokens = 140_000_000_000
+[batch]
+tokens = 1_048_576
+[hyperparameters]
+lr = 0.004
+init_std = 0.02
+[precision]
+compute = "bf16"
+"""
 WAYS = {
     "alone": ("8xH100-80GB", "dp=8,zero=3,mbs=1"),
     "1f1b": ("32xA100-80GB", "tp=2,pp=8,zero=1,mbs=1"),
@@ -13,4 +34,6 @@ WAYS = {
 
 
 def planned(way: str) -> ClusterPlan:
-    return plan_run("llama1-7b", *WAYS[way])
+    recipe = parse_recipe(RYE, "rye.toml")
+    gpus, layout = WAYS[way]
+    return plan_recipe(recipe, gpus, layout)
