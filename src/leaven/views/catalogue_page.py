@@ -5,11 +5,12 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
 
+import numpy as np
 from markupsafe import Markup, escape
 
 from leaven.catalogue.findings.case import Case
@@ -177,32 +178,28 @@ def scatter(
     low, high = min(values) / 1.25, max(values) * 1.25
     edge = band([(run, value) for run, value in points if run.lr_comparable])
     outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
-    fill: Figure = {"fill": "toself", "fillcolor": "var(--shade-band)", "legendgroup": "band"}
-    traces = [charts.line(outline, MUTED, 0, **fill)] if edge else []
-    grid = [min(sizes) * (max(sizes) / min(sizes)) ** (n / (_GRID - 1)) for n in range(_GRID)]
+    traces = [charts.line(outline, MUTED, 0, fill="toself", fillcolor="var(--shade-band)")]
     names, ends = [], []
-    for name, line in quantity.lines(grid).items():
+    for name, line in quantity.lines(np.geomspace(min(sizes), max(sizes), _GRID).tolist()).items():
         inside = [point for point in line if low <= point[1] <= high]
         if not inside:
             continue
         names.append(name)
         ends.append(inside[-1][:2])
-        style: Figure = {"name": name, "hovertemplate": f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"}
+        hover = f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"
         for dash in ("dot", "solid"):  # the solid line covers the dotted line inside the fitted range
             drawn = [(x, y) for x, y, fitted in inside if fitted or dash == "dot"]
-            traces.append(charts.line(drawn, MUTED, 1, dash=dash, legendgroup="laws", **style))
+            traces.append(charts.line(drawn, MUTED, 1, dash=dash, name=name, hovertemplate=hover))
     for name in (OTHERS, *hues):
         members = [(run, value) for run, value in points if group_of(run, hues) == name]
         colour = hues.get(name, MUTED)
-        edges = [colour if run.kind == "moe" else charts.PAPER for run, _ in members]
-        marker = {"opacity": 0.85, "symbol": [symbol(run) for run, _ in members], "line": {"color": edges}}
+        marker = {"opacity": 0.85, "symbol": [symbol(run) for run, _ in members]}
         places = [(run.params_total, value) for run, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
         traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
     if own and own_value:
-        said = quantity.hover.format(numbers.quantity(own_value) if own_value >= 1 else numbers.value(own_value))
-        hover = f"<b>{charts.text(own.name)}</b><br>{said}, {numbers.quantity(own.model.params)} parameters"
         place = [(own.model.params, own_value)]
+        hover = f"<b>{charts.text(own.name)}</b><br>{_said(quantity, own_value, own.model.params)}"
         traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
@@ -221,13 +218,14 @@ def scatter(
     return figure, names
 
 
+def _said(quantity: CatalogueChart, value: float, params: int) -> str:
+    shown = numbers.quantity(value) if value >= 1 else numbers.value(value)
+    return f"{quantity.hover.format(shown)}, {numbers.quantity(params)} parameters"
+
+
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
     """Return the tooltip of a point, with the run's id, value, lineage and source."""
-    spell = numbers.quantity if value >= 1 else numbers.value
-    lines = [
-        f"{quantity.hover.format(spell(value))}, {numbers.quantity(run.params_total)} parameters",
-        f"lineage {run.lineage.name}",
-    ]
+    lines = [_said(quantity, value, run.params_total), f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_active)} active")
     if "square" in symbol(run):
@@ -242,19 +240,15 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
     return "<br>".join([f"<b>{charts.text(run.id)}</b>", *map(charts.text, wrapped)])
 
 
-def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
+def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the points of the band as (size, lower quartile, upper quartile).
 
     The quartiles at a size are those of the medians of the lineages, so each lineage counts once. Sizes near which
     fewer than four lineages have runs are left out.
     """
-    points = sorted(points, key=lambda point: point[0].params_total)
-    if not points:
-        return []
-    first, last = points[0][0].params_total, points[-1][0].params_total
+    sizes = [run.params_total for run, _ in points]
     edge = []
-    for n in range(_GRID):
-        size = first * (last / first) ** (n / (_GRID - 1))
+    for size in np.geomspace(min(sizes), max(sizes), _GRID).tolist() if sizes else ():
         votes: dict[str, list[float]] = {}
         for run, value in points:
             if 1 / BAND_FACTOR <= run.params_total / size <= BAND_FACTOR:

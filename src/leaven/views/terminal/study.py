@@ -63,7 +63,7 @@ class TuneScreen(LiveScreen):
         self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
         self._best: StudyTrial | None = reduce(_lower, state.trials, None)
-        self._running: dict[int, tuple[str, float]] = {}  # worker and start, of time.monotonic, by trial
+        self._running: dict[int, tuple[str, float]] = {}  # worker and start, in Unix time, by trial
         self._names: dict[str, str] = {}
         self._lock_rows = threading.RLock()  # ``_status`` takes no lock: rich calls it under its own lock
         self.bar("trials", state.ended, trials, "")
@@ -77,7 +77,7 @@ class TuneScreen(LiveScreen):
     def started(self, number: int, worker: str) -> None:
         """Record that a worker of this command has started a trial."""
         with self._lock_rows:
-            self._running[number] = (self._name(worker), time.monotonic())
+            self._running[number] = (self._name(worker), time.time())
 
     def ended(self, state: StudyDocument) -> None:
         """Show trials that have ended. ``state`` is the current document of the study, which includes trials of other
@@ -132,7 +132,7 @@ class TuneScreen(LiveScreen):
         return self._names.setdefault(worker, f"w{len(self._names) + 1}")
 
     def _status(self) -> Iterator[RenderableType]:
-        usual, now = self._usual(), time.monotonic()
+        usual, now = self._usual(), time.time()
         of = "" if usual is None else f" of {format_seconds(usual)}"
         at_work = [
             f"{worker} trial {number} {format_seconds(now - since)}{of}"
@@ -168,10 +168,9 @@ class TuneScreen(LiveScreen):
         if self._flops is not None and spent:
             left.append((self._flops - sum(spent)) / statistics.median(spent) / rate)
         if self._hours is not None:
-            now, here = time.time(), time.monotonic()  # the hours count while at least one trial runs
-            spans = [(now - (here - since), now) for _, since in self._running.copy().values()]
+            spans = [(since, time.time()) for _, since in self._running.copy().values()]
             spans += [(t.ended - t.seconds, t.ended) for t in self._state.trials if t.ended and t.seconds]
-            left.append(3600 * self._hours - covered(spans))
+            left.append(3600 * self._hours - covered(spans))  # the hours in which at least one trial runs
         return f"{format_seconds(min(left))} left" if left and min(left) > 0 else ""
 
     def _summary(self) -> list[Cell]:
