@@ -7,7 +7,7 @@ The least important columns are dropped first.
 
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ class Column:
     """A column of a table."""
 
     header: str
-    cell: Callable[[Any], Cell] = str  # for `Table.of`: returns the cell of an item
+    cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
     align: Literal["left", "right", "point"] = "right"  # point: at the decimal points
     drop: int = 0  # columns with the highest number are dropped first; 0: never dropped
@@ -103,30 +103,30 @@ class Table:
 class RowByRow:
     """A table whose rows are printed one at a time in columns of fixed width. The last column may be free text.
 
-    Columns that do not fit are dropped.
+    Columns that do not fit are dropped. ``widths`` are the widths of the columns that are kept, by their numbers.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
-        self.columns = list(columns)
-        while sum(column.width + 2 for column in self.columns) - 2 > width:
-            last = max(self.columns, key=lambda column: column.drop)
-            if not last.drop:
+        self._columns = columns
+        kept = dict(enumerate(columns))
+        while sum(column.width + 2 for column in kept.values()) - 2 > width:
+            last = max(kept, key=lambda i: kept[i].drop)
+            if not kept[last].drop:
                 break
-            self.columns.remove(last)
-        left = width - sum(column.width + 2 for column in self.columns if not column.free)
-        self.widths = {c.header: max(left, len(c.header)) if c.free else c.width for c in self.columns}
+            del kept[last]
+        left = width - sum(column.width + 2 for column in kept.values() if not column.free)
+        self.widths = {i: max(left, len(c.header)) if c.free else c.width for i, c in kept.items()}
 
     @property
     def header(self) -> Text:
-        return self.line({column.header: column.header for column in self.columns})
+        return self.line([column.header for column in self._columns])
 
-    def line(self, cells: Mapping[str, Cell]) -> Text:
-        """Return a row. ``cells`` maps the header of each column to its cell. Cells whose column is not shown are
-        left out."""
+    def line(self, cells: Sequence[Cell]) -> Text:
+        """Return a row. ``cells`` has a cell for each column, also for dropped ones."""
         aligned = []
-        for column in self.columns:
-            cell, width = cells.get(column.header, ""), self.widths[column.header]
-            aligned.append(_aligned(cell, width if column.free else max(width, len(cell)), column.align == "left"))
+        for i, width in self.widths.items():
+            room = width if self._columns[i].free else max(width, len(cells[i]))
+            aligned.append(_aligned(cells[i], room, self._columns[i].align == "left"))
         return _joined_cells(aligned, 2)
 
 

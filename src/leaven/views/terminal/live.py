@@ -48,7 +48,7 @@ class LiveScreen(Progress):
     def line(self, text: str | Text) -> None:
         self.console.print(text, soft_wrap=True)
 
-    def row(self, cells: dict[str, Cell]) -> None:
+    def row(self, cells: Sequence[Cell]) -> None:
         """Print a row of the table. Print the header before the first row."""
         if not self._headed:
             self._headed = True

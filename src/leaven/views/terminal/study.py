@@ -31,14 +31,13 @@ from leaven.views.terminal.live import LiveScreen
 
 EVERY = 10  # without a terminal, a status line is printed after this number of trials
 ROWS, NAMES = 8, 6  # largest number of rows in the table of values, and of names in a sentence
-CHANGED = "what changed against the best"
 COLUMNS = (
     Column("trial", width=5),
     Column("loss", width=8),
     Column("against best", width=12),
     Column("tokens/s", width=8),
     Column("worker", width=6),
-    Column(CHANGED, align="left", free=True),
+    Column("what changed against the best", align="left", free=True),
 )
 
 
@@ -114,17 +113,11 @@ class TuneScreen(LiveScreen):
             style = "yellow" if trial.state == "stopped" else "red"
             loss, against = Text(trial.state, style), Text(points.share(trial, self._state), style)
             expected = f"{trial.loss:.4f} expected; " if trial.loss is not None else ""
-        room = self.table.widths[CHANGED] - len(expected)
-        self.row(
-            {
-                "trial": str(trial.number),
-                "loss": loss,
-                "against best": against,
-                "tokens/s": format_quantity(trial.tokens_per_second) if trial.tokens_per_second else "-",
-                "worker": worker or (self._name(trial.worker) if trial.worker else "-"),
-                CHANGED: expected + points.summary(trial, self._state, room, best),
-            }
-        )
+        room = self.table.widths[len(COLUMNS) - 1] - len(expected)
+        speed = format_quantity(trial.tokens_per_second) if trial.tokens_per_second else "-"
+        worker = worker or (self._name(trial.worker) if trial.worker else "-")
+        changed = expected + points.summary(trial, self._state, room, best)
+        self.row([str(trial.number), loss, against, speed, worker, changed])
         self._best = _lower(best, trial)
 
     def _name(self, worker: str) -> str:

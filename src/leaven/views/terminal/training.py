@@ -6,8 +6,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
@@ -57,31 +55,32 @@ class TrainScreen(LiveScreen):
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
         measured = recipe.stability.noise_scale_every_tokens is not None
-        noise = [Column("noise", width=6)] if measured else []
         # 80 characters have space for nine columns. If the noise scale is measured, it replaces the MFU.
-        columns = (
-            Column("tokens", width=7),
-            Column("loss", width=6),
-            Column("validation", width=10),
-            Column("lr", width=7),
-            Column("|grad|", width=7),
-            Column("|update|", width=8),
-            Column("batch", width=6),
-            Column("tok/s", width=6),
-            *noise,
-            Column("MFU", width=5, drop=1 if measured else 0),
-            Column("memory", width=9, drop=2),
-            Column("TFLOP/s", width=7, drop=3),
-            Column("left", width=11, drop=4),
-        )
-        super().__init__(columns)
+        self._columns = [
+            Column("tokens", lambda step: format_quantity(step.tokens), width=7),
+            Column("loss", lambda step: _fixed(step.loss, 3), width=6),
+            Column("validation", lambda step: self._validation, width=10),
+            Column("lr", lambda step: numbers.scientific(step.lr, 3), width=7),
+            Column("|grad|", lambda step: _fixed(step.grad_norm, 3), width=7),
+            Column("|update|", lambda step: _fixed(step.update_norm, 4), width=8),
+            Column("batch", lambda step: format_quantity(step.batch_tokens), width=6),
+            Column("tok/s", lambda step: format_quantity(step.tokens_per_second), width=6),
+            Column("MFU", lambda step: f"{step.mfu:.1%}" if step.mfu is not None else "-", width=5, drop=measured),
+            Column("memory", lambda step: f"{step.memory_gib:.3g} GiB", width=9, drop=2),
+            Column("TFLOP/s", lambda step: numbers.value(step.tflops), width=7, drop=3),
+            Column("left", lambda step: self._left.removesuffix(" left"), width=11, drop=4),
+        ]
+        if measured:
+            noise = Column("noise", lambda step: format_quantity(self._noise) if self._noise else "-", width=6)
+            self._columns.insert(8, noise)
+        super().__init__(self._columns)
         self._recipe = recipe
         self._log_every = log_every
         self._last: Step | None = None
         self._waiting: Step | None = None  # a step to print, with its validation loss if a validation follows
         self._spoken = time.monotonic()
-        self._noise_scale: float | None = None
-        self._left = ""
+        self._noise: float | None = None  # the latest noise scale
+        self._validation, self._left = "", ""
         self.bar(recipe.name, 0, recipe.data.tokens, "")
 
     def __exit__(
@@ -95,9 +94,9 @@ class TrainScreen(LiveScreen):
             self.bar(self._recipe.name, step.tokens - step.batch_tokens, self._recipe.data.tokens)
         self._say_waiting()
         self._last = step
-        self._noise_scale = step.noise_scale or self._noise_scale
+        self._noise = step.noise_scale or self._noise
         self._left = self.bar(self._recipe.name, step.tokens, self._recipe.data.tokens)
-        row = self.table.line(self._cells(step))
+        row = self.table.line([column.cell(step) for column in self._columns])
         row.style = "dim"
         self.above = lambda: (row,)
         asked = self._log_every is not None and step.step % self._log_every == 0
@@ -134,25 +133,10 @@ class TrainScreen(LiveScreen):
             self._say(self._waiting)
 
     def _say(self, step: "Step", validation: str = "") -> None:
-        self._waiting = None
-        self._spoken = time.monotonic()
-        self.row({**self._cells(step), "validation": validation})
-
-    def _cells(self, step: "Step") -> dict[str, str | Text]:
-        return {
-            "tokens": format_quantity(step.tokens),
-            "loss": _fixed(step.loss, 3),
-            "lr": numbers.scientific(step.lr, 3),
-            "|grad|": _fixed(step.grad_norm, 3),
-            "|update|": _fixed(step.update_norm, 4),
-            "batch": format_quantity(step.batch_tokens),
-            "tok/s": format_quantity(step.tokens_per_second),
-            "MFU": f"{step.mfu:.1%}" if step.mfu is not None else "-",
-            "memory": f"{step.memory_gib:.3g} GiB",
-            "noise": format_quantity(self._noise_scale) if self._noise_scale is not None else "-",
-            "TFLOP/s": numbers.value(step.tflops),
-            "left": self._left.removesuffix(" left"),
-        }
+        self._waiting, self._spoken = None, time.monotonic()
+        self._validation = validation
+        self.row([column.cell(step) for column in self._columns])
+        self._validation = ""
 
 
 def _fixed(number: float, digits: int) -> str:
