@@ -93,17 +93,27 @@ def _start(choice: RampChoice) -> str:
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return the memory and time of another layout, and where it differs from the chosen layout."""
+    """Return the memory and time of another layout, and the keys in which it differs from the chosen layout. dp and
+    accumulation are left out because they follow from the other keys."""
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
-    different = [part for part in _parts(other.layout) if part not in _parts(plan.layout)]
-    return Text.assemble(f"{other.gib:5.1f} GiB  ", (f"{slower:+7.1%} time", style), f"  {', '.join(different)}")
+    own, chosen = _choices(other.layout), _choices(plan.layout)
+    return Text.assemble(
+        f"{other.gib:5.1f} GiB  ",
+        (f"{slower:+7.1%} time", style),
+        f"  {', '.join(choice for choice in own if choice not in chosen)}",
+    )
 
 
-def _parts(layout: Layout) -> list[str]:
-    """Return a layout as texts such as ``tp 2``. The accumulation is left out because it follows from the rest."""
-    parts = str(Arrangement.read(layout)).split(" · ")
-    return [part for part in parts if not part.startswith("accumulate")]
+def _choices(layout: Layout) -> list[str]:
+    stages, replicas = layout["stages_per_rank"], layout["dp_replicate"]
+    return [
+        *(f"{key} {layout[key]}" for key in ("tp", "pp", "cp", "ep", "zero")),
+        "no replicas" if replicas == 1 else f"{replicas} replicas",
+        layout["schedule"] + (f" x {stages}" if stages > 1 else ""),
+        f"micro-batch {layout['micro_batch']}",
+        f"recompute {layout['recompute']}",
+    ]
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
@@ -127,7 +137,7 @@ _BUDGET = (
     Column("shape", lambda row: f"L {row.shape['n_layers']} d {row.shape['d_model']}", align="left", drop=1),
     Column(
         "layout",
-        lambda row: ", ".join(_parts(row.layout)) if row.layout else "not planned",
+        lambda row: _short(row.layout) if row.layout else "not planned",
         align="left",
         drop=2,
         free=True,
@@ -137,6 +147,17 @@ _BUDGET = (
 
 def _per_param(number: float) -> str:
     return f"{number:.3g}" if number < 1_000 else f"{number:,.0f}"
+
+
+def _short(layout: Layout) -> str:
+    """Return a layout as short text, for example ``dp 64 zero 3 mbs 2 recompute full``. Degrees of 1 are left out."""
+    more = {
+        "dp": f" in {layout['dp_replicate']}" if layout["dp_replicate"] > 1 else "",
+        "pp": f"x{layout['stages_per_rank']}" if layout["stages_per_rank"] > 1 else "",
+    }
+    parts = [f"{key} {layout[key]}{more.get(key, '')}" for key in ("dp", "tp", "pp") if layout[key] > 1]
+    recompute = "" if layout["recompute"] == "none" else f" recompute {layout['recompute']}"
+    return " ".join([*parts, f"zero {layout['zero']} mbs {layout['micro_batch']}{recompute}"])
 
 
 def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
