@@ -145,7 +145,7 @@ def read_run(folder: Path) -> RunView:
     events = [finite(line) for line in written.events()]
     validation: dict[int, float] = {}
     for event in events:
-        if event["event"] == "validation" and event["loss"] is not None:
+        if event["event"] == "validation" and event.get("loss") is not None:
             validation[event["tokens"]] = event["loss"]
         elif event["event"] in RETURNS:  # the run went back, so later validations do not count
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
