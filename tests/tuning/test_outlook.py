@@ -10,7 +10,7 @@ from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
-from leaven.views.terminal.study import outlook_facts
+from leaven.views.points import outlook_facts
 
 D = 9
 NAMES = [f"{'lr' if i % 3 == 0 else 'v'}.{i}" for i in range(D)]

@@ -39,7 +39,7 @@ def study(state, tmp_path_factory):
 def test_the_page_states_the_result_first(study, state, tmp_path):
     page = folder_page(studied.write(tmp_path / "study", state))
     text = words(page)
-    assert f"{len(state.idle)} of 31 were not worth tuning: resetting all of them to the start costs less" in text
+    assert f"{len(state.idle)} of 31: resetting them all to the start costs less than the noise" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
     assert f"{state.gain:.3f} below the start" in text
     assert f"{worth} gained more than the noise by themselves" in text

@@ -66,6 +66,7 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
         "beyond": sum(trial.state == "complete" and (trial.loss or 0.0) > top for trial in study.trials),
         "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
         "rows": [_value_row(each, study) for each in study.coordinates],
+        "findings": [(label, text) for label, lines in points.findings(study) for text in lines],
         "first": FIRST,
     }
     return charts, view

@@ -1,6 +1,5 @@
 """Show a study live in the terminal, and then its answer."""
 
-import math
 import statistics
 import threading
 import time
@@ -18,19 +17,18 @@ from leaven.tuning.study_document import (
     UNDER_WAY,
     Best,
     Coordinate,
-    Dimension,
-    Outlook,
     StudyDocument,
     StudyTrial,
     covered,
     signed,
 )
 from leaven.views import points
+from leaven.views.points import findings, names
 from leaven.views.tables import LABEL, Cell, Column, Fact, Facts, Table, joined, under
 from leaven.views.terminal.live import LiveScreen
 
 EVERY = 10  # without a terminal, a status line is printed after this number of trials
-ROWS, NAMES = 8, 6  # largest number of rows in the table of values, and of names in a sentence
+ROWS = 8  # largest number of rows in the table of values
 COLUMNS = (
     Column("trial", width=5),
     Column("loss", width=8),
@@ -219,26 +217,8 @@ def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None)
         yield _worth_tuning(state, worth[:ROWS])
         if len(worth) > ROWS:
             yield f"{'':{LABEL}}and {len(worth) - ROWS} more"
-    facts: list[Fact] = []
-    for each in state.coordinates:
-        if each.at_end:
-            wider = _wider(state.dimension(each.path), each.best)
-            beyond = f"the optimum may lie beyond; to search farther, {wider}"
-            facts += under("at the end", [f"{short_path(each.path)}: {each.end}", beyond])
-    if moved and state.fewest_octaves is not None:
-        facts += _fewest_changes(state, state.fewest_octaves)
-    if state.idle:
-        count = f"{len(state.idle)} of {len(state.coordinates)}"
-        text = f"{count}: resetting them all to the start costs less than the noise"
-        facts += under("not worth", [text, _names([short_path(path) for path in state.idle])])
-    if unsure := [each.gain for each in state.unsure]:
-        gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
-        facts.append(("unsure", [f"{len(unsure)} not known to have gained more than the noise: {gains}"]))
-    if state.informed is not None:
-        verdict = "used" if state.informed else "dropped, because the trials contradict it"
-        facts.append(("prior", [f"{verdict}: what laws or an earlier study said before the search"]))
-    if state.outlook is not None:
-        facts += outlook_facts(state.outlook, state.noise_floor)
+    facts = _fewest_changes(state, state.fewest_octaves) if moved and state.fewest_octaves is not None else []
+    facts += findings(state)
     if state.stalled:
         of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
         facts.append(("stopped", [f"after {of} trials: the last rounds gained less than the noise"]))
@@ -264,21 +244,6 @@ def _result(state: StudyDocument, best: Best, moved: bool) -> list[Fact]:
         source = "given" if state.noise_runs == GIVEN else f"{degrees} of freedom"
         text = f"{state.noise_floor:.4f} nats, standard deviation between seeds ({source})"
         facts.append(("noise", [text]))
-    return facts
-
-
-def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines that say how much more trials would gain, and which two values bring most of the predicted
-    gain."""
-    facts: list[Fact] = []
-    if outlook.gain is not None:
-        against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
-        cost = f" ({outlook.flops:.2g} FLOPs)" if outlook.flops else ""
-        gain = f"are expected to gain {outlook.gain:.4f} nats{against}"
-        facts.append(("outlook", [f"{outlook.trials} more trials{cost} {gain}"]))
-    if outlook.pair is not None:
-        names = " and ".join(map(short_path, outlook.pair))
-        facts.append(("two values", [f"{names} alone bring {outlook.pair_share:.0%} of the predicted gain"]))
     return facts
 
 
@@ -313,18 +278,5 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
         lines.append(f"measured {state.fewest.loss:.4f}, {state.fewest.certainty}")
     if moved:
         ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
-        lines.append(_names([f"{short_path(path)} {state.dimension(path).change(x)}" for path, x in ordered]))
+        lines.append(names([f"{short_path(path)} {state.dimension(path).change(x)}" for path, x in ordered]))
     return under("fewest", lines)
-
-
-def _wider(dimension: Dimension, best: float) -> str:
-    """Return text with the recipe setting that widens the search. ``best`` is the best value, in the units of the
-    dimension, and lies at a bound of the search."""
-    low, high, step = dimension.low, dimension.high, 2 * dimension.scale
-    low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
-    # 0, which is the value of the recipe, must be between the two bounds.
-    return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
