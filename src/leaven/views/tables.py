@@ -70,6 +70,7 @@ class Table:
         kept, gap, same = list(range(len(columns))), 2, list[int]()
         optional = sorted((i for i in kept if columns[i].drop), key=lambda i: columns[i].drop)
         constant = [i for i in reversed(kept) if columns[i].align == "point" and len(set(cells[i])) == 1]
+        constant = [i for i in constant if i not in optional]
         while sum(least[i] + gap for i in kept) - gap > width and (optional or gap > 1 or constant):
             if optional:
                 kept.remove(optional.pop())
