@@ -2,8 +2,9 @@
 
 import statistics
 from collections.abc import Iterator
+from itertools import product
 
-from leaven.documents.runs import DemoDocument, DemoRun
+from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, Figure
@@ -26,20 +27,12 @@ def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     At the base width, the curve is the mean over all seeds and is the same for both rules. At a wider width, the
     curve is the loss of the first seed, even at the one lr that was trained with more seeds.
     """
-    by_lr: dict[tuple[str, int], dict[float, list[DemoRun]]] = {}
     base = demo.models[0].width
-    for run in demo.runs:
-        if run.width == base or run.seed == 0:
-            for rule in RULES if run.width == base else (run.rule,):
-                by_lr.setdefault((rule, run.width), {}).setdefault(run.lr, []).append(run)
-    return {
-        (rule, model.width): {
-            lr: statistics.fmean(run.loss for run in runs) for lr, runs in by_lr[rule, model.width].items()
-        }
-        for rule in RULES
-        for model in demo.models
-        if (rule, model.width) in by_lr
-    }
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for rule, model, run in product(RULES, demo.models, demo.runs):
+        if run.width == model.width and (run.width == base or (run.rule == rule and run.seed == 0)):
+            found.setdefault((rule, run.width), {}).setdefault(run.lr, []).append(run.loss)
+    return {key: {lr: statistics.fmean(losses) for lr, losses in curve.items()} for key, curve in found.items()}
 
 
 def best(curve: dict[float, float]) -> float:

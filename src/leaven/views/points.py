@@ -122,5 +122,6 @@ def _wider(dimension: Dimension, best: float) -> str:
     return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
 
 
-def names(names: Sequence[str]) -> str:
-    return ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+def names(found: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")
