@@ -7,7 +7,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import studied
-from written import write_runs
+from written import proxy, target, write_run
 
 
 @pytest.fixture(scope="session")
@@ -15,5 +15,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study (proxy) and of two runs (runs/moved, runs/copied); not to be changed."""
     folder = tmp_path_factory.mktemp("folders")
     studied.write(folder / "proxy", studied.study(4, 20))
-    write_runs(folder / "runs")
+    large = target(proxy())
+    copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
+    write_run(folder / "runs/moved", large, 2.41)
+    write_run(folder / "runs/copied", copied, 2.55, seed=1, torn=True)
     return folder

@@ -59,27 +59,19 @@ def target(recipe: Recipe) -> Recipe:
     return moved.replace({"batch.ramp": ramp})
 
 
-def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn: bool = False) -> float:
-    """Write a finished run, and return its loss."""
+def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn: bool = False) -> None:
+    """Write a finished run. ``torn`` leaves an incomplete last line."""
     folder.mkdir(parents=True)
     write_recipe(recipe, folder / "recipe.toml")
-    noise = random.Random(seed)
-    tokens, batch = 0, 0
+    noise, tokens = random.Random(seed), 0
     events: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
-
-    def event(name: str, **values: Any) -> None:
-        events.append({"event": name, "step": len(lines), "tokens": tokens, "time": 1.76e9 + len(lines), **values})
 
     def loss_at(consumed: int) -> float:
         return floor + 6.2 * (1 + consumed / 60_000) ** -0.62
 
-    event("start")
     for step in range(recipe.steps):
-        size = recipe.batches.batch_at(tokens)
-        if size != batch:
-            batch = size
-            event("ramp", batch_tokens=batch)
+        batch = recipe.batches.batch_at(tokens)
         tokens += batch
         line = {"step": step, "tokens": tokens, "batch_tokens": batch, "update_norm": 0.003, "mfu": None}
         line["loss"] = loss_at(tokens) + noise.gauss(0, 0.05)
@@ -87,23 +79,12 @@ def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn
         line["grad_norm"] = 0.4 + 2.5 * math.exp(-tokens / 150_000)
         line["tokens_per_second"] = 42_000 * noise.uniform(0.95, 1.05)
         lines.append(line)
-        if (step + 1) % 40 == 0:
-            event("validation", loss=loss_at(tokens))
-    event("validation", loss=loss_at(tokens))
-    event("finish", loss=loss_at(tokens), seconds=131.0)
+        if (step + 1) % 40 == 0 or step + 1 == recipe.steps:
+            events.append({"event": "validation", "tokens": tokens, "time": 1.76e9 + step, "loss": loss_at(tokens)})
+    events.append({"event": "finish", "tokens": tokens, "loss": loss_at(tokens), "seconds": 131.0})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + ('{"step": 99, "tok' if torn else ""))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return loss_at(tokens)
-
-
-def write_runs(folder: Path) -> Path:
-    """Write two runs."""
-    large = target(proxy())
-    copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
-    write_run(folder / "moved", large, 2.41)
-    write_run(folder / "copied", copied, 2.55, seed=1, torn=True)
-    return folder
 
 
 def demo(hostile: str = "", *, gain: float = 0.5, noise: float = 0.01) -> DemoDocument:

@@ -94,7 +94,8 @@ def quantity(number: float | None) -> str:
 def tick(number: float) -> str:
     """Return a count as the label of a tick, without trailing zeros, for example ``2.5 M``. :func:`quantity` writes
     the same count as 2.50 M."""
-    return re.sub(r"\.?0+(?= |$)", "", text) if "." in (text := format_quantity(number)) else text
+    text = format_quantity(number)
+    return re.sub(r"\.?0+(?= |$)", "", text) if "." in text else text
 
 
 def seconds(number: float | None) -> str:
