@@ -16,21 +16,26 @@ from pathlib import Path
 import pytest
 import uvicorn
 from tests.views.chromium import BINARY, Browser
-from tests.views.written import proxy, write_run, write_study
+from tests.views.written import proxy, write_run
 
 from leaven.planning.plan import plan_recipe
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import read_recipe, write_recipe
 from leaven.server.app import application
+from leaven.tuning.study_document import StudyDocument, StudyTrial
 
 TOKEN = "a-token-that-nobody-guesses"
 RUN = "/folder/0/runs/wheat"
+TRIAL = StudyTrial(0, "complete", loss=3.0, values={}, seconds=1.0, tokens_per_second=1.0)
 
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")
     write_run(root / "runs/wheat", proxy(), 2.4)
-    write_study(root / "study", proxy())
+    (root / "study").mkdir()
+    study = StudyDocument(name="wheat", method="random", space=(), trials=(TRIAL,))
+    (root / "study/study.json").write_text(study.model_dump_json())
+    write_recipe(proxy(), root / "study/centre.toml")
     return root
 
 
@@ -66,20 +71,18 @@ def test_only_the_token_opens_a_page(port: int) -> None:
     assert {"HttpOnly", "SameSite=strict"} <= set(headers["set-cookie"].split("; "))
 
 
-def test_another_host_name_another_method_and_unknown_folders_are_refused(port: int, roots: Path) -> None:
+def test_another_host_name_another_method_and_unknown_folders_are_refused(
+    port: int, roots: Path, tmp_path: Path
+) -> None:
     assert get(port, "/", Host=f"evil.example:{port}")[0] == 403
     assert get(port, "/", "POST")[0] == 405
     (roots / "notes").mkdir(exist_ok=True)
     (roots / "notes/metrics.txt").write_text("private")
-    for path in ("..", "%2e%2e/study", "notes", "study/..", "runs/wheat/../wheat", "/etc", "study%00"):
-        assert get(port, f"/folder/0/{path}")[0] in {307, 404}, path
-    assert get(port, "/folder/1/study")[0] == 404
-
-
-def test_a_link_to_a_folder_elsewhere_is_not_followed(port: int, roots: Path, tmp_path: Path) -> None:
     shutil.copytree(roots / "runs/wheat", tmp_path / "elsewhere")
     (roots / "link").symlink_to(tmp_path / "elsewhere")
-    assert get(port, "/folder/0/link")[0] == 404
+    for path in ("..", "link", "%2e%2e/study", "notes", "study/..", "runs/wheat/../wheat", "/etc", "study%00"):
+        assert get(port, f"/folder/0/{path}")[0] in {307, 404}, path
+    assert get(port, "/folder/1/study")[0] == 404
     (roots / "link").unlink()
 
 
@@ -103,7 +106,7 @@ def test_the_list_has_every_folder_with_its_state(port: int, roots: Path) -> Non
     (broken / "study.json").write_text("{")
     _, _, page = get(port, "/")
     assert "1 run, 2 studies" in page
-    for words in ("runs/wheat", "finished", "not JSON"):
+    for words in ("runs/wheat", "finished", "invalid JSON"):
         assert words in page
     shutil.rmtree(broken)
 
@@ -123,10 +126,8 @@ def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> N
     ("query", "words"),
     [
         ("size=7B&tokens=x", "x"),
-        ("size=7B&tokens=2T&gpus=64xH200000", "H200000"),
         ("size=no-such-run", "no-such-run"),
         ("size=70B&tokens=2T&gpus=1xRTX-4090", "fit"),
-        ("size=", "not a quantity"),
         ("size=%3Cscript%3E1", "&lt;script&gt;1"),
         ("size=1B&tokens=20B&gpus=8xA100-80GB&price=free", "price"),
         ("size=llama2-7b&gpus=64xA100-80GB&layout=tp%3D7", "tp"),
@@ -156,14 +157,14 @@ def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
         for dark, width in ((False, 1280), (True, 390)):
             browser.window(width, dark=dark)
             for path in (f"/?token={TOKEN}", "/plan") if dark else (f"/?token={TOKEN}", RUN, "/published"):
-                browser.visit(url + path)
+                browser.open(url + path)
                 assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
         typed = "const field = document.querySelector('[name=size]'); field.value = 'llama1-13b';"
         browser.evaluate(typed + "field.dispatchEvent(new Event('input', { bubbles: true }))")
         browser.until("document.querySelector('h1').textContent == 'llama1-13b'")
         assert browser.evaluate("location.search").startswith("?size=llama1-13b")
         browser.until("!!document.querySelector('#chart-memory .main-svg')")
-        browser.visit(url + RUN)
+        browser.open(url + RUN)
         before = browser.evaluate("document.querySelector('main').textContent")
         with (roots / "runs/wheat/events.jsonl").open("a") as file:
             file.write(json.dumps({"event": "validation", "tokens": 4_000_000, "loss": 1.2345}) + "\n")
@@ -173,20 +174,16 @@ def test_in_a_browser_pages_change_by_themselves_and_the_planner_as_one_types(
         assert all(request.startswith(url) for request in browser.requests)
 
 
-def serve(*words: object) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "leaven", "serve", *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         listener.listen()
-        refused = serve(roots, "--port", port)
-        assert refused.wait(60) == 2
-        assert f"--port {port}" in refused.communicate()[1]
-    running = serve(roots, "--port", port)
+        command = [sys.executable, "-m", "leaven", "serve", str(roots), "--port", str(port)]
+        refused = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert refused.returncode == 2
+        assert f"--port {port}" in refused.stderr
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     address = running.stdout.readline().split()[-1]
     token = address.rpartition("=")[2]
@@ -201,16 +198,18 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c(roots: Path) -> None:
     assert running.wait(30) == 0
 
 
-def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path) -> None:
-    for folder, words in ((tmp_path, "no run, study, check or demo"), (tmp_path / "none", "does not exist")):
-        refused = serve(folder)
-        assert refused.wait(60) == 2
-        assert words in " ".join(refused.communicate()[1].split())
-
-
-def test_without_the_extra_one_line_says_what_to_install() -> None:
-    for missing, extra in (("starlette", "serve"), ("uvicorn", "serve")):
-        script = f"import sys; sys.modules['{missing}'] = None; from leaven.cli import main; main()"
-        done = subprocess.run([sys.executable, "-c", script, "serve"], capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert f"pip install 'leaven[{extra}]'" in " ".join(done.stderr.split())
+@pytest.mark.parametrize(
+    ("missing", "folder", "words"),
+    [
+        ("", "", "no run, study, check or demo"),
+        ("", "none", "does not exist"),
+        ("starlette", "", "pip install 'leaven[serve]'"),
+        ("uvicorn", "", "pip install 'leaven[serve]'"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(tmp_path: Path, missing: str, folder: str, words: str) -> None:
+    script = f"import sys; sys.modules.update(dict.fromkeys({[missing]!r})); from leaven.cli import main; main()"
+    command = [sys.executable, "-c", script, "serve", str(tmp_path / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.split())

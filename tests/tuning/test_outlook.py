@@ -10,7 +10,7 @@ from leaven.tuning.algorithm.outlook import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
-from leaven.views.terminal.study import answer_text
+from leaven.views.points import outlook_facts
 
 D = 9
 NAMES = [f"{'lr' if i % 3 == 0 else 'v'}.{i}" for i in range(D)]
@@ -81,7 +81,7 @@ def test_a_gain_beyond_the_divergence_boundary_is_none() -> None:
 def test_the_answer_says_it_in_two_lines() -> None:
     found = answer(study([OPTIMUM]), DIMENSIONS, 0.02)
     assert found.outlook is not None
-    text = "\n".join(answer_text(found))
+    text = str(outlook_facts(found.outlook, found.noise_floor))
     assert f"{found.outlook.trials} more trials are expected to gain" in text
     assert "less than the noise" in text
     assert "alone bring" in text

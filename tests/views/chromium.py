@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -46,13 +45,9 @@ class Browser:
     def __enter__(self) -> "Browser":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._call("Browser.close")
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
         os.close(self._write)
         os.close(self._read)
 
@@ -88,12 +83,9 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    def open(self, page: Path) -> None:
-        """Load a page and wait until its charts are drawn."""
-        self.visit(page.resolve().as_uri())
-
-    def visit(self, url: str) -> None:
-        """Load the page at an address and wait until its charts are drawn."""
+    def open(self, page: Path | str) -> None:
+        """Load a file, or the page at an address, and wait until its charts are drawn."""
+        url = page.resolve().as_uri() if isinstance(page, Path) else page
         self.events.clear()
         self.call("Page.navigate", url=url)
         self.until("document.documentElement?.dataset.charts")
@@ -115,20 +107,14 @@ class Browser:
     @property
     def complaints(self) -> list[str]:
         """Errors and warnings on the console since the page was opened."""
-        found = []
-        for event in self.events:
-            parameters = event["params"]
-            if event["method"] == "Runtime.exceptionThrown":
-                found.append(str(parameters["exceptionDetails"]))
-            elif event["method"] == "Log.entryAdded" and parameters["entry"]["level"] in {"error", "warning"}:
-                found.append(parameters["entry"]["text"])
-            elif event["method"] == "Runtime.consoleAPICalled" and parameters["type"] in {
-                "error",
-                "warning",
-                "assert",
-            }:
-                found.append(str(parameters["args"]))
-        return found
+        bad = {"error", "warning", "assert"}
+        return [
+            str(event["params"])
+            for event in self.events
+            if event["method"] == "Runtime.exceptionThrown"
+            or (event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] in bad)
+            or (event["method"] == "Runtime.consoleAPICalled" and event["params"]["type"] in bad)
+        ]
 
     @property
     def requests(self) -> list[str]:

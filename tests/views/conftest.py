@@ -6,10 +6,17 @@ import pytest
 # pytest imports test files by their path; the helpers beside them are found by name only from here.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from written import write_folders
+import studied
+from written import proxy, target, write_run
 
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a study (proxy) and of two runs (runs/moved, runs/copied); not to be changed."""
-    return write_folders(tmp_path_factory.mktemp("folders"))
+    folder = tmp_path_factory.mktemp("folders")
+    studied.write(folder / "proxy", studied.study(4, 20))
+    large = target(proxy())
+    copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
+    write_run(folder / "runs/moved", large, 2.41)
+    write_run(folder / "runs/copied", copied, 2.55, seed=1, torn=True)
+    return folder

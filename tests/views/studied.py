@@ -10,14 +10,16 @@ from written import proxy
 
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import BRANCH_ENDS
+from leaven.tuning.space import space
 from leaven.tuning.study_document import Best, Coordinate, Dimension, Front, SlicePoint, StudyDocument, StudyTrial
 
 NOISE = 0.0031
 TOKENS = 1_000_000
 FLOOR = 2.405
-GLOBAL = {"lr": 3.0, "init_std": 2.0, "weight_decay": 3.0, "residual": 1.5}
-MODULES = {"lr": 3.0, "init_std": 2.0, "weight_decay": 3.0, "beta2": 2.0, "eps": 6.0}
+SEARCHED = (
+    "hyperparameters.lr,hyperparameters.init_std,hyperparameters.weight_decay,hyperparameters.residual,"
+    "hyperparameters.depth.lr*,hyperparameters.modules.*.residual,per-module-full"
+)
 DEPTH_POINTS = 4
 
 
@@ -32,25 +34,9 @@ def recipe() -> Recipe:
     return proxy(**{"hyperparameters.modules": {}, "hyperparameters.depth": depth, "model.n_layers": 6, "why": {}})
 
 
-def dimensions(start: Recipe, count: int) -> tuple[Dimension, ...]:
-    found = [
-        Dimension(f"hyperparameters.{name}", getattr(start.hyperparameters, name), -reach, reach)
-        for name, reach in GLOBAL.items()
-    ]
-    found += [Dimension(f"hyperparameters.depth.lr[{i}]", 1.0, -2.0, 2.0) for i in range(DEPTH_POINTS)]
-    found += [Dimension(f"hyperparameters.modules.{end}.residual", 1.0, -1.5, 1.5) for end in BRANCH_ENDS]
-    found += [
-        Dimension(f"hyperparameters.modules.{module}.{kind}", 1.0, -reach, reach)
-        for kind, reach in MODULES.items()
-        for module, role in start.model.roles.items()
-        if role.is_matrix or kind not in {"init_std", "weight_decay"}
-    ]
-    return tuple(found[:count])
-
-
 def study(count: int = 31, trials: int = 64, seed: int = 0) -> StudyDocument:
     """Return a study with runs of the start as noise, early stops, divergences and reruns of the two best trials."""
-    searched, draw = dimensions(recipe(), count), random.Random(seed)
+    searched, draw = space(recipe(), SEARCHED).dimensions[:count], random.Random(seed)
     curvature = {each.path: 10 ** draw.uniform(-4.2, -1.8) for each in searched}
     optimum = {each.path: draw.uniform(-1.2, 1.2) for each in searched}
     made: list[StudyTrial] = []
@@ -162,6 +148,12 @@ def unjudged(state: StudyDocument) -> StudyDocument:
     lowest = min((t for t in trials if t.state == "complete"), key=lambda t: t.loss or math.inf)
     best = Best(lowest.number, lowest.loss or math.inf, (-math.inf, math.inf))
     return replace(state, trials=trials, best=best, noise_floor=None, noise_runs=0, fewest=None, fewest_octaves=None)
+
+
+def bare(state: StudyDocument) -> StudyDocument:
+    """Return the study without noise, curves, workers and costs."""
+    trials = tuple(replace(trial, curve=(), worker=None, ended=None, flops=0.0) for trial in state.trials)
+    return replace(state, trials=trials, noise_floor=None, fewest=None, fewest_octaves=None)
 
 
 def at_first(state: StudyDocument) -> StudyDocument:

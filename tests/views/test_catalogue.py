@@ -27,10 +27,11 @@ def test_every_known_value_is_a_point_with_its_source(quantity: CatalogueChart) 
         if trace.hovertext is not None
         for x, y, hover in zip(trace.x, trace.y, trace.hovertext, strict=True)
     }
-    known = {run.id: (run.params_total, quantity.of_run(run)) for run in RUNS if quantity.of_run(run)}
+    known = {run.id: (run.params_total, getattr(run, quantity.value)) for run in RUNS if getattr(run, quantity.value)}
     assert {id: point[:2] for id, point in drawn.items()} == {id: pytest.approx(point) for id, point in known.items()}
     for id, (_, _, said) in drawn.items():
-        known = quantity.group(find_run(id)).provenance(quantity.field)  # type: ignore[union-attr]
+        group, field = quantity.source
+        known = getattr(find_run(id), group).provenance(field)
         flowing = said.replace("<br>", " ").replace("&amp;", "&")
         for source in known.sources:
             assert re.sub(r"\s", "", source) in re.sub(r"\s", "", flowing)

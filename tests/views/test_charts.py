@@ -1,4 +1,4 @@
-"""What charts are made of: smoothing, thinning, ticks, numbers as they are written; the charts of runs."""
+"""What charts are made of: smoothing, ticks, numbers as they are written."""
 
 import math
 

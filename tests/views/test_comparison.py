@@ -26,19 +26,17 @@ def test_the_speedup_of_a_line_over_log_tokens_is_exact():
     assert speedup(first, first) == pytest.approx(1)
 
 
-def test_a_loss_that_was_reached_before_the_first_validation_has_no_speedup():
-    first = power_law(0, [100, 1000])
-    assert speedup(power_law(-10, [100, 1000]), first) is None
-    assert speedup([(1000, 1.0)], first) is None
-
-
-def test_a_curve_that_rises_again_counts_from_where_it_first_was_low_enough():
+def test_the_speedup_counts_from_where_a_loss_was_first_reached():
     assert speedup([(10, 3.0), (20, 1.0), (40, 2.0)], [(10, 4.0), (80, 2.0)]) == pytest.approx(80 / (10 * 2**0.5))
+    first = power_law(0, [100, 1000])
+    assert speedup(power_law(-10, [100, 1000]), first) is None  # before its first validation
+    assert speedup([(1000, 1.0)], first) is None
 
 
 @pytest.fixture
 def runs(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(folders / "proxy", tmp_path / "proxy")
     return Path(shutil.copytree(folders / "runs", tmp_path / "runs"))
 
 
@@ -83,14 +81,10 @@ def test_runs_of_other_texts_or_unfinished_ones_get_a_warning(runs):
         (["runs/copied", "runs/../runs/copied"], "is given twice"),
         (["runs/copied", "runs"], "contains no run"),
         (["runs/copied", "absent"], "no such folder"),
+        (["runs/copied", "proxy"], "only runs can be compared"),
         ([f"runs/{n}" for n in range(10)], "give at most 9"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(runs, paths, says):
     with pytest.raises(InputError, match=says):
         comparison_page([Path(path) for path in paths], Path("out.html"))
-
-
-def test_a_study_is_no_run(runs, folders):
-    with pytest.raises(InputError, match="only runs can be compared"):
-        comparison_page([runs / "copied", folders / "proxy"], Path("out.html"))

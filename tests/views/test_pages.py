@@ -33,7 +33,7 @@ RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
     "demo": ("end 0.610 nats below the same values copied", {"standard", "complete-d-p"}),
     "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
-    "study": ("is the best of 64", {"search", "curves", "ahead", "front", "timeline", "depth"}),
+    "study": ("is the best of 64", {"search", "curves", "ahead", "front", "timeline"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
@@ -153,9 +153,7 @@ def test_an_unfinished_demo_has_no_page(tmp_path):
 def test_the_headline_says_what_was_found(gain, noise, says):
     result, drift = headline(demo(gain=gain, noise=noise))
     assert result.startswith(f"At 2 times the width, the small model's values, moved by the rule, {says}")
-    assert (
-        drift == "The best learning rate goes from 0.008 to 0.004 or less when copied, and stays at 0.008 when moved."
-    )
+    assert "goes from 0.008 to 0.004 or less when copied, and stays at 0.008 when moved." in drift
 
 
 def test_missing_plotly_is_an_error(folders, monkeypatch):
@@ -229,13 +227,10 @@ def test_a_page_follows_window_theme_and_print_and_its_tables_sort(browser: Brow
     assert browser.evaluate("document.querySelector('#chart-loss .main-svg').clientWidth") <= 680
     browser.evaluate("dispatchEvent(new Event('afterprint'))")
     browser.until(f"{ink} !== '{light}'")
-    first = "[...document.querySelectorAll('.parameters tbody.summary tr')].map(r => r.cells[0].textContent)"
+    first = "[...document.querySelectorAll('.parameters tbody tr')].map(r => r.cells[0].textContent)"
     before = browser.evaluate(first)
     browser.evaluate("document.querySelector('.parameters th button').click()")
     assert browser.evaluate(first) == sorted(before)
-    browser.evaluate("document.getElementById('by-layer').click()")
-    shown = "[...document.querySelectorAll('.parameters tbody')].map(b => b.getClientRects().length > 0)"
-    assert browser.evaluate(shown) == [False, True]
     browser.open(pages["demo"])
     dots = "document.querySelectorAll('#chart-standard .point').length"
     all_dots = browser.evaluate(dots)
@@ -254,6 +249,6 @@ def test_a_study_shows_all_trials_on_request(browser: Browser, pages: dict[str, 
     assert browser.evaluate(numbers) == list(range(30))  # the first in the new order
     browser.evaluate("document.querySelector('.all-rows').click()")
     assert browser.evaluate(numbers) == list(range(64))
-    readout = "document.querySelector('.multipliers').closest('section').querySelector('.readout').textContent"
-    browser.evaluate("document.querySelector('.multipliers svg').dispatchEvent(new Event('click', {bubbles: true}))")
+    readout = "document.querySelector('.bands').closest('section').querySelector('.readout').textContent"
+    browser.evaluate("document.querySelector('.bands svg').dispatchEvent(new Event('click', {bubbles: true}))")
     assert browser.evaluate(readout).startswith("every block, lr, layer by layer: ")

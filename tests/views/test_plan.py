@@ -42,9 +42,8 @@ def test_memory_bars_add_up_to_the_plan(way):
     found = planned(way)
     stages = found.document().stages
     chart = go.Figure(plan_charts.memory([stage.parts for stage in stages], 80, USABLE * 80))
-    along = "y" if len(stages) > 1 else "x"
     for rank, stage in enumerate(stages):
-        assert sum(bar[along][rank] for bar in chart.data) == pytest.approx(stage.gib, abs=0.2)
+        assert sum(bar.x[rank] for bar in chart.data) == pytest.approx(stage.gib, abs=0.2)
     assert max(bar.marker.color for bar in chart.data)
-    assert sorted(shape[f"{along}0"] for shape in chart.layout.shapes) == [68, 80]
+    assert sorted(shape.x0 for shape in chart.layout.shapes) == [68, 80]
     assert "80 GiB: capacity" in [note.text for note in chart.layout.annotations]

@@ -1,4 +1,4 @@
-"""Folders as the verbs write them: a study at a small scale, two runs at a larger one, a demo, checks."""
+"""Folders as the verbs write them: two runs, a demo, checks."""
 
 import json
 import math
@@ -59,27 +59,19 @@ def target(recipe: Recipe) -> Recipe:
     return moved.replace({"batch.ramp": ramp})
 
 
-def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn: bool = False) -> float:
-    """Write a finished run, and return its loss."""
+def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn: bool = False) -> None:
+    """Write a finished run. ``torn`` leaves an incomplete last line."""
     folder.mkdir(parents=True)
     write_recipe(recipe, folder / "recipe.toml")
-    noise = random.Random(seed)
-    tokens, batch = 0, 0
+    noise, tokens = random.Random(seed), 0
     events: list[dict[str, Any]] = []
     lines: list[dict[str, Any]] = []
-
-    def event(name: str, **values: Any) -> None:
-        events.append({"event": name, "step": len(lines), "tokens": tokens, "time": 1.76e9 + len(lines), **values})
 
     def loss_at(consumed: int) -> float:
         return floor + 6.2 * (1 + consumed / 60_000) ** -0.62
 
-    event("start")
     for step in range(recipe.steps):
-        size = recipe.batches.batch_at(tokens)
-        if size != batch:
-            batch = size
-            event("ramp", batch_tokens=batch)
+        batch = recipe.batches.batch_at(tokens)
         tokens += batch
         line = {"step": step, "tokens": tokens, "batch_tokens": batch, "update_norm": 0.003, "mfu": None}
         line["loss"] = loss_at(tokens) + noise.gauss(0, 0.05)
@@ -87,56 +79,12 @@ def write_run(folder: Path, recipe: Recipe, floor: float, *, seed: int = 0, torn
         line["grad_norm"] = 0.4 + 2.5 * math.exp(-tokens / 150_000)
         line["tokens_per_second"] = 42_000 * noise.uniform(0.95, 1.05)
         lines.append(line)
-        if (step + 1) % 40 == 0:
-            event("validation", loss=loss_at(tokens))
-    event("validation", loss=loss_at(tokens))
-    event("finish", loss=loss_at(tokens), seconds=131.0)
+        if (step + 1) % 40 == 0 or step + 1 == recipe.steps:
+            events.append({"event": "validation", "tokens": tokens, "time": 1.76e9 + step, "loss": loss_at(tokens)})
+    events.append({"event": "finish", "tokens": tokens, "loss": loss_at(tokens), "seconds": 131.0})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text + ('{"step": 99, "tok' if torn else ""))
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return loss_at(tokens)
-
-
-def write_study(folder: Path, recipe: Recipe, name: str = "wheat-proxy") -> None:
-    """Write a study of twenty trials, two of which diverged, without curves or a model of the loss."""
-    folder.mkdir(parents=True)
-    noise = random.Random(3)
-    values = recipe.hyperparameters.model_dump()
-    centre = {f"hyperparameters.{key}": values[key] for key in ("lr", "init_std", "weight_decay", "residual")}
-    trials: list[dict[str, Any]] = []
-    for number in range(20):
-        octaves = {path: noise.gauss(0, 1 - number / 30) for path in centre}
-        trial = {"number": number, "octaves": octaves, "seconds": 12.0, "tokens_per_second": 85_000.0}
-        trial["values"] = {path: value * 2 ** octaves[path] for path, value in centre.items()}
-        lost = number in {4, 9}
-        trial["state"] = "diverged" if lost else "complete"
-        trial["loss"] = None if lost else 3.41 + 0.03 * sum(octave**2 for octave in octaves.values())
-        trials.append(trial)
-    best = min((trial for trial in trials if trial["loss"]), key=lambda trial: trial["loss"])
-    interval = [best["loss"] - 0.008, best["loss"] + 0.008]
-    study = {
-        "name": name,
-        "method": "trust-region",
-        "space": list(centre),
-        "noise_floor": 0.0062,
-        "best": {"number": best["number"], "loss": best["loss"], "interval": interval},
-        "trials": trials,
-        "dimensions": [{"path": path, "centre": value, "low": -6.0, "high": 6.0} for path, value in centre.items()],
-    }
-    (folder / "study.json").write_text(json.dumps(study))
-    write_recipe(recipe.replace({"hyperparameters.lr": 0.002, "hyperparameters.modules": {}}), folder / "centre.toml")
-    write_recipe(recipe, folder / "best.toml")
-
-
-def write_folders(folder: Path) -> Path:
-    """Write a study and two runs."""
-    small = proxy()
-    large = target(small)
-    copied = large.replace({"scaling.base": None, "name": "wheat-copied", "hyperparameters.depth": {}})
-    write_study(folder / "proxy", small, name="wheat-proxy")
-    write_run(folder / "runs/moved", large, 2.41)
-    write_run(folder / "runs/copied", copied, 2.55, seed=1, torn=True)
-    return folder
 
 
 def demo(hostile: str = "", *, gain: float = 0.5, noise: float = 0.01) -> DemoDocument:

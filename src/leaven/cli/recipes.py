@@ -84,9 +84,7 @@ def show(
 ) -> None:
     """Print all values of one published run, with their sources."""
     run = find_run(id)
-    print_document(
-        PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run, console.width), json_output
-    )
+    print_document(PublishedRunDocument(**run.model_dump(exclude_none=True)), run_screen(run), json_output)
 
 
 @app.command("nearest")

@@ -17,8 +17,8 @@ from leaven.cli.common import (
     stop_on_signal,
 )
 from leaven.recipe.errors import InputError
-from leaven.views.terminal.console import console, errors
-from leaven.views.terminal.study import TuneScreen, answer_lines
+from leaven.views.terminal.console import errors
+from leaven.views.terminal.study import TuneScreen, answer_screen
 
 if TYPE_CHECKING:
     from leaven.tuning.space import Space
@@ -165,8 +165,7 @@ def tune(
     following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     document = state.summary(folder / "best.toml", following)
     if json_output or following:
-        width = console.width if console.is_terminal else None
-        print_document(document, answer_lines(state, folder, width, trials), json_output)
+        print_document(document, answer_screen(state, folder, trials), json_output)
     if interrupted:
         errors.print(f"stopped after {document.trials} trials; run the same command again to resume")
         raise typer.Exit(75)

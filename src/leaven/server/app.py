@@ -118,7 +118,7 @@ def _folders(request: Request, roots: list[Path]) -> Response:
 
     def make() -> str:
         now = time.time()
-        rows = sorted((row(each, now) for each in found), key=lambda each: -each.changed)
+        rows = sorted((row(each, now) for each in found), key=lambda each: -each.found.changed)
         where = ", ".join(map(str, roots))
         nothing = f"No run, study, check or demo below {where} yet."
         return render(

@@ -16,7 +16,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.views import numbers
 from leaven.views.checks import conclusion
 from leaven.views.demo import headline
-from leaven.views.folders import KINDS, FolderView, RunView, StudyView, read_folder
+from leaven.views.folders import KINDS, RunView, StudyView, read_folder
 
 DEEPEST = 6  # folders below a given one that are searched
 SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
@@ -35,7 +35,7 @@ class Found:
 
     @property
     def address(self) -> str:
-        return f"/folder/{self.root}/{quote(self.name)}"
+        return f"{self.root}/{quote(self.name)}"
 
     @property
     def stats(self) -> dict[str, os.stat_result]:
@@ -46,6 +46,10 @@ class Found:
     def changed(self) -> float:
         """When a file was last changed, in Unix time."""
         return max((stat.st_mtime for stat in self.stats.values()), default=0.0)
+
+    @property
+    def when(self) -> str:
+        return f"{datetime.fromtimestamp(self.changed):%Y-%m-%d %H:%M}"
 
     @property
     def recipe(self) -> Recipe | None:
@@ -63,17 +67,13 @@ class Found:
 class FolderRow:
     """A line of the list of folders in ``leaven serve``."""
 
-    address: str
-    path: str
-    kind: str
+    found: Found
     name: str  # of the recipe
-    progress: str
-    share: float | None  # of the work that is done, from 0 to 1
-    loss: float | None  # nats per token
     state: str
-    changed: float  # Unix time
-    when: str
-    chart: str | None  # address of its recipe beside the published runs
+    progress: str = ""
+    share: float | None = None  # of the work that is done, from 0 to 1
+    loss: float | None = None  # nats per token
+    recipe: Recipe | None = None  # as in ``Found``
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
@@ -100,52 +100,29 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the line of a folder. ``now`` is the current Unix time."""
-    name, progress, share, loss, state = found.folder.name, "", None, None, ""
+    """Return the line of a folder. A run or study is called running if a file has changed shortly before ``now``, the
+    current Unix time."""
     try:
-        view = read_folder(found.folder)
-        name, progress, share, loss, state = _summary(view, now - found.changed)
-        recipe = found.recipe
+        view, recipe = read_folder(found.folder), found.recipe
     except (InputError, OSError) as error:
-        state, recipe = str(error).removeprefix(f"{found.folder}").lstrip("/: "), None
-    changed = datetime.fromtimestamp(found.changed)
-    today = changed.date() == datetime.fromtimestamp(now).date()
-    return FolderRow(
-        address=found.address,
-        path=found.name or found.folder.name,
-        kind=found.kind,
-        name=name,
-        progress=progress,
-        share=share,
-        loss=loss,
-        state=state,
-        changed=found.changed,
-        when=changed.strftime("%H:%M:%S" if today else "%Y-%m-%d"),
-        chart=f"/published?recipe={found.root}/{quote(found.name)}" if recipe else None,
-    )
-
-
-def _summary(view: FolderView, silent: float) -> tuple[str, str, float | None, float | None, str]:
-    """Return (name, progress as text, progress as a share, loss, state) of a folder.
-
-    ``silent`` is the number of seconds since the last change in the folder. It decides whether the folder is called
-    running.
-    """
+        state = str(error).removeprefix(f"{found.folder}").lstrip("/: ")
+        return FolderRow(found, found.folder.name, state)
+    silent = now - found.changed
     going = "running" if silent < SILENT else f"no change for {numbers.seconds(silent)}"
     if isinstance(view, RunView):
         tokens = view.recipe.data.tokens
         done = f"{numbers.quantity(view.tokens)} of {numbers.quantity(tokens)} tokens"
         state = "finished" if view.finished else f"stopped: {view.stopped}" if view.stopped else going
-        loss = view.loss if view.loss is not None else view.steps[-1].loss
-        return view.title, done, min(view.tokens / tokens, 1.0), loss, state
+        loss = view.loss if view.loss is not None else view.steps[-1]["loss"]
+        return FolderRow(found, view.title, state, done, min(view.tokens / tokens, 1.0), loss, recipe)
     if isinstance(view, StudyView):
-        running = sum(view.count(state) for state in ("running", "waiting"))
-        done = f"{len(view.trials) - running} trials"
+        running = len(view.trials) - view.ended
+        loss = view.best.loss if view.best else None
         state = f"{running} running" if running and silent < SILENT else "has an answer" if view.best else going
-        return view.name, done, None, view.best.loss if view.best else None, state
+        return FolderRow(found, view.name, state, f"{view.ended} trials", None, loss, recipe)
     if isinstance(view, CheckDocument):
-        return view.subject, view.check, 1.0, None, conclusion(view)
-    return view.name, f"{len(view.runs)} runs" if view.runs else "", None, None, " ".join(headline(view))
+        return FolderRow(found, view.subject, conclusion(view), view.check, 1.0)
+    return FolderRow(found, view.name, " ".join(headline(view)), f"{len(view.runs)} runs")
 
 
 def _files(folder: Path, depth: int) -> Iterator[tuple[str, os.stat_result]]:

@@ -5,13 +5,15 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import partial
 from statistics import median, quantiles
 
+import numpy as np
+from markupsafe import Markup, escape
+
 from leaven.catalogue.findings.case import Case
-from leaven.catalogue.groups import PublishedGroup
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import PublishedRun
 from leaven.recipe.recipe import Recipe
@@ -32,37 +34,30 @@ LinePoint = tuple[float, float, bool]  # size, value, whether the size is inside
 
 @dataclass(frozen=True)
 class CatalogueChart:
-    """The definition of a chart of published runs. It has the chart's texts, a function that returns the value of a
-    run, and a function that returns the lines of scaling laws or rules."""
+    """The definition of a chart of published runs."""
 
     key: str
     title: str
     note: str  # text below the title
     unit: str  # title of the y axis
     hover: str  # pattern of the value in a point's tooltip
-    of_run: Callable[[PublishedRun], float | None]
-    group: Callable[[PublishedRun], PublishedGroup | None]  # the group of values of a run that contains the value
-    field: str  # name of the value in the group
+    value: str  # attribute of a run that is drawn
+    source: tuple[str, str]  # the group of values of a run, and the name in this group, that have the source
     lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # for sizes, the points of each line by its name
 
 
-def _laws(pick: str) -> Callable[[Sequence[float]], dict[str, list[LinePoint]]]:
-    """Return a function that makes the lines of all scaling laws for a chart.
+def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
+    """Return what each law predicts for model sizes at 20 tokens per parameter.
 
-    It takes model sizes, and returns what each law predicts for these sizes at 20 tokens per parameter. ``pick`` is
-    the predicted quantity, such as ``lr``. Only the main form of a law is used.
+    ``predicted`` is the quantity, such as ``lr``. Only the main form of a law is used.
     """
-
-    def lines(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-        found: dict[str, list[LinePoint]] = {}
-        for size in sizes:
-            for result in evaluate(size, TOKENS_PER_PARAMETER * size):
-                value = getattr(result, pick)
-                if value and result.form_of is None:
-                    found.setdefault(result.law, []).append((size, value, result.in_range is True))
-        return found
-
-    return lines
+    found: dict[str, list[LinePoint]] = {}
+    for size in sizes:
+        for result in evaluate(size, TOKENS_PER_PARAMETER * size):
+            value = getattr(result, predicted)
+            if value and result.form_of is None:
+                found.setdefault(result.law, []).append((size, value, result.in_range is True))
+    return found
 
 
 def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
@@ -90,25 +85,23 @@ _AT_20 = f"at {TOKENS_PER_PARAMETER:g} tokens per parameter; dotted outside thei
 CHARTS = (
     CatalogueChart(
         key="lr", title="Peak learning rate", note=f"Thin lines: laws {_AT_20}.", unit="peak lr",
-        hover="peak lr {}", of_run=lambda run: run.peak_lr, group=lambda run: run.schedule, field="peak_lr",
-        lines=_laws("lr"),
+        hover="peak lr {}", value="peak_lr", source=("schedule", "peak_lr"), lines=partial(_laws, predicted="lr"),
     ),
     CatalogueChart(
         key="batch", title="Batch", note="The batch size at the end of the run. Thin lines: optimal and critical "
         f"batch sizes by laws {_AT_20}.",
-        unit="tokens per step", hover="batch {} tokens", of_run=lambda run: run.batch_tokens,
-        group=lambda run: run.batch, field="global_batch_tokens", lines=_laws("batch_tokens"),
+        unit="tokens per step", hover="batch {} tokens", value="batch_tokens",
+        source=("batch", "global_batch_tokens"), lines=partial(_laws, predicted="batch_tokens"),
     ),
     CatalogueChart(
         key="tokens", title="Duration", note="Tokens of the whole run. Thin line: the compute-optimal number by "
         "Chinchilla.",
-        unit="tokens", hover="{} tokens", of_run=lambda run: run.tokens, group=lambda run: run.data,
-        field="tokens_total", lines=_chinchilla,
+        unit="tokens", hover="{} tokens", value="tokens", source=("data", "tokens_total"), lines=_chinchilla,
     ),
     CatalogueChart(
         key="init", title="Init std", note="Of matrices that read the residual stream. Thin lines: rules that depend "
         f"on the width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
-        of_run=lambda run: run.init_std, group=lambda run: run.init, field="std", lines=_inits,
+        value="init_std", source=("init", "std"), lines=_inits,
     ),
 )  # fmt: skip
 
@@ -178,46 +171,36 @@ def scatter(
 
     The recipe ``own`` is drawn as a star at its size and ``own_value``.
     """
-    points = [(run, value) for run in runs if (value := quantity.of_run(run))]
+    points = [(run, value) for run in runs if (value := getattr(run, quantity.value))]
     sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
     if own and own_value:
         sizes, values = [*sizes, own.model.params], [*values, own_value]
     low, high = min(values) / 1.25, max(values) * 1.25
-    traces: list[Figure] = []
     edge = band([(run, value) for run, value in points if run.lr_comparable])
-    if edge:
-        x = [x for x, _, _ in edge] + [x for x, _, _ in reversed(edge)]
-        y = [y for _, y, _ in edge] + [y for _, _, y in reversed(edge)]
-        fill = {"fill": "toself", "fillcolor": "var(--shade-band)", "legendgroup": "band"}
-        traces.append(charts.line(x, y, MUTED, 0, **fill))
-    grid = [min(sizes) * (max(sizes) / min(sizes)) ** (n / (_GRID - 1)) for n in range(_GRID)]
+    outline = [(x, lower) for x, lower, _ in edge] + [(x, upper) for x, _, upper in reversed(edge)]
+    traces = [charts.line(outline, MUTED, 0, fill="toself", fillcolor="var(--shade-band)")]
     names, ends = [], []
-    for name, line in quantity.lines(grid).items():
+    for name, line in quantity.lines(np.geomspace(min(sizes), max(sizes), _GRID).tolist()).items():
         inside = [point for point in line if low <= point[1] <= high]
         if not inside:
             continue
         names.append(name)
         ends.append(inside[-1][:2])
-        for fitted, stretch in _stretches(inside):
-            hover = f"{charts.text(name)}{'' if fitted else ', outside its fit'}<br>%{{y:.3~g}}<extra></extra>"
-            dash = "solid" if fitted else "dot"
-            x, y = [x for x, _ in stretch], [y for _, y in stretch]
-            style = {"name": name, "hovertemplate": hover, "legendgroup": "laws"}
-            traces.append(charts.line(x, y, MUTED, 1, dash=dash, **style))
+        hover = f"{charts.text(name)}<br>%{{y:.3~g}}<extra></extra>"
+        for dash in ("dot", "solid"):  # the solid line covers the dotted line inside the fitted range
+            drawn = [(x, y) for x, y, fitted in inside if fitted or dash == "dot"]
+            traces.append(charts.line(drawn, MUTED, 1, dash=dash, name=name, hovertemplate=hover))
     for name in (OTHERS, *hues):
         members = [(run, value) for run, value in points if group_of(run, hues) == name]
         colour = hues.get(name, MUTED)
-        edges = [colour if run.kind == "moe" else charts.PAPER for run, _ in members]
-        shapes = [symbol(run) for run, _ in members]
-        marker = {"color": colour, "size": 9, "opacity": 0.85, "symbol": shapes, "line": {"color": edges, "width": 1}}
-        x, y = [run.params_total for run, _ in members], [value for _, value in members]
+        marker = {"opacity": 0.85, "symbol": [symbol(run) for run, _ in members]}
+        places = [(run.params_total, value) for run, value in members]
         hovers = [hover_text(quantity, run, value) for run, value in members]
-        traces.append(charts.scatter(x, y, "markers", legendgroup=name, marker=marker, hovertext=hovers))
+        traces.append(charts.dots(places, colour, 9, legendgroup=name, marker=marker, hovertext=hovers))
     if own and own_value:
-        star = {"color": charts.INK, "size": 17, "symbol": "star", "line": {"color": charts.PAPER, "width": 1.5}}
-        said = quantity.hover.format(numbers.quantity(own_value) if own_value >= 1 else numbers.value(own_value))
-        hover = f"<b>{charts.text(own.name)}</b><br>{said}, {numbers.quantity(own.model.params)} parameters"
-        traces.append(charts.scatter([own.model.params], [own_value], "markers", marker=star, hovertext=[hover]))
+        place = [(own.model.params, own_value)]
+        hover = f"<b>{charts.text(own.name)}</b><br>{_said(quantity, own_value, own.model.params)}"
+        traces.append(charts.dots(place, charts.INK, 17, marker={"symbol": "star"}, hovertext=[hover]))
     spell = numbers.tick if low > 1 else numbers.value
     figure = charts.figure(
         "parameters",
@@ -235,39 +218,37 @@ def scatter(
     return figure, names
 
 
+def _said(quantity: CatalogueChart, value: float, params: int) -> str:
+    shown = numbers.quantity(value) if value >= 1 else numbers.value(value)
+    return f"{quantity.hover.format(shown)}, {numbers.quantity(params)} parameters"
+
+
 def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str:
     """Return the tooltip of a point, with the run's id, value, lineage and source."""
-    spell = numbers.quantity if value >= 1 else numbers.value
-    lines = [
-        f"{quantity.hover.format(spell(value))}, {numbers.quantity(run.params_total)} parameters",
-        f"lineage {run.lineage.name}",
-    ]
+    lines = [_said(quantity, value, run.params_total), f"lineage {run.lineage.name}"]
     if run.kind == "moe":
         lines.append(f"experts, {numbers.quantity(run.params_active)} active")
     if "square" in symbol(run):
         lines.append(f"with {run.optimizer}")
     if run.schedule and run.schedule.parametrisation:
         lines.append(run.schedule.parametrisation)
-    if group := quantity.group(run):
-        known = group.provenance(quantity.field)
+    group, field = quantity.source
+    if values := getattr(run, group):
+        known = values.provenance(field)
         lines += [f"{source} ({known.confidence})" for source in known.sources]
     wrapped = [line for part in lines for line in textwrap.wrap(part, 46, break_on_hyphens=False)]
     return "<br>".join([f"<b>{charts.text(run.id)}</b>", *map(charts.text, wrapped)])
 
 
-def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
+def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
     """Return the points of the band as (size, lower quartile, upper quartile).
 
     The quartiles at a size are those of the medians of the lineages, so each lineage counts once. Sizes near which
     fewer than four lineages have runs are left out.
     """
-    points = sorted(points, key=lambda point: point[0].params_total)
-    if not points:
-        return []
-    first, last = points[0][0].params_total, points[-1][0].params_total
+    sizes = [run.params_total for run, _ in points]
     edge = []
-    for n in range(_GRID):
-        size = first * (last / first) ** (n / (_GRID - 1))
+    for size in np.geomspace(min(sizes), max(sizes), _GRID).tolist() if sizes else ():
         votes: dict[str, list[float]] = {}
         for run, value in points:
             if 1 / BAND_FACTOR <= run.params_total / size <= BAND_FACTOR:
@@ -276,16 +257,6 @@ def band(points: Iterable[tuple[PublishedRun, float]]) -> list[tuple[float, floa
             lower, _, upper = quantiles(map(median, votes.values()), n=4, method="inclusive")
             edge.append((size, math.exp(lower), math.exp(upper)))
     return edge
-
-
-def _stretches(points: Sequence[LinePoint]) -> list[tuple[bool, list[tuple[float, float]]]]:
-    """Split a line into parts that are inside and parts that are outside the fitted range of the law. Each part
-    begins where the previous part ends."""
-    made: list[tuple[bool, list[tuple[float, float]]]] = []
-    for fitted, together in groupby(points, key=lambda point: point[2]):
-        before = [made[-1][1][-1]] if made else []
-        made.append((fitted, before + [(x, y) for x, y, _ in together]))
-    return made
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
@@ -299,16 +270,9 @@ def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[fl
     return [placed[n] for n in range(len(ends))]
 
 
-_LINKED = re.compile(r"arXiv (\d{4}\.\d{4,5})|^([\w.-]+/[\w.-]+): ")
-
-
-def linked(source: str) -> list[tuple[str, str]]:
-    """Split the text of a source into pairs (text, web address). arXiv numbers and repositories have an address. The
-    address of all other text is ""."""
-    parts, at = [], 0
-    for found in _LINKED.finditer(source):
-        paper, repository = found.groups()
-        address = f"https://arxiv.org/abs/{paper}" if paper else f"https://github.com/{repository}"
-        parts += [(source[at : found.start()], ""), (found.group().removesuffix(": "), address)]
-        at = found.end() - (2 if repository else 0)
-    return [part for part in (*parts, (source[at:], "")) if part[0]]
+def linked(source: str) -> Markup:
+    """Return the text of a source as HTML, with links for arXiv numbers and for a repository at its start."""
+    text = str(escape(source))
+    text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r'<a href="https://arxiv.org/abs/\1" rel="noreferrer">\g<0></a>', text)
+    text = re.sub(r"^([\w.-]+/[\w.-]+): ", r'<a href="https://github.com/\1" rel="noreferrer">\1</a>: ', text)
+    return Markup(text)

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from leaven.views import numbers
 
 Figure = dict[str, Any]
+Point = tuple[float, float]
+Points = Iterable[tuple[float, float | None]]
 Spell = Callable[[float], str]
 Array = NDArray[np.float64]
 MUTED, INK, PAPER = "var(--muted)", "var(--ink)", "var(--paper)"
@@ -94,17 +96,34 @@ def figure(
     return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}
 
 
-def scatter(x: Iterable[float | None], y: Iterable[float | None], mode: str, **style: Any) -> Figure:
-    """Return a trace of points or lines. Without ``hovertext`` or ``hovertemplate``, it has no tooltips."""
+def line(
+    points: Points,
+    colour: str,
+    width: float = 2,
+    *,
+    size: float = 0,
+    dash: str = "solid",
+    shape: str = "linear",
+    **style: Any,
+) -> Figure:
+    """Return a trace of a line through ``points``. If ``size`` is given, each point also has a dot of this size."""
+    looks = {"color": colour, "width": width, "dash": dash, "shape": shape}
+    if size:
+        return _trace(points, "lines+markers", line=looks, **{"marker": {"color": colour, "size": size}} | style)
+    return _trace(points, "lines", line=looks, **style)
+
+
+def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None = None, **style: Any) -> Figure:
+    """Return a trace of points. ``marker`` may contain more keys of plotly's markers, for example ``symbol``."""
+    return _trace(points, "markers", marker={"color": colour, "size": size} | (marker or {}), **style)
+
+
+def _trace(points: Points, mode: str, **style: Any) -> Figure:
+    """Return a scatter trace. Without ``hovertext`` or ``hovertemplate``, it has no tooltips."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
+    x, y = zip(*points, strict=True) if (points := list(points)) else ((), ())
     return {"type": "scatter", "x": list(map(short, x)), "y": list(map(short, y)), "mode": mode, **style}
-
-
-def line(x: Iterable[float | None], y: Iterable[float | None], colour: str, width: float = 2, **style: Any) -> Figure:
-    """Return a trace of a line. ``style`` may contain ``dash`` and ``shape`` of plotly's lines."""
-    looks = {key: style.pop(key) for key in ("dash", "shape") if key in style}
-    return scatter(x, y, "lines", line={"color": colour, "width": width, **looks}, **style)
 
 
 def short(value: float | None) -> float | None:
@@ -128,27 +147,21 @@ def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: fl
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
 
 
-def whole_numbers(low: int, high: int, **more: Any) -> Figure:
-    """Return a linear axis that has ticks only at whole numbers."""
-    places = [place for place in numbers.linear_ticks(low, max(high, low + 1), 10) if place == int(place)]
-    return {"tickvals": places, "range": [low - 0.2, high + 0.2], **more}
-
-
-def mark_line(
-    axis: str, at: float, colour: str = INK, dash: str = "solid", width: float = 1.0, **more: Any
-) -> Figure:
-    """Return a line across the whole chart where ``axis`` (x or y) is ``at``."""
-    other = "y" if axis == "x" else "x"
-    ends = {f"{axis}0": at, f"{axis}1": at, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
-    return {"type": "line", "line": {"color": colour, "width": width, "dash": dash}, **ends, **more}
+def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
+    """Return a line across the whole chart where ``axis`` (x or y) is ``at``, behind everything else."""
+    looks = {"color": colour, "width": 1, "dash": dash}
+    return {"type": "line", "line": looks, "layer": "below", **_across(axis, at, at), **more}
 
 
 def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
     """Return a band across the whole chart where ``axis`` is between ``low`` and ``high``. It is drawn behind
     everything else."""
+    return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **_across(axis, low, high)}
+
+
+def _across(axis: str, low: float, high: float) -> Figure:
     other = "y" if axis == "x" else "x"
-    ends = {f"{axis}0": low, f"{axis}1": high, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
-    return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **ends}
+    return {f"{axis}0": low, f"{axis}1": high, f"{other}ref": "paper", f"{other}0": 0, f"{other}1": 1}
 
 
 def bars(
@@ -159,13 +172,12 @@ def bars(
     **more: Any,
 ) -> Figure:
     """Return error bars from ``low`` to ``high`` around ``middle``."""
-
-    def lengths(above: Sequence[float | None], below: Sequence[float | None]) -> list[float | None]:
-        pairs = zip(above, below, strict=True)
-        return [None if a is None or b is None else a - b for a, b in pairs]
-
-    ends = {"array": lengths(high, middle), "arrayminus": lengths(middle, low)}
+    ends = {"array": list(map(_minus, high, middle)), "arrayminus": list(map(_minus, middle, low))}
     return {"type": "data", "symmetric": False, **ends, "color": colour, **more}
+
+
+def _minus(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a - b
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
@@ -197,18 +209,19 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
     return line
 
 
-def thin(x: Sequence[float], most: int, logarithmic: bool = True) -> list[int]:
-    """Choose at most ``most`` points that are evenly spaced along the x axis, and return their indices. The last
-    point is always included."""
-    if len(x) <= most:
-        return list(range(len(x)))
-    places = np.log(np.maximum(x, 1)) if logarithmic else np.asarray(x, dtype=float)
+def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
+    """Choose at most ``most`` points that are evenly spaced along the x axis. The last point is always included."""
+    if len(points) <= most:
+        return list(points)
+    x = np.array([x for x, _ in points])
+    places = np.log(np.maximum(x, 1)) if logarithmic else x
     wanted = np.linspace(places[0], places[-1], most)
-    return [int(i) for i in np.unique(np.minimum(np.searchsorted(places, wanted), len(x) - 1))]
+    return [points[i] for i in np.unique(np.minimum(np.searchsorted(places, wanted), len(x) - 1))]
 
 
-def corners(values: Sequence[float | None]) -> list[int]:
-    """Return the indices at which a step function begins or ends a level. These points are enough to draw the
-    function."""
-    last = len(values) - 1
-    return [i for i, v in enumerate(values) if i in {0, last} or v != values[i - 1] or v != values[i + 1]]
+def corners(points: Sequence[Point]) -> list[Point]:
+    """Return the points at which a step function begins or ends a level. They are enough to draw the function."""
+    last = len(points) - 1
+    return [
+        (x, y) for i, (x, y) in enumerate(points) if i in {0, last} or y != points[i - 1][1] or y != points[i + 1][1]
+    ]

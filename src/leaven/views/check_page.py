@@ -1,12 +1,11 @@
 """Render the page of a check. It has charts, tables in which each row is judged, measured values and settings."""
 
-from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import Any
 
 from leaven.documents.checks import CheckDocument, VerdictCurve
 from leaven.views import charts, numbers
-from leaven.views.charts import BAD, MUTED, Figure
+from leaven.views.charts import BAD, MUTED, Figure, Point, Points
 from leaven.views.checks import SLOPES, check_tables, conclusion
 from leaven.views.render import render
 
@@ -28,13 +27,9 @@ def check_page(check: CheckDocument) -> str:
         title=f"{check.check} of {check.subject}",
         conclusion=conclusion(check),
         tables=check_tables(check),
-        settings=[f"{key} = {_setting(value)}" for key, value in check.settings.items() if value is not None],
+        settings=[f"{key} = {numbers.setting(value)}" for key, value in check.settings.items() if value is not None],
         **{"slopes": [], "losses": None} | sections,
     )
-
-
-def _setting(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
@@ -43,40 +38,36 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
     sections = []
-    for axis in dict.fromkeys(row.axis for row in check.rows):
+    for axis in dict.fromkeys(curve.axis for curve in check.curves):
         failed = {row.module for row in check.rows if row.axis == axis and row.passed is False}
         curves = {(curve.module, curve.quantity): curve for curve in check.curves if curve.axis == axis}
-        if not curves:  # this axis has only a table
-            continue
         sections.append((axis, [(f"{axis}-{quantity}", title) for quantity, title in wanted.items()]))
         for quantity in wanted:
             lines = [
-                (module, curve.x, y)
+                (module, points)
                 for (module, of), curve in curves.items()
-                if of == quantity and (y := _relative(curve, curves.get((module, "eps"))))
+                if of == quantity and (points := _relative(curve, curves.get((module, "eps"))))
             ]
             lines.sort(key=lambda line: line[0] in failed)
-            traces = [_line(module, x, y, BAD if module in failed else MUTED) for module, x, y in lines]
-            x_axis, y_axis = {}, {}
-            if lines:
-                y = [value for _, _, values in lines for value in values]
-                x_axis = charts.log_axis(min(lines[0][1]), max(lines[0][1]), numbers.tick)
-                y_axis = charts.log_axis(min([*y, 0.5]), max([*y, 2.0]), numbers.value, pad=0.06)
+            traces = [_line(module, points, BAD if module in failed else MUTED) for module, points in lines]
+            x, y = [x for _, line in lines for x, _ in line] or [1, 2], [y for _, line in lines for _, y in line]
+            x_axis = charts.log_axis(min(x), max(x), numbers.tick)
+            y_axis = charts.log_axis(min([*y, 0.5]), max([*y, 2.0]), numbers.value, pad=0.06)
             figure = charts.figure(axis, "relative to the smallest model", traces, x=x_axis, y=y_axis)
             drawn[f"{axis}-{quantity}"] = figure
     return drawn, {"slopes": sections}
 
 
-def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[float]:
-    """Return the values of a curve divided by its first value. If ``eps`` is given, each value is first divided by
-    eps.
+def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
+    """Return the points of a curve with values divided by its first value. If ``eps`` is given, each value is first
+    divided by eps.
 
     Return an empty list if a value is 0 or not finite, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
     known = [value for value in values if value]
-    return [value / known[0] for value in known] if len(known) == len(values) else []
+    return [(x, y / known[0]) for x, y in zip(curve.x, known, strict=True)] if len(known) == len(values) else []
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
@@ -91,11 +82,12 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
     unit = "as a multiple of the recipe's" if name == "batch" else check.settings.get("unit", "base value")
     traces, legend = [], []
     for curve, colour in zip(curves, cycle(_COLOURS)):
-        traces.append(_line(curve.module, curve.x, curve.y, colour, error_y=_bars(curve, colour)))
+        traces.append(_curve(curve.module, curve, colour))
         legend.append((curve.module, colour))
         if star := stars.get(curve.module):
             marker = {"color": colour, "size": 12, "symbol": "star"}
-            traces.append(_line(f"best for {curve.module}", star.x, star.y, colour, marker=marker))
+            points = zip(star.x, star.y, strict=True)
+            traces.append(_line(f"best for {curve.module}", points, colour, marker=marker))
     x = [value for curve in curves for value in curve.x]
     axis = charts.log_axis(min(x), max(x), numbers.value)
     drawn: dict[str, Figure | None] = {"losses": charts.figure(f"{name}, {unit}", "final loss, nats", traces, x=axis)}
@@ -106,24 +98,22 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _best(curve: VerdictCurve, title: str) -> Figure:
-    """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals."""
-    level = _line("equal to the base", [min(curve.x), max(curve.x)], [curve.y[0]] * 2, MUTED)
-    line = _line(title, curve.x, curve.y, _COLOURS[0], error_y=_bars(curve, _COLOURS[0]))
+    """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals.
+
+    A dotted line shows the value of the base.
+    """
+    known = [value for value in (*curve.low, *curve.high) if value is not None]
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)
-    y = charts.log_axis(min(_known(curve.low)) / 1.5, max(_known(curve.high)) * 1.5, numbers.value)
-    return charts.figure(curve.axis, title, [line, level], x=x, y=y)
+    y = charts.log_axis(min(known) / 1.5, max(known) * 1.5, numbers.value)
+    base = [charts.mark_line("y", level, MUTED) for level in curve.y[:1] if level is not None]
+    return charts.figure(curve.axis, title, [_curve(title, curve, _COLOURS[0])], x=x, y=y, shapes=base)
 
 
-def _known(values: Sequence[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
+def _curve(name: str, curve: VerdictCurve, colour: str) -> Figure:
+    bars = charts.bars(curve.low, curve.y, curve.high, colour, thickness=1)
+    return _line(name, zip(curve.x, curve.y, strict=True), colour, error_y=bars)
 
 
-def _bars(curve: VerdictCurve, colour: str) -> Figure:
-    return charts.bars(curve.low, curve.y, curve.high, colour, thickness=1)
-
-
-def _line(name: str, x: Iterable[float], y: Iterable[float | None], colour: str, **style: Any) -> Figure:
+def _line(name: str, points: Points, colour: str, **style: Any) -> Figure:
     hover = "<b>%{fullData.name}</b><br>%{y:.4~g} at %{x:.4~g}<extra></extra>"
-    marker = style.pop("marker", {"color": colour, "size": 5})
-    line = charts.line(x, y, colour, 1.5, name=charts.text(name), hovertemplate=hover, marker=marker, **style)
-    return line | {"mode": "lines+markers"}
+    return charts.line(points, colour, 1.5, size=5, name=charts.text(name), hovertemplate=hover, **style)

@@ -77,7 +77,7 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
                 tokens=run.tokens,
                 seconds=run.seconds,
                 tokens_per_second=run.tokens_per_second,
-                rollbacks=sum(event.event == "rollback" for event in run.returns),
+                rollbacks=sum(event["event"] == "rollback" for event in run.returns),
             )
             for run in runs
         ],
@@ -89,35 +89,30 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
     """Return how many times fewer tokens a run needed than the first run to reach the same validation loss.
 
-    This loss is the final loss of the run that ends with the higher loss. Between two validations, the loss is
-    interpolated over the logarithm of tokens. Return None if one of the runs has fewer than two validations, or had
-    reached the loss before its first validation.
-
-    Args:
-        run: the validation losses of a run as (tokens, loss), in the order of tokens.
-        first: the validation losses of the first run, in the same form.
+    ``run`` and ``first`` are validation losses as (tokens, loss), in the order of tokens. The compared loss is the
+    final loss of the run that ends with the higher loss. Return None if one of the runs has fewer than two
+    validations, or had reached the loss before its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None
-    if run[-1][1] <= first[-1][1]:
-        tokens = _tokens_at(run, first[-1][1])
-        return None if tokens is None else first[-1][0] / tokens
-    tokens = _tokens_at(first, run[-1][1])
-    return None if tokens is None else tokens / run[-1][0]
+    better, worse = (run, first) if run[-1][1] <= first[-1][1] else (first, run)
+    tokens = _tokens_at(better, worse[-1][1])
+    if tokens is None:
+        return None
+    return worse[-1][0] / tokens if better is run else tokens / worse[-1][0]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the number of tokens after which a run first reached a loss.
+    """Return the number of tokens after which a run first reached a loss, interpolated over the logarithm of tokens.
 
-    Return None if the run had reached the loss at its first validation, or never reached it.
+    Return None if the run had reached the loss at its first validation.
     """
-    for (before, above), (after, below) in pairwise(validation):
-        if above <= loss:
-            return None
-        if below <= loss:
-            share = (above - loss) / (above - below)
-            return math.exp(math.log(before) + share * (math.log(after) - math.log(before)))
-    return None
+    (before, above), (after, below) = next(
+        pair for pair in pairwise(validation) if min(pair[0][1], pair[1][1]) <= loss
+    )
+    if above <= loss:
+        return None
+    return before * math.pow(after / before, (above - loss) / (above - below))
 
 
 def _different(recipes: Sequence[Recipe]) -> list[ComparedValue]:

@@ -1,12 +1,24 @@
-"""Describe the result of a demo in sentences and tables, for the terminal and the page."""
+"""Describe the result of a demo in sentences and tables, for the terminal and the page, and render the page."""
 
 import statistics
 from collections.abc import Iterator
+from itertools import product
 
-from leaven.documents.runs import DemoDocument, DemoRun
+from leaven.documents.runs import DemoDocument
+from leaven.recipe.errors import InputError
+from leaven.views import charts, numbers
+from leaven.views.charts import INK, MUTED, Figure
+from leaven.views.render import render
 from leaven.views.tables import Column, Table
 
 RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}  # what the demo does with the values
+ABOVE = 0.75  # nats above the lowest loss that the charts show
+COMMANDS = (
+    "leaven new mine.toml --params 1B --tokens 20B",
+    "leaven tune mine-proxy.toml --study studies/mine --trials 32",
+    "leaven transfer studies/mine/best.toml --like mine.toml -o mine-tuned.toml",
+    "leaven train mine-tuned.toml --run runs/mine",
+)
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
@@ -15,20 +27,12 @@ def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     At the base width, the curve is the mean over all seeds and is the same for both rules. At a wider width, the
     curve is the loss of the first seed, even at the one lr that was trained with more seeds.
     """
-    by_lr: dict[tuple[str, int], dict[float, list[DemoRun]]] = {}
     base = demo.models[0].width
-    for run in demo.runs:
-        if run.width == base or run.seed == 0:
-            for rule in RULES if run.width == base else (run.rule,):
-                by_lr.setdefault((rule, run.width), {}).setdefault(run.lr, []).append(run)
-    return {
-        (rule, model.width): {
-            lr: statistics.fmean(run.loss for run in runs) for lr, runs in by_lr[rule, model.width].items()
-        }
-        for rule in RULES
-        for model in demo.models
-        if (rule, model.width) in by_lr
-    }
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for rule, model, run in product(RULES, demo.models, demo.runs):
+        if run.width == model.width and (run.width == base or (run.rule == rule and run.seed == 0)):
+            found.setdefault((rule, run.width), {}).setdefault(run.lr, []).append(run.loss)
+    return {key: {lr: statistics.fmean(losses) for lr, losses in curve.items()} for key, curve in found.items()}
 
 
 def best(curve: dict[float, float]) -> float:
@@ -119,3 +123,51 @@ def seed_table(demo: DemoDocument) -> Table:
 def cost(demo: DemoDocument) -> float:
     """Return the sum of the training times of all runs, in seconds."""
     return sum(run.seconds for run in demo.runs)
+
+
+def demo_page(demo: DemoDocument) -> str:
+    """Return the page of a finished demo as HTML."""
+    if demo.result is None:
+        raise InputError("the demo has not finished; run the same leaven demo again to resume it")
+    return render(
+        "demo.html.j2",
+        {rule: _losses(demo, rule) for rule in RULES},
+        kind="demo",
+        title="Does the learning rate transfer?",
+        demo=demo,
+        result=demo.result,
+        headline=list(headline(demo)),
+        legend=[(f"width {model.width}", _colour(n), f"{model.width}", "") for n, model in enumerate(demo.models)],
+        rules=RULES,
+        losses=loss_table(demo),
+        seeds=seed_table(demo),
+        training=cost(demo),
+        above=ABOVE,
+        commands=COMMANDS,
+    )
+
+
+def _losses(demo: DemoDocument, rule: str) -> Figure:
+    """Draw the loss over the lr for one rule. Each width has a line, with a diamond at the lowest point of the
+    line."""
+    drawn = curves(demo)
+    lowest = min(min(curve.values()) for curve in drawn.values())
+    start = best(drawn[rule, demo.models[0].width])
+    traces = []
+    for n, model in enumerate(demo.models):
+        curve, colour, group = drawn[rule, model.width], _colour(n), str(model.width)
+        texts = [f"<b>width {model.width}</b><br>{loss:.3f} at lr {lr:g}" for lr, loss in curve.items()]
+        at, diamond = best(curve), {"symbol": "diamond"}
+        traces += [
+            charts.line(curve.items(), colour, size=6, hovertext=texts, legendgroup=group),
+            charts.dots([(at, curve[at])], colour, 13, marker=diamond, legendgroup=group),
+        ]
+    x = charts.log_axis(demo.lrs[0], demo.lrs[-1], numbers.value, pad=0.06)
+    x |= {"tickvals": demo.lrs, "ticktext": [f"{lr:g}" for lr in demo.lrs]}
+    y = charts.linear_axis(lowest, lowest + ABOVE, "{:.1f}".format, pad=0.08)
+    line_at = charts.mark_line("x", start, MUTED)
+    return charts.figure("learning rate of the recipe", "loss, nats per token", traces, x=x, y=y, shapes=[line_at])
+
+
+def _colour(number: int) -> str:
+    return charts.hue(number - 1) if number else INK

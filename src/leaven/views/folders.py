@@ -1,102 +1,50 @@
 """Read the folders of runs, studies, checks and demos for display. Errors name the file and say what to do."""
 
-import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import read_recipe
+from leaven.recipe.files import finite, read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RETURNS, RunFolder
-from leaven.tuning.study_document import UNDER_WAY, StudyDocument, StudyTrial
+from leaven.tuning.study_document import StudyDocument, StudyTrial
+from leaven.views.points import at_start
 
 Kind = TypeVar("Kind", bound=BaseModel)
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# A diverged run writes NaN, for which a chart has a gap.
-Number = Annotated[float | None, BeforeValidator(_finite)]
-
-
-class StoredEntry(BaseModel):
-    """An entry of a file. Unknown keys, which newer versions may write, are ignored."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class StepMetrics(StoredEntry):
-    """One line of metrics.jsonl. ``tokens`` is the number of tokens consumed up to and including this step. ``lr`` is
-    the learning rate of hidden weights."""
-
-    step: int
-    tokens: int
-    loss: Number = None
-    lr: Number = None
-    grad_norm: Number = None
-    batch_tokens: Number = None
-    tokens_per_second: Number = None
-    noise_scale: Number = None
-
-
-class RunEvent(StoredEntry):
-    """One line of events.jsonl.
-
-    A rollback or a manual rewind takes the run back from ``tokens`` to ``to_tokens``. The run then skips the data
-    from ``skip_from`` to ``skip_to``. All four are numbers of tokens.
-    """
-
-    event: str
-    tokens: int = 0
-    time: Number = None  # seconds since the epoch
-    loss: Number = None
-    seconds: Number = None
-    why: str | None = None
-    to_tokens: int | None = None
-    skip_from: int = 0
-    skip_to: int = 0
-
-
 @dataclass(frozen=True)
 class RunView:
-    """A training run. ``loss`` is the last validation loss, and ``validation`` contains all validation losses as
-    (tokens, loss).
-
-    ``stopped`` is the reason why an unfinished run ended, if it is known.
-    """
+    """A training run. Numbers that are not finite are None."""
 
     title: str
     recipe: Recipe
-    steps: tuple[StepMetrics, ...]
-    validation: tuple[tuple[int, float], ...]
-    loss: float | None
+    steps: Sequence[dict[str, Any]]  # lines of metrics.jsonl; ``tokens`` includes the tokens of the step
+    validation: Sequence[tuple[int, float]]  # (tokens, loss)
+    loss: float | None  # the last validation loss
     seconds: float | None
     finished: bool
-    stopped: str | None = None
-    returns: tuple[RunEvent, ...] = ()  # rollbacks and manual rewinds
+    stopped: str | None  # the reason why an unfinished run ended, if it is known
+    returns: Sequence[dict[str, Any]]  # lines of events.jsonl about rollbacks and manual rewinds
 
     @property
     def tokens(self) -> int:
-        return self.steps[-1].tokens
-
-    @property
-    def first_loss(self) -> float | None:
-        return next((step.loss for step in self.steps if step.loss is not None), None)
+        tokens: int = self.steps[-1]["tokens"]
+        return tokens
 
     @property
     def tokens_per_second(self) -> float | None:
         """The median speed of the steps. Unlike a mean, it is hardly changed by slow first steps and pauses."""
-        speeds = sorted(step.tokens_per_second for step in self.steps if step.tokens_per_second)
+        speeds = sorted(speed for step in self.steps if (speed := step.get("tokens_per_second")))
         return speeds[len(speeds) // 2] if speeds else None
 
 
@@ -112,10 +60,6 @@ class StudyView(StudyDocument):
 
     def count(self, state: str) -> int:
         return sum(trial.state == state for trial in self.trials)
-
-    @property
-    def under_way(self) -> bool:
-        return any(trial.state in UNDER_WAY for trial in self.trials)
 
     @property
     def moved(self) -> bool:
@@ -144,23 +88,13 @@ class StudyView(StudyDocument):
         return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property
-    def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes that is as good as the best point, or None if it is the best point
-        itself.
-
-        The point maps the path of each value to its distance from the start, in octaves.
-        """
-        return None if self.best_trial and self.fewest_octaves == self.best_trial.octaves else self.fewest_octaves
-
-    @property
     def start_loss(self) -> float | None:
         """The mean loss of the starting point over its seeds.
 
         If the starting point was not run, this is the loss of the first complete trial. None if there is none.
         """
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
-        at_start = [trial for trial in done if trial.octaves is not None and not any(trial.octaves.values())]
-        losses = [trial.loss for trial in at_start or done[:1] if trial.loss is not None]
+        losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
 
@@ -181,21 +115,21 @@ def read_folder(folder: Path) -> FolderView:
         raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
     if not folder.is_dir():
         raise InputError(f"{folder} is a file; give the folder of a run, a study, a check or a demo")
-    readers: dict[str, Callable[[Path], FolderView]] = {
-        "demo": read_demo,
-        "study": read_study,
-        "run": read_run,
-        "check": lambda folder: _document(folder / "check.json", CheckDocument),
-    }
     for file, kind in KINDS.items():
         if (folder / file).exists():
-            return readers[kind](folder)
+            match kind:
+                case "demo":
+                    return read_demo(folder)
+                case "study":
+                    return read_study(folder)
+                case "run":
+                    return read_run(folder)
+                case _:
+                    return _document(folder / file, CheckDocument)
     if (folder / "runs.jsonl").exists():
         raise InputError(
             f"the check in {folder} has not finished; run the same leaven check command again to resume it"
         )
-    if not any(folder.iterdir()):
-        raise InputError(f"{folder} is empty; give the folder of a run, a study, a check or a demo")
     raise InputError(
         f"{folder} contains no run (metrics.jsonl), study (study.json), check (check.json) or demo (demo.json); "
         f"give the folder that leaven train --run, leaven tune --study, leaven check --run or leaven demo wrote"
@@ -205,49 +139,38 @@ def read_folder(folder: Path) -> FolderView:
 def read_run(folder: Path) -> RunView:
     """Return the run in a folder. Its title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
-    steps = [_valid(StepMetrics, line, folder / "metrics.jsonl") for line in written.metrics()]
+    steps = [finite(line) for line in written.metrics() if "tokens" in line]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
-    events = [_valid(RunEvent, line, folder / "events.jsonl") for line in written.events()]
+    events = [finite(line) for line in written.events()]
     validation: dict[int, float] = {}
     for event in events:
-        if event.event == "validation" and event.loss is not None:
-            validation[event.tokens] = event.loss
-        elif event.to_tokens is not None:  # the run went back, so later validations do not count
-            validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event.to_tokens}
-    end = written.finish()
-    finish = _valid(RunEvent, end, folder / "events.jsonl") if end else None
-    stop = events[-1].why if events and events[-1].event == "stop" else None
-    points = tuple(sorted(validation.items()))
-    last = points[-1][1] if points else None
+        if event["event"] == "validation" and event.get("loss") is not None:
+            validation[event["tokens"]] = event["loss"]
+        elif event["event"] in RETURNS:  # the run went back, so later validations do not count
+            validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
+    finish = written.finish()
+    end = finite(finish or {})
+    points = sorted(validation.items())
+    loss, seconds = end.get("loss"), end.get("seconds")
     return RunView(
         title=recipe.name,
         recipe=recipe,
-        steps=tuple(steps),
+        steps=steps,
         validation=points,
-        loss=finish.loss if finish and finish.loss is not None else last,
-        seconds=finish.seconds if finish and finish.seconds is not None else _elapsed(events),
+        loss=loss if loss is not None else points[-1][1] if points else None,
+        seconds=seconds if seconds is not None else _elapsed(events),
         finished=finish is not None,
-        stopped=None if finish else stop,
-        returns=tuple(event for event in events if event.event in RETURNS),
+        stopped=events[-1].get("why") if events and events[-1]["event"] == "stop" else None,
+        returns=[event for event in events if event["event"] in RETURNS],
     )
 
 
-def _elapsed(events: list[RunEvent]) -> float | None:
-    """Return how many seconds a run has trained, without the pauses between a stop and a resume.
-
-    After each start or resume, the time from the first to the last event counts. These times are added up.
-    """
-    total, begun = 0.0, None
-    last: float | None = None
-    for event in events:
-        if event.time is None:
-            continue
-        if event.event in {"start", "resume"} or begun is None:
-            total += (last - begun) if begun is not None and last is not None else 0.0
-            begun = event.time
-        last = event.time
-    return None if begun is None or last is None else total + last - begun
+def _elapsed(events: Sequence[dict[str, Any]]) -> float | None:
+    """Return how many seconds a run has trained, without the pauses between a stop and a resume."""
+    times = [(event["event"], event["time"]) for event in events if event.get("time") is not None]
+    spent = (after - before for (_, before), (event, after) in pairwise(times) if event not in {"start", "resume"})
+    return sum(spent) if times else None
 
 
 def read_study(folder: Path) -> StudyView:
@@ -270,20 +193,11 @@ def read_demo(folder: Path) -> DemoDocument:
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise InputError(f"{path} is not JSON; write it again with the command that made the folder") from None
-    return _valid(kind, document, path)
-
-
-def _valid(kind: type[Kind], value: Any, path: Path) -> Kind:
-    try:
-        return kind.model_validate(value)
+        return kind.model_validate_json(path.read_bytes())
     except ValidationError as error:
         fault = error.errors()[0]
-        where = ".".join(str(key) for key in fault["loc"]) or "the document"
-        if fault["type"] == "missing":
-            raise InputError(
-                f"{path}: {where} is missing; write the file again with the command that made it"
-            ) from None
-        raise InputError(f"{path}: {where}: {fault['msg'][0].lower()}{fault['msg'][1:]}") from None
+        where = "".join(f"{key}: " for key in fault["loc"])
+        raise InputError(
+            f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; write the file again with the command that "
+            "made it"
+        ) from None

@@ -1,7 +1,9 @@
 """Write numbers as text, and choose the ticks of axes."""
 
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 from leaven.documents.planning import CostRow, Price
 from leaven.recipe.units import format_number, format_quantity, format_seconds
@@ -24,17 +26,33 @@ def value(number: float | None, digits: int = 3) -> str:
     if number == 0 or 1e-3 <= abs(number) < 1e4:
         # Near 1, the distance from 1 matters: 0.95 ** (1/8) is 0.9936.
         return f"{number:.{digits + 1 if 0.9 <= number < 1 or abs(number) >= 1000 else digits}g}"
-    mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
-    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-    return f"{mantissa}e{int(exponent)}"
+    mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def scientific(number: float | None, digits: int = 2) -> str:
     """Return a number in scientific notation with trailing zeros, for example ``3.50e-4``."""
     if number is None:
         return NONE
-    mantissa, _, exponent = f"{number:.{digits - 1}e}".partition("e")
+    mantissa, exponent = f"{number:.{digits - 1}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def setting(value_of: Any) -> str:
+    """Return a value of a recipe, a published run or a check as text."""
+    match value_of:
+        case bool():
+            return str(value_of).lower()
+        case int():
+            return f"{value_of:,}"
+        case float() | None:
+            return value(value_of, 6)
+        case dict():
+            return ", ".join(f"{key} {setting(inner)}" for key, inner in value_of.items())
+        case list() | tuple():
+            return ", ".join(map(setting, value_of))
+        case _:
+            return str(value_of)
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
@@ -76,9 +94,8 @@ def quantity(number: float | None) -> str:
 def tick(number: float) -> str:
     """Return a count as the label of a tick, without trailing zeros, for example ``2.5 M``. :func:`quantity` writes
     the same count as 2.50 M."""
-    digits, _, suffix = format_quantity(number).partition(" ")
-    digits = digits.rstrip("0").rstrip(".") if "." in digits else digits
-    return f"{digits} {suffix}".strip()
+    text = format_quantity(number)
+    return re.sub(r"\.?0+(?= |$)", "", text) if "." in text else text
 
 
 def seconds(number: float | None) -> str:

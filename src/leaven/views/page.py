@@ -5,7 +5,7 @@ from pathlib import Path
 from leaven.documents.checks import CheckDocument
 from leaven.documents.runs import DemoDocument
 from leaven.views.check_page import check_page
-from leaven.views.demo_page import demo_page
+from leaven.views.demo import demo_page
 from leaven.views.folders import RunView, StudyView, read_folder
 from leaven.views.parameters import at_base
 from leaven.views.recipe_view import recipe_view

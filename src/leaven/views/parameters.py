@@ -1,5 +1,4 @@
-"""Prepare the parameter table for display. Layers with equal values share a row, base values stand next to target
-values, and each value has a reason.
+"""Prepare the parameter table for display. Layers with equal values share a row, and each value has a reason.
 
 Base values apply at the base scale, for which the hyperparameters were found. Target values apply at the recipe's
 scale.
@@ -7,9 +6,10 @@ scale.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
 
 from leaven.documents.runs import ParameterValues
 from leaven.recipe.errors import InputError
@@ -25,19 +25,17 @@ from leaven.views.numbers import value
 QUANTITIES = ("init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier")
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
 LAYER = re.compile(r"layers\.\d+\.")
-Row = ParameterRow | ParameterValues  # a row of the parameter table, or of the document of ``leaven show``
+AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)  # of the parameter table, or the document of leaven show
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A group of parameters that have the same name in neighbouring layers, and equal values. ``row`` is the row of
-    the first layer, and ``base`` is the matching row at base scale."""
+    """A group of parameters that have the same name in neighbouring layers, and equal values."""
 
     label: str
-    first: int | None
+    first: int | None  # layer
     last: int | None
     row: Any  # the row of the first layer
-    base: ParameterRow | None
 
     @property
     def layers(self) -> str:
@@ -46,51 +44,23 @@ class LayerGroup:
         return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
 
 
-def label(name: str) -> str:
-    """Return the name of a parameter without its layer: ``attention.query`` for
-    ``layers.3.attention.query.weight``."""
-    return LAYER.sub("", name).removesuffix(".weight")
-
-
-def groups(rows: Sequence[Row], base: ParameterTable | None = None) -> list[LayerGroup]:
-    """Group the rows of the parameter table. Neighbouring layers with equal values form one group.
-
-    The groups are in the order of the forward pass. ``base`` is the parameter table at base scale.
-    """
-    twins = dict(_twins(rows, base)) if base else {}
-    found: dict[str, list[LayerGroup]] = {}
+def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
+    """Return the rows of the parameter table by the name of a parameter without its layer: ``attention.query`` for
+    ``layers.3.attention.query.weight``. The names are in the order of the forward pass."""
+    found: dict[str, list[AnyRow]] = {}
     for row in rows:
-        twin = twins.get(row.name)
-        runs = found.setdefault(label(row.name), [])
-        if runs and _alike(runs[-1].row, row) and _alike(runs[-1].base, twin):
-            runs[-1] = replace(runs[-1], last=row.layer)
-        else:
-            runs.append(LayerGroup(label(row.name), row.layer, row.layer, row, twin))
-    return [group for runs in found.values() for group in runs]
+        found.setdefault(LAYER.sub("", row.name).removesuffix(".weight"), []).append(row)
+    return found
 
 
-def _alike(a: Row | None, b: Row | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return all(getattr(a, quantity) == getattr(b, quantity) for quantity in ("shape", *QUANTITIES))
-
-
-def _twins(rows: Sequence[Row], base: ParameterTable) -> Iterator[tuple[str, ParameterRow]]:
-    """Yield the name of each row, and the matching row at base scale.
-
-    Matching rows have the same name apart from the layer. Among the layers at base scale, the one whose relative
-    depth is nearest to that of the row matches.
-    """
-    by_label: dict[str, list[ParameterRow]] = {}
-    for twin in base.rows:
-        by_label.setdefault(label(twin.name), []).append(twin)
-    depth = 1 + max((row.layer or 0 for row in rows), default=0)
-    for row in rows:
-        candidates = by_label.get(label(row.name))
-        if candidates:
-            last = len(candidates) - 1
-            position = (row.layer or 0) / (depth - 1) if depth > 1 else 0.0
-            yield row.name, candidates[round(position * last)]
+def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
+    """Group the rows of the parameter table. Neighbouring layers with equal values form one group."""
+    found = []
+    for label, members in by_label(rows).items():
+        for _, alike in groupby(members, key=lambda row: [getattr(row, name) for name in ("shape", *QUANTITIES)]):
+            layers = list(alike)
+            found.append(LayerGroup(label, layers[0].layer, layers[-1].layer, layers[0]))
+    return found
 
 
 def at_base(recipe: Recipe) -> Recipe | None:

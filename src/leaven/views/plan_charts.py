@@ -2,10 +2,7 @@
 layouts, and the batch ramp."""
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from leaven.documents.planning import RampPlan
 from leaven.planning.layouts import LayoutCandidate
@@ -14,9 +11,7 @@ from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
 
-RANKS, PASSES = 12, 3300  # largest numbers of ranks and of passes of a pipeline that are drawn
-STEADY = 4  # number of steady-state micro-batches drawn at each end of a long step
-GAP = 0.04  # share of the width that is left blank for the omitted middle of a long step
+RANKS = 12  # largest number of ranks of a pipeline that are drawn
 DOTS, SLOWEST = 1500, 4  # the largest number of layouts drawn; how many times slower than the fastest they may be
 
 HUES = {
@@ -37,115 +32,50 @@ def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
     return {part: HUES.get(part, MUTED) for part in parts}
 
 
-def _levels(capacity_gib: float, usable_gib: float, axis: str = "y", end: float = 0, log: bool = False) -> Figure:
-    """Return lines at the capacity of a GPU and at the planned limit, as ``shapes`` and ``notes``.
-
-    ``axis`` is the axis of memory. If it is x, the lines are vertical, and labels are on the side with more space.
-    ``end`` is then the end of the x axis.
-    """
-    shapes, notes = [], []
-    for gib, label, dash in (
+def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, str]]:
+    """Return (GiB, label, dash of the line) of the capacity of a GPU and of the limit of the plan."""
+    return [
         (capacity_gib, f"{capacity_gib:g} GiB: capacity", "solid"),
         (usable_gib, f"{usable_gib:.3g} GiB: limit of the plan", "dot"),
-    ):
-        other, early = "x" if axis == "y" else "y", axis == "x" and gib < end / 2
-        shapes.append(charts.mark_line(axis, gib, dash=dash, width=1.2))
-        notes.append(
-            {f"{other}ref": "paper", other: 1, axis: math.log10(gib) if log else gib, "text": label,
-             "xanchor": "left" if early else "right", "xshift": (4 if early else -4) if axis == "x" else 0,
-             # The label of the dotted line is below the line; the label of the solid line is above it.
-             "yanchor": "top" if dash == "dot" else "bottom", "font": {"size": 11.5}}
-        )  # fmt: skip
-    return {"shapes": shapes, "notes": notes}
+    ]
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw a stacked bar for each pipeline rank, with its parts of memory in GiB. Without pipeline parallelism, draw
-    a single horizontal bar."""
-    p = len(stages)
-    totals = [sum(parts.values()) for parts in stages]
-    along, across = ("y", "x") if p > 1 else ("x", "y")  # the axis of memory, and the axis of ranks
-    traces = []
-    for part, hue in part_hues(stages).items():
-        sizes = [parts[part] for parts in stages]
-        trace = {
-            along: [charts.short(size) for size in sizes],
-            across: list(range(p)),
+    """Draw a stacked bar for each pipeline rank, with its parts of memory in GiB. Without pipeline parallelism, there
+    is one bar."""
+    p, totals = len(stages), [sum(parts.values()) for parts in stages]
+    traces = [
+        {
             "type": "bar",
-            "orientation": "v" if p > 1 else "h",
+            "orientation": "h",
+            "x": [charts.short(parts[part]) for parts in stages],
+            "y": list(range(p)),
             "legendgroup": part,
             "marker": {"color": hue},
             "hovertext": [
-                f"<b>{part}</b>, {f'rank {rank}' if p > 1 else 'every GPU'}<br>{size:.1f} of {total:.1f} GiB"
-                for rank, (size, total) in enumerate(zip(sizes, totals, strict=True))
+                f"<b>{part}</b>, {f'rank {rank}' if p > 1 else 'every GPU'}<br>{parts[part]:.1f} of {total:.1f} GiB"
+                for rank, (parts, total) in enumerate(zip(stages, totals, strict=True))
             ],
         }
-        traces.append(trace if p > 1 else trace | _inside([part], 12))
-    end = 1.14 * max(capacity_gib, *totals)
-    shown = range(0, p, -(-p // 24))
-    ranks = {"tickvals": list(shown), "ticktext": [str(rank) for rank in shown], "range": [-0.6, p - 0.4]}
-    gib = {"range": [0, end], "showgrid": True}
-    gap = 0.18 if p > 3 else 0.5 if p > 1 else 0.1
-    levels = _levels(capacity_gib, usable_gib, along, end)
-    layout = levels | {"barmode": "stack", "bargap": gap, "uniformtext": {"mode": "hide", "minsize": 10}}
-    if p > 1:
-        return charts.figure("rank of the pipeline", "GiB on each GPU", traces, x=ranks, y=gib, **layout)
-    room_for_words = {"visible": False, "range": [-0.5, 0.85]}
-    return charts.figure("GiB on each GPU", "", traces, x=gib, y=room_for_words, **layout)
-
-
-def _inside(texts: Sequence[str], size: int) -> Figure:
-    """Return the part of a bar trace that writes ``texts`` inside the bars."""
-    font = {"color": PAPER, "size": size}
-    place = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-    return {"text": list(texts), "textfont": font, **place}
-
-
-@dataclass(frozen=True)
-class StepWindow:
-    """The part of a step that is drawn: all of it, or both ends with a gap between them."""
-
-    ranks: tuple[int, ...]
-    end: float
-    head: float  # passes from 0 to this time are drawn,
-    tail: float  # and passes from this time to the end
-
-    @property
-    def whole(self) -> bool:
-        return self.head >= self.tail
-
-    @property
-    def gap(self) -> float:
-        return 0 if self.whole else GAP * (self.head + self.end - self.tail)
-
-    def place(self, time: float) -> float:
-        return time if self.whole or time <= self.head else time - self.tail + self.head + self.gap
-
-    @property
-    def width(self) -> float:
-        return self.place(self.end)
-
-    def passes(self, found: Sequence[Pass]) -> Sequence[Pass]:
-        """Return the passes that lie completely in the drawn part. ``found`` contains the passes of one rank in order
-        of time."""
-        if self.whole:
-            return found
-        first = found[: bisect_right(found, self.head, key=lambda each: each.end)]
-        return [*first, *found[max(len(first), bisect_left(found, self.tail, key=lambda each: each.start)) :]]
-
-
-def window(step: Timeline, stages_per_rank: int = 1) -> StepWindow:
-    """Return the largest part of a step that can be drawn legibly."""
-    p, end = len(step.ranks), float(step.end)
-    ranks = tuple(range(p)) if p <= RANKS else tuple(round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS))
-    count = sum(len(step.ranks[rank]) for rank in ranks)
-    # The number of forward passes of a rank.
-    each = count / len(ranks) / (3 if any(one.kind == "weight" for one in step.ranks[-1]) else 2)
-    # Filling the pipeline takes about p micro-batches, and emptying it takes about p as well.
-    share = min((p + STEADY) / (each / stages_per_rank + p), PASSES / count / 2)
-    return (
-        StepWindow(ranks, end, end, end) if share >= 0.4 else StepWindow(ranks, end, end * share, end * (1 - share))
-    )
+        for part, hue in part_hues(stages).items()
+    ]
+    end, levels = 1.14 * max(capacity_gib, *totals), _levels(capacity_gib, usable_gib)
+    return charts.figure(
+        "GiB on each GPU",
+        "rank of the pipeline" if p > 1 else "",
+        traces,
+        x={"range": [0, end], "showgrid": True},
+        y={"range": [p - 0.4, -0.6], "showgrid": False, "dtick": -(-p // 12), "showticklabels": p > 1},
+        shapes=[charts.mark_line("x", gib, dash=dash, layer="above") for gib, _, dash in levels],
+        notes=[
+            {"x": gib, "yref": "paper", "y": 1, "yanchor": "bottom", "yshift": 16 * (dash == "solid"), "text": label,
+             "xanchor": "left" if gib < end / 2 else "right", "font": {"size": 11.5}}
+            for gib, label, dash in levels
+        ],
+        barmode="stack",
+        bargap=0.18,
+        margin={"l": 48, "r": 14, "t": 40, "b": 44},
+    )  # fmt: skip
 
 
 _PASS_NAMES: dict[Kind, str] = {
@@ -156,59 +86,55 @@ _PASS_NAMES: dict[Kind, str] = {
 }
 
 
-def passes(step: Timeline, stages_per_rank: int = 1) -> Figure:
+def drawn_ranks(p: int) -> list[int]:
+    """Return the ranks of a pipeline that are drawn."""
+    return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
+
+
+def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
     """Draw the forward and backward passes of each rank over the time of a step. A rank waits where nothing is drawn.
-    If a rank has several stages, later stages are paler."""
-    p, drawn = len(step.ranks), window(step, stages_per_rank)
-    unit, scale = ("ms", 1e3) if step.end < 1 else ("s", 1.0)
+    If a rank has several stages, later stages are paler. ``slower`` is the factor of the calibration on all times."""
+    ranks = drawn_ranks(len(step.ranks))
+    unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
     by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
-    for row, rank in enumerate(drawn.ranks):
-        for each in drawn.passes(step.ranks[rank]):
+    for row, rank in enumerate(ranks):
+        for each in step.ranks[rank]:
             if each.end > each.start:
                 by_kind.setdefault(each.kind, []).append((row, each))
-    traces = []
-    for kind, found in by_kind.items():
-        turns = [each.stage // p for _, each in found]
-        # Boxes show their numbers if all numbers are legible at the width of a page.
-        narrowest = min(each.end - each.start for _, each in found) / drawn.width * 1000
-        readable = narrowest >= 5 + 6.5 * max(len(str(each.micro_batch)) for _, each in found)
-        trace = {
+    traces = [
+        {
             "type": "bar",
             "orientation": "h",
             "y": [row for row, _ in found],
-            "base": [charts.short(drawn.place(each.start)) for _, each in found],
-            "x": [charts.short(each.end - each.start) for _, each in found],
+            "base": [charts.short(scale * each.start) for _, each in found],
+            "x": [charts.short(scale * (each.end - each.start)) for _, each in found],
             "legendgroup": kind,
             "marker": {
                 "color": HUES[kind],
-                "opacity": [1 - 0.55 * turn / max(stages_per_rank - 1, 1) for turn in turns],
-                "line": {"color": PAPER, "width": 0.6 if narrowest >= 3 else 0.2},
+                "opacity": [
+                    1 - 0.55 * (each.stage // len(step.ranks)) / max(stages_per_rank - 1, 1) for _, each in found
+                ],
             },
             "hovertext": [
                 f"<b>micro-batch {each.micro_batch}, {_PASS_NAMES[kind]}</b><br>stage {each.stage} on rank "
-                f"{drawn.ranks[row]}<br>{each.start * scale:.4g} to {each.end * scale:.4g} {unit}"
+                f"{ranks[row]}<br>{each.start * scale:.4g} to {each.end * scale:.4g} {unit}"
                 for row, each in found
             ],
+            "text": [str(each.micro_batch) for _, each in found],
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"color": PAPER, "size": 10},
         }
-        traces.append(trace | _inside([str(each.micro_batch) for _, each in found], 10) if readable else trace)
-    ticks = [t / scale for t in numbers.linear_ticks(0, drawn.head * scale, 6 if drawn.whole else 3)]
-    shapes, notes = [], []
-    if not drawn.whole:
-        ticks += [t / scale for t in numbers.linear_ticks(drawn.tail * scale, drawn.end * scale, 3)]
-        font = {"size": 18, "color": MUTED}
-        notes.append({"x": drawn.head + drawn.gap / 2, "yref": "paper", "y": 0.5, "text": "…", "font": font})
-        shapes += [charts.mark_line("x", edge, MUTED, "dot") for edge in (drawn.head, drawn.head + drawn.gap)]
-    places, labels = [charts.short(drawn.place(t)) for t in ticks], [f"{t * scale:.4g}" for t in ticks]
-    rows = len(drawn.ranks)
+        for kind, found in by_kind.items()
+    ]
     return charts.figure(
         f"{'milliseconds' if unit == 'ms' else 'seconds'} from the start of a step",
         "rank of the pipeline",
         traces,
-        x={"tickvals": places, "ticktext": labels, "range": [0, drawn.width * 1.005]},
-        y={"tickvals": list(range(rows)), "ticktext": [str(rank) for rank in drawn.ranks],
-           "range": [rows - 0.4, -0.6], "showgrid": False},
-        shapes=shapes,
-        notes=notes,
+        x={"range": [0, 1.005 * scale * step.end]},
+        y={"tickvals": list(range(len(ranks))), "ticktext": [str(rank) for rank in ranks],
+           "range": [len(ranks) - 0.4, -0.6], "showgrid": False},
         barmode="overlay",
         bargap=0.12,
         uniformtext={"mode": "hide", "minsize": 8},
@@ -232,35 +158,36 @@ def layouts(
     """
     slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
     shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
-    times, sizes = [each.time.step for each in [*shown, chosen]], [_gib(each) for each in [*shown, chosen]]
-
-    def dots(found: Sequence[LayoutCandidate], head: str = "", **style: Any) -> Figure:
-        x, y = [each.time.step for each in found], [_gib(each) for each in found]
-        return charts.scatter(x, y, "markers", hovertext=[_hover(each, head) for each in found], **style)
-
-    line = [each for each in front if each.time.step <= slowest]
-    traces = [charts.line([each.time.step for each in line], [_gib(each) for each in line], INK, 1.5, shape="hv")]
+    times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)
+    line = [_place(each) for each in front if each.time.step <= slowest]
+    traces = [charts.line(line, INK, 1.5, shape="hv")]
     for tp, hue in tensor_hues(shown).items():
         members = [each for each in shown if each.arrangement.layout.tp == tp]
         shapes = [_SYMBOLS[each.arrangement.layout.recompute] if each.trained else "x" for each in members]
-        marker = {"color": hue, "size": 8, "opacity": 0.8, "symbol": shapes}
-        traces.append(dots(members, legendgroup=f"tp {tp}", marker=marker))
-    ring = {"color": INK, "size": 17, "symbol": "circle-open", "line": {"width": 2.5, "color": INK}}
-    traces.append(dots([chosen], "<b>chosen</b><br>", marker=ring))
-    levels = _levels(capacity_gib, usable_gib, log=True)
+        looks, hovers = {"opacity": 0.8, "symbol": shapes}, list(map(_hover, members))
+        places = map(_place, members)
+        traces.append(charts.dots(places, hue, marker=looks, legendgroup=f"tp {tp}", hovertext=hovers))
+    ring, hovers = {"symbol": "circle-open", "line": {"width": 2.5}}, [f"<b>chosen</b><br>{_hover(chosen)}"]
+    traces.append(charts.dots([_place(chosen)], INK, 17, marker=ring, hovertext=hovers))
     low, high = min(*sizes, capacity_gib / 4) / 1.1, max(*sizes, capacity_gib) * 1.35
-    levels["notes"].append(
-        {"x": math.log10(chosen.time.step), "y": math.log10(_gib(chosen)), "text": "<b>chosen</b>",
-         "xanchor": "left", "xshift": 12, "yanchor": "bottom", "yshift": 4, "font": {"size": 12.5}}
-    )  # fmt: skip
+    time, size = map(math.log10, _place(chosen))
+    levels = _levels(capacity_gib, usable_gib)
     figure = charts.figure(
         "seconds per step",
         "GiB on each GPU",
         traces,
         x=charts.log_axis(min(times) / 1.04, max(times) * 1.04, "{:.3g}".format, most=10),
         y=charts.log_axis(low, high, "{:.3g}".format, most=8),
-        **levels,
-    )
+        shapes=[charts.mark_line("y", gib, dash=dash) for gib, _, dash in levels],
+        notes=[
+            *(
+                {"xref": "paper", "x": 1, "xanchor": "right", "y": math.log10(gib), "text": label,
+                 "yanchor": "bottom" if dash == "solid" else "top", "font": {"size": 11.5}}
+                for gib, label, dash in levels
+            ),
+            {"x": time, "xanchor": "left", "xshift": 12, "y": size, "yanchor": "bottom", "text": "<b>chosen</b>"},
+        ],
+    )  # fmt: skip
     return figure, len(shown)
 
 
@@ -270,27 +197,23 @@ def tensor_hues(candidates: Iterable[LayoutCandidate]) -> dict[int, str]:
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 
 
-def _hover(each: LayoutCandidate, head: str) -> str:
+def _place(each: LayoutCandidate) -> tuple[float, float]:
+    """Return the step time in seconds and the memory in GiB."""
+    return each.time.step, each.memory.total / GIB
+
+
+def _hover(each: LayoutCandidate) -> str:
+    time, gib = _place(each)
     parts = str(each.arrangement).split(" · ")
     rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
     if not each.trained:
         rows.append("planned and exported, not trained by leaven")
-    return "<br>".join([f"{head}{numbers.duration(each.time.step)} a step, {_gib(each):.1f} GiB", *rows])
-
-
-def _gib(candidate: LayoutCandidate) -> float:
-    return candidate.memory.total / GIB
+    return "<br>".join([f"{numbers.duration(time)} a step, {gib:.1f} GiB", *rows])
 
 
 def ramp(plan: RampPlan) -> Figure:
     """Draw the throughput of one GPU against the global batch size, and mark where a batch ramp starts."""
-    full, start, colour = plan.points[-1], plan.start, charts.hue(0)
-    marker = {
-        "size": 7,
-        "color": colour,
-        "line": {"width": 1, "color": colour},
-        "symbol": ["circle" if point.filled else "circle-open" for point in plan.points],
-    }
+    start, colour = plan.start, charts.hue(0)
     hovers = [
         f"<b>{point.global_batch:,} sequences, {numbers.quantity(point.batch_tokens)} tokens</b><br>"
         f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's throughput<br>"
@@ -299,30 +222,24 @@ def ramp(plan: RampPlan) -> Figure:
         + ("" if point.filled else "<br>fewer micro-batches than stages: leaven does not train it")
         for point in plan.points
     ]
-    x, y = [point.batch_tokens for point in plan.points], [point.tflops_per_gpu for point in plan.points]
-    curve = charts.line(x, y, colour, hovertext=hovers) | {"mode": "lines+markers", "marker": marker}
-    # The curve rises, so labels are below and to the right of their points, or above and to the left.
-    early = start.batch_tokens < math.sqrt(plan.points[0].batch_tokens * full.batch_tokens)
-    words = [
-        (start, f"<b>start {numbers.quantity(start.batch_tokens)}<br>{start.share:.0%} of full speed</b>", early)
-    ]
-    if start is not full:
-        words.append((full, f"full: {full.tflops_per_gpu:.3g} TFLOP/s", False))
+    symbols = ["circle" if point.filled else "circle-open" for point in plan.points]
+    marker = {"color": colour, "size": 8, "symbol": symbols}
+    curve = [(point.batch_tokens, point.tflops_per_gpu) for point in plan.points]
+    first, last = curve[0][0], curve[-1][0]
+    # The curve rises: its first half has space below and to the right, its second half above and to the left.
+    early = start.batch_tokens < math.sqrt(first * last)
     return charts.figure(
         "global batch, tokens",
         "TFLOP/s of each GPU",
-        [curve],
-        x=charts.log_axis(x[0], x[-1], numbers.tick, most=8),
-        y={"range": [0, 1.18 * max(y)], "showgrid": True},
-        shapes=[
-            {"type": "line", "x0": start.batch_tokens, "x1": start.batch_tokens, "y0": 0, "y1": start.tflops_per_gpu,
-             "line": {"color": INK, "width": 1.2, "dash": "dot"}}
-        ],
+        [charts.line(curve, colour, size=8, marker=marker, hovertext=hovers)],
+        x=charts.log_axis(first, last, numbers.tick, most=8),
+        y={"range": [0, 1.18 * max(tflops for _, tflops in curve)]},
+        shapes=[charts.mark_line("x", start.batch_tokens)],
         notes=[
-            {"x": math.log10(point.batch_tokens), "y": point.tflops_per_gpu, "text": label,
-             "xanchor": "left" if right else "right", "yanchor": "top" if right else "bottom",
-             "xshift": 8 if right else -4, "yshift": -4 if right else 7}
-            for point, label, right in words
+            {"x": math.log10(start.batch_tokens), "y": start.tflops_per_gpu,
+             "text": f"<b>start {numbers.quantity(start.batch_tokens)}<br>{start.share:.0%} of full speed</b>",
+             "xanchor": "left" if early else "right", "yanchor": "top" if early else "bottom",
+             "xshift": 8 if early else -4, "yshift": -4 if early else 7}
         ],
         margin={"l": 48, "r": 30, "t": 26, "b": 44},
     )  # fmt: skip

@@ -11,10 +11,12 @@ from leaven.planning.arrangement import bubble, scheduled
 from leaven.planning.explain import PARTS
 from leaven.planning.layouts import USABLE
 from leaven.planning.plan import ACCURACY, ClusterPlan
-from leaven.planning.schedule import Timeline, timeline
+from leaven.planning.schedule import timeline
 from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
+
+STEADY = 4  # number of micro-batches of a long pipeline that are drawn in its steady state
 
 
 @dataclass(frozen=True)
@@ -78,19 +80,23 @@ def plan_page(
 
 
 def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
-    how, slower = plan.arrangement, plan.job.slower
-    layout, v = how.layout, how.layout.stages_per_rank
+    """Add the chart of the passes, and return the values of its section. A long step is drawn with fewer
+    micro-batches."""
+    how, layout = plan.arrangement, plan.arrangement.layout
     m = scheduled(layout, how.grad_accumulation)
-    alone = timeline(plan.job.model, how, plan.cluster, plan.job.code)
-    ranks = [[p._replace(start=slower * p.start, end=slower * p.end) for p in passes] for passes in alone.ranks]
-    step: Timeline = replace(alone, ranks=tuple(map(tuple, ranks)))
-    charts["passes"] = plan_charts.passes(step, v)
+    drawn = min(m, scheduled(layout, 2 * layout.pp + STEADY))
+    step, short = (
+        timeline(plan.job.model, replace(how, grad_accumulation=count), plan.cluster, plan.job.code)
+        for count in (m, drawn)
+    )
+    charts["passes"] = plan_charts.passes(short, plan.job.slower, layout.stages_per_rank)
     return {
         "step": step,
         "layout": layout,
         "micro_batches": m,
-        "bubble": bubble(m, layout.pp, v),
-        "window": plan_charts.window(step, v),
+        "drawn": drawn,
+        "ranks": len(plan_charts.drawn_ranks(layout.pp)),
+        "bubble": bubble(m, layout.pp, layout.stages_per_rank),
         "kinds": {each.kind for each in step.ranks[-1]},
         "hues": plan_charts.HUES,
     }

@@ -1,4 +1,4 @@
-"""Describe the points of a search as text.
+"""Describe what a search found and the points that it tried, as text for the terminal and the page.
 
 A point is a set of values that a trial runs. The text says how far they are from the starting values, and which
 changed most.
@@ -8,29 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from leaven.recipe.recipe import short_path
-from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Dimension, Outlook, StudyDocument, StudyTrial
 from leaven.views import numbers
-from leaven.views.tables import cut
+from leaven.views.tables import Fact, cut, under
 
-BETAS = ("hyperparameters.beta1", "hyperparameters.beta2")
+NAMES = 6  # largest number of names in a sentence
 UNMOVED = 0.005  # octaves; a smaller change would be printed as x1.00
-
-
-def value(dimension: Dimension, to: float, seq_len: int) -> float | str:
-    """Return the value at the distance ``to`` from the start, in units of the dimension (such as octaves).
-
-    Values are rounded as in a recipe: a batch to whole sequences, a warm-up and a duration to whole tokens.
-    """
-    centre = dimension.centre
-    if isinstance(centre, str):
-        return dimension.levels[round(to)]
-    if dimension.unit == "tenth":
-        return max(centre + to / 10, 0.0)
-    factor = math.exp2(to)
-    if dimension.path in BETAS:
-        return math.pow(centre, factor)
-    whole = {"batch.tokens": seq_len, "schedule.warmup_tokens": 1, "data.tokens": 1}.get(dimension.path)
-    return centre * factor if whole is None else max(round(centre * factor / whole), 1) * whole
 
 
 def change(dimension: Dimension, to: float) -> str:
@@ -92,3 +75,53 @@ def workers(state: StudyDocument) -> dict[str, str]:
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}
+
+
+def findings(state: StudyDocument) -> list[Fact]:
+    """Return lines about the values that were searched, and about what more trials would gain."""
+    facts: list[Fact] = []
+    for each in state.coordinates:
+        if each.at_end:
+            wider = _wider(state.dimension(each.path), each.best)
+            beyond = f"the optimum may lie beyond; to search farther, {wider}"
+            facts += under("at the end", [f"{short_path(each.path)}: {each.end}", beyond])
+    if state.idle:
+        count = f"{len(state.idle)} of {len(state.coordinates)}"
+        text = f"{count}: resetting them all to the start costs less than the noise"
+        facts += under("not worth", [text, names([short_path(path) for path in state.idle])])
+    if unsure := [each.gain for each in state.unsure]:
+        gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
+        facts.append(("unsure", [f"{len(unsure)} not known to have gained more than the noise: {gains}"]))
+    if state.informed is not None:
+        verdict = "used" if state.informed else "dropped, because the trials contradict it"
+        facts.append(("prior", [f"{verdict}: what laws or an earlier study said before the search"]))
+    return [*facts, *(outlook_facts(state.outlook, state.noise_floor) if state.outlook else [])]
+
+
+def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
+    """Return lines that say how much more trials would gain, and which two values bring most of the predicted
+    gain."""
+    facts: list[Fact] = []
+    if outlook.gain is not None:
+        against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
+        cost = f" ({outlook.flops:.2g} FLOPs)" if outlook.flops else ""
+        gain = f"are expected to gain {outlook.gain:.4f} nats{against}"
+        facts.append(("outlook", [f"{outlook.trials} more trials{cost} {gain}"]))
+    if outlook.pair is not None:
+        pair = " and ".join(map(short_path, outlook.pair))
+        facts.append(("two values", [f"{pair} alone bring {outlook.pair_share:.0%} of the predicted gain"]))
+    return facts
+
+
+def _wider(dimension: Dimension, best: float) -> str:
+    """Return text with the recipe setting that widens the search. ``best`` is the best value, in the units of the
+    dimension, and lies at a bound of the search."""
+    low, high, step = dimension.low, dimension.high, 2 * dimension.scale
+    low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
+    # 0, which is the value of the recipe, must be between the two bounds.
+    return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
+
+
+def names(found: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")

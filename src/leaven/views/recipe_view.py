@@ -7,11 +7,9 @@ from typing import Any
 from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.table import ParameterRow, parameter_table
-from leaven.views import charts, numbers
-from leaven.views.charts import MUTED, PAPER, Figure
-from leaven.views.parameters import QUANTITIES, LayerGroup, groups, label, reason
+from leaven.views import numbers
+from leaven.views.parameters import LayerGroup, by_label, reason
 
-Band = Mapping[str, Any] | None
 HEADERS = {
     "init_std": "init std",
     "lr": "peak lr",
@@ -30,73 +28,59 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     ``beside`` is a second recipe, whose values are shown next to those of the recipe. ``names`` are the names of
     ``beside`` and of the recipe.
     """
-    table, base = parameter_table(recipe), parameter_table(beside) if beside else None
-    found = groups(table.rows, base)
-    by_label: dict[str, list[LayerGroup]] = {}
-    for group in found:
-        by_label.setdefault(group.label, []).append(group)
+    table = parameter_table(recipe)
+    mine = by_label(table.rows)
+    others = by_label(parameter_table(beside).rows) if beside else {}
 
-    def line(members: Sequence[LayerGroup]) -> Mapping[str, Any]:
+    def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
         """Return a line of the parameter table. A cell is (values of ``beside``, values of the recipe, reason)."""
-        first = members[0]
-        span = LayerGroup(first.label, first.first, members[-1].last, first.row, None)
+        first, base = rows[0], others.get(name, [])
         cells = [
-            (
-                [getattr(member.base, name) for member in members if member.base],
-                [getattr(member.row, name) for member in members],
-                f"{HEADERS[name]}: {reason(recipe, table, first.row, name)}",
-            )
-            for name in QUANTITIES
+            (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
+            for quantity, header in HEADERS.items()
         ]
-        return {"group": span, "base": first.base, "size": math.prod(first.row.shape), "cells": cells}
+        group = LayerGroup(name, first.layer, rows[-1].layer, first)
+        return {"group": group, "base": base[0] if base else None, "size": math.prod(first.shape), "cells": cells}
 
-    summary, layers = [line(members) for members in by_label.values()], [line([group]) for group in found]
     return {
         "recipe": recipe,
         "names": names if beside else names[1:],
-        "headers": [HEADERS[name] for name in QUANTITIES],
+        "headers": list(HEADERS.values()),
         "rule": table.rule,
         "ratios": table.ratios,
-        "summary": summary,
-        "layers": layers if len(layers) > len(summary) else [],
-        "network": _network(recipe, table.rows),
+        "lines": [line(name, rows) for name, rows in mine.items()],
+        "network": _network(mine, recipe.hyperparameters.lr),
         "reasons": reasons(recipe),
     }
 
 
-def _network(recipe: Recipe, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-    """Return the picture of the network. It has a band for each module, and a band has a cell for each layer.
+def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] | None:
+    values = [getattr(row, quantity) for row in rows]
+    return (min(values), max(values)) if values else None
 
-    The colour of a cell shows its learning rate relative to the global learning rate.
-    """
-    base, n_layers = recipe.hyperparameters.lr, recipe.model.n_layers
-    by_label: dict[str, list[ParameterRow]] = {}
-    for row in rows:
-        by_label.setdefault(label(row.name), []).append(row)
-    reach = octaves_shown([row.lr / base for row in rows])
-    # Gaps between layers have the same width for 2 and for 20 layers; with more than 40 layers, there are none.
-    gap = 0.008 * n_layers if 1 < n_layers <= 40 else 0.0
-    bands = []
-    for name, members in by_label.items():
-        factors = [row.lr / base for row in members]
-        inside = members[0].layer is not None
-        cells = [
-            {
-                "x": (row.layer or 0) + (gap / 2 if inside else 0),
-                "width": 1 - (gap if inside else 0),
-                "colour": shade(factor, reach),
-                "label": f"{row.name.removesuffix('.weight')}: lr {numbers.value(row.lr)}, {numbers.ratio(factor)} "
-                f"the base lr of {numbers.value(base)}; init std {numbers.value(row.init_std)}, "
-                f"weight decay {numbers.value(row.weight_decay)}",
-            }
-            for row, factor in zip(members, factors, strict=True)
-        ]
-        span = numbers.span(min(factors), max(factors), numbers.ratio)
-        bands.append({"name": name, "inside": inside, "cells": cells, "range": span})
-    # Number the first layer, the last, and only as many between them as are legible on a phone.
-    every = next(step for step in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if n_layers / step <= 12)
-    shown = [i for i in range(0, n_layers, every) if i in {0, n_layers - 1} or n_layers - 1 - i >= every / 2]
-    return {"bands": bands, "n_layers": n_layers, "numbers": shown, "chips": chips(reach, 4), "lr": base}
+
+def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
+    """Return the table of bands that shows the lr of each module relative to ``lr``, the global value."""
+    factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
+    reach = octaves_shown([factor for band in factors.values() for factor in band])
+    bands = [
+        (name, [_band(f"{name}, lr", found, reach, numbers.span(min(found), max(found), numbers.ratio))])
+        for name, found in factors.items()
+    ]
+    return {"kinds": ["lr / base"], "rows": bands, "chips": chips(reach)}
+
+
+def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
+    """Return a band with a colour for each layer. ``text`` is written next to it, and ``label`` when it is pointed
+    at."""
+    layers = ", layer by layer" if len(set(factors)) > 1 else ""
+    shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
+    return {
+        "label": f"{label}{layers}: {shown}{'; not searched' if state == 'left' else ''}",
+        "cells": [shade(factor, reach) for factor in factors],
+        "text": text,
+        "state": state,
+    }
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
@@ -117,10 +101,9 @@ def shade(factor: float, reach: int) -> str:
     return f"color-mix(in oklab, {side} {100 * share:.0f}%, var(--neutral))"
 
 
-def chips(reach: int, most: int) -> list[tuple[str, float]]:
-    """Return the entries of a colour legend as pairs (colour, factor). The factors are whole octaves, at most
-    ``most`` on each side of 1."""
-    every = -(-reach // most)
+def chips(reach: int) -> list[tuple[str, float]]:
+    """Return the entries of a colour legend as pairs (colour, factor): at most three factors on each side of 1."""
+    every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
@@ -136,20 +119,8 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
             # The reason of the path, of one of its points (hyperparameters.depth.lr[2]), or of its section.
             known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
             reason = recipe.why[max(known, key=len)] if known else None
-            found.setdefault(reason, []).append((path.split("."), _setting(setting)))
+            found.setdefault(reason, []).append((path.split("."), numbers.setting(setting)))
     return found
-
-
-def _setting(setting: Any) -> str:
-    if isinstance(setting, bool):
-        return "true" if setting else "false"
-    if isinstance(setting, int):
-        return f"{setting:_}" if setting >= 10_000 else str(setting)
-    if isinstance(setting, float):
-        return numbers.value(setting)
-    if isinstance(setting, list | tuple):
-        return ", ".join(_setting(item) for item in setting)
-    return str(setting)
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
@@ -192,9 +163,8 @@ def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
     """Return the table of the multipliers that a search found, or None if there are none.
 
-    The table has a row for each module and a column for each kind of multiplier. An entry of the table is a band,
-    which has the colours of its layers in ``cells``. Its ``number`` is the module's multiplier without the depth
-    multiplier.
+    The table has a row for each module and a column for each kind of multiplier. An entry of the table is a band. The
+    text next to it is the module's multiplier without the depth multiplier.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:
@@ -204,63 +174,21 @@ def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] 
     depth = {kind: profile for kind in kinds if set(profile := over_depth(recipe, kind)) != {1.0}}
     reach = octaves_shown([factor for band in (*layers.values(), *depth.values()) for factor in band])
 
-    def band(
-        name: str, factors: Sequence[float] | None, state: str, number: float | None
-    ) -> Mapping[str, Any] | None:
-        if factors is None:
+    def band(module: str, kind: str) -> Mapping[str, Any] | None:
+        if (module, kind) not in layers:
             return None
-        label = f"{name}: {numbers.ratio(factors[0])}"
-        if len(set(factors)) > 1:
-            label = f"{name}, layer by layer: {', '.join(map(numbers.ratio, factors))}"
-        label += "; not searched" if state == "left" else ""
-        return {"label": label, "cells": [shade(f, reach) for f in factors], "state": state, "number": number}
+        state = "" if f"hyperparameters.modules.{module}.{kind}" in space else "left"
+        number = numbers.ratio(getattr(own.get(module, Multipliers()), kind))
+        return _band(f"{module}, {KINDS[kind]}", layers[module, kind], reach, number, state)
 
-    rows = []
+    rows = [(module, [band(module, kind) for kind in kinds]) for module in modules]
     if depth:
-        bands = [band(f"every block, {KINDS[kind]}", depth.get(kind), "depth", None) for kind in kinds]
-        rows.append(("every block", bands))
-    for module in modules:
-        bands = [
-            band(
-                f"{module}, {KINDS[kind]}",
-                layers.get((module, kind)),
-                "searched" if f"hyperparameters.modules.{module}.{kind}" in space else "left",
-                getattr(own.get(module, Multipliers()), kind),
-            )
+        block = "every block"
+        profiles = [
+            _band(f"{block}, {KINDS[kind]}", depth[kind], reach, "", "depth") if kind in depth else None
             for kind in kinds
         ]
-        rows.append((module, bands))
+        rows.insert(0, (block, profiles))
     factors = [(getattr(m, kind), name, kind) for name, m in own.items() for kind in kinds if getattr(m, kind) > 0]
     ends = [(KINDS[kind], name, factor) for factor, name, kind in ((min(factors), max(factors)) if factors else ())]
-    return {"kinds": [KINDS[kind] for kind in kinds], "rows": rows, "chips": chips(reach, 3), "ends": ends}
-
-
-def depth_chart(recipe: Recipe, space: Sequence[str]) -> Figure | None:
-    """Draw the depth multipliers with a line for each kind and a dot for each layer. Return None if the recipe has no
-    depth profile."""
-    found = {kind: getattr(recipe.hyperparameters.depth, kind) for kind in multiplier_kinds(recipe, space)}
-    found = {kind: points for kind, points in found.items() if len(points) > 1}
-    if not found:
-        return None
-    last, traces, notes = recipe.model.n_layers - 1, [], []
-    for i, (kind, points) in enumerate(found.items()):
-        colour, fine = charts.hue(i), 10 * (len(points) - 1)
-        x = [last * n / fine for n in range(fine + 1)]
-        traces.append(charts.line(x, [DepthProfile.at(points, n, fine + 1) for n in range(fine + 1)], colour))
-        marker = {"color": colour, "size": 8, "line": {"color": PAPER, "width": 1.5}}
-        hover = f"<b>{KINDS[kind]}</b><br>layer %{{x}}: ×%{{y:.3~g}}<extra></extra>"
-        layers = list(range(last + 1))
-        traces.append(charts.scatter(layers, over_depth(recipe, kind), "markers", marker=marker, hovertemplate=hover))
-        place = {"x": last, "xshift": 8, "xanchor": "left", "y": math.log10(points[-1])}
-        notes.append({**place, "text": KINDS[kind], "font": {"color": colour}})
-    every = [point for points in found.values() for point in points] + [1.0]
-    return charts.figure(
-        "layer",
-        "multiplier",
-        traces,
-        x=charts.whole_numbers(0, last),
-        y=charts.log_axis(min(every), max(every), numbers.ratio, pad=0.12),
-        shapes=[charts.mark_line("y", 1, MUTED, "dot", layer="below")],
-        notes=notes,
-        margin={"l": 48, "r": 90, "t": 26, "b": 44},
-    )
+    return {"kinds": [KINDS[kind] for kind in kinds], "rows": rows, "chips": chips(reach), "ends": ends}

@@ -2,16 +2,16 @@
 gradient norm and noise scale."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from leaven.views import charts, numbers
-from leaven.views.charts import ACCENT, PAPER, Figure, corners, smooth, thin
+from leaven.views.charts import ACCENT, Figure, Point
 from leaven.views.folders import RunView
 
 LOSS = "loss, nats per token"
+_AT = "<br>at %{x:.3~s} tokens<extra></extra>"
 
-Points = list[tuple[float, float]]  # (tokens consumed, value)
 Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
@@ -19,13 +19,16 @@ def run_charts(*runs: RunView) -> dict[str, Figure | None]:
     """Return a mapping from the name of each chart to the chart, which has the lines of all runs. The chart is None
     if no run has recorded its quantity."""
     coloured = list(zip(runs, colours(len(runs)), strict=True))
+    last = max(run.tokens for run in runs)
+    log = charts.log_axis(min(run.steps[0]["tokens"] for run in runs), last, numbers.tick, most=8)
+    linear = charts.linear_axis(0, last, numbers.tick)
     return {
-        "loss": _loss(coloured),
-        "last": _second_half(coloured),
-        "lr": _over_tokens(coloured, "lr", "learning rate of the hidden weights", _evenly, y={"exponentformat": "e"}),
-        "batch": _batch(coloured),
-        "gradient": _gradient(coloured),
-        "noise": _noise_scale(coloured),
+        "loss": _loss(coloured, log),
+        "last": _second_half(coloured, last),
+        "lr": _learning_rate(coloured, linear),
+        "batch": _batch(coloured, linear),
+        "gradient": _gradient(coloured, log),
+        "noise": _noise_scale(coloured, log),
     }
 
 
@@ -34,28 +37,27 @@ def colours(count: int) -> list[str]:
     return [ACCENT] if count == 1 else list(map(charts.hue, range(count)))
 
 
-def _loss(runs: Coloured) -> Figure:
+def _loss(runs: Coloured, x: Figure) -> Figure:
     """Draw the loss over tokens. The loss of the steps is a faint line, the smoothed loss is a strong line, and
     validation losses are dots."""
     faint, strong, dots = [], [], []
     for run, colour in runs:
-        found = _points(run, "loss")
-        kept = [found[i] for i in thin([x for x, _ in found], 900)]
-        faint.append(charts.line([x for x, _ in kept], [y for _, y in kept], colour, 1, opacity=0.4 / len(runs)))
-        strong.append(_line((run, colour), _log_spaced(_smoothed(found)), " nats per token"))
+        losses = _values(run, "loss")
+        faint.append(charts.line(charts.thin(losses, 900), colour, 1, opacity=0.4 / len(runs)))
+        strong.append(_line(run, colour, charts.thin(_smoothed(losses), 500), " nats per token"))
         dots.append(_dots(run, colour, run.validation))
-    return charts.figure("tokens consumed", LOSS, [*faint, *strong, *dots], x=_log_tokens(runs))
+    return charts.figure("tokens consumed", LOSS, [*faint, *strong, *dots], x=x)
 
 
-def _second_half(runs: Coloured) -> Figure:
+def _second_half(runs: Coloured, end: int) -> Figure:
     """Draw the loss over the second half of the longest run, where it changes by hundredths."""
-    end = max(run.tokens for run, _ in runs)
     lines, dots, seen = [], [], []
     for run, colour in runs:
-        line = [point for point in _evenly(_smoothed(_points(run, "loss"))) if point[0] >= end / 2]
-        late = [(float(tokens), loss) for tokens, loss in run.validation if tokens >= end / 2]
-        seen += [loss for _, loss in line + late]
-        lines.append(_line((run, colour), line, " nats per token", width=1.5))
+        smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]
+        late = [(tokens, loss) for tokens, loss in run.validation if tokens >= end / 2]
+        seen += [loss for _, loss in [*smoothed, *late]]
+        even = charts.thin(smoothed, 250, logarithmic=False)
+        lines.append(_line(run, colour, even, " nats per token", width=1.5))
         dots.append(_dots(run, colour, late))
     room = (0.06 * (max(seen) - min(seen)) or 0.1) if seen else 0.0
     y = {"range": [min(seen) - room, max(seen) + room]} if seen else {}
@@ -63,95 +65,67 @@ def _second_half(runs: Coloured) -> Figure:
     return charts.figure("tokens consumed", LOSS, [*lines, *dots], x=x, y=y)
 
 
-def _over_tokens(
-    runs: Coloured, quantity: str, title: str, keep: Callable[[Points], Points], *, y: Figure, **style: Any
-) -> Figure:
-    """Draw a scheduled quantity over tokens. Both axes begin at 0."""
-    lines = [_line((run, colour), keep(_points(run, quantity)), **style) for run, colour in runs]
-    x = charts.linear_axis(0, max(run.tokens for run, _ in runs), numbers.tick)
-    return charts.figure("tokens consumed", title, lines, x=x, y={"rangemode": "tozero"} | y)
+def _learning_rate(runs: Coloured, x: Figure) -> Figure:
+    lines = [_line(run, colour, charts.thin(_values(run, "lr"), 500, logarithmic=False)) for run, colour in runs]
+    y = {"rangemode": "tozero", "exponentformat": "e"}
+    return charts.figure("tokens consumed", "learning rate of the hidden weights", lines, x=x, y=y)
 
 
-def _batch(runs: Coloured) -> Figure:
-    largest = max((step.batch_tokens or 0.0 for run, _ in runs for step in run.steps), default=1.0)
-    axis = charts.linear_axis(0, largest, numbers.tick, most=4) | {"range": [0, 1.12 * largest]}
-    style = {"unit": " tokens", "spell": ",.0f", "shape": "vh"}
-    return _over_tokens(
-        runs, "batch_tokens", "batch, tokens per step",
-        lambda points: [points[i] for i in corners([y for _, y in points])], y=axis, **style,
-    )  # fmt: skip
+def _batch(runs: Coloured, x: Figure) -> Figure:
+    steps = [(run, colour, charts.corners(_values(run, "batch_tokens"))) for run, colour in runs]
+    lines = [_line(run, colour, points, " tokens", ",.0f", shape="vh") for run, colour, points in steps]
+    largest = max((batch for _, _, points in steps for _, batch in points), default=1.0)
+    y = charts.linear_axis(0, largest, numbers.tick, most=4) | {"range": [0, 1.12 * largest]}
+    return charts.figure("tokens consumed", "batch, tokens per step", lines, x=x, y=y)
 
 
-def _gradient(runs: Coloured) -> Figure | None:
+def _gradient(runs: Coloured, x: Figure) -> Figure | None:
     lines, seen = [], []
     for run, colour in runs:
-        found = [(x, math.log(y)) for x, y in _points(run, "grad_norm") if y > 0]
-        norms = _log_spaced([(x, math.exp(y)) for x, y in _smoothed(found)])
-        seen += [y for _, y in norms]
-        lines.append(_line((run, colour), norms))
+        logarithms = [(tokens, math.log(norm)) for tokens, norm in _values(run, "grad_norm") if norm > 0]
+        norms = charts.thin([(tokens, math.exp(norm)) for tokens, norm in _smoothed(logarithms)], 500)
+        seen += [norm for _, norm in norms]
+        lines.append(_line(run, colour, norms))
     if not seen:
         return None
     y = charts.log_axis(min(seen), max(seen), numbers.value, pad=0.06)
-    return charts.figure("tokens consumed", "gradient norm, before clipping", lines, x=_log_tokens(runs), y=y)
+    return charts.figure("tokens consumed", "gradient norm, before clipping", lines, x=x, y=y)
 
 
-def _noise_scale(runs: Coloured) -> Figure | None:
+def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
     """Draw the measured noise scale, and the batch size as a dotted line."""
     lines, seen = [], []
     for run, colour in runs:
-        scales = _log_spaced([(x, y) for x, y in _points(run, "noise_scale") if y > 0])
-        at = {x for x, _ in scales}
-        batches = [(x, y) for x, y in _points(run, "batch_tokens") if x in at]
-        seen += [y for _, y in scales + batches]
-        lines.append(_line((run, colour), scales, " tokens"))
-        lines.append(_line((run, colour), batches, " tokens a batch", dash="dot", shape="vh"))
+        scales = charts.thin([point for point in _values(run, "noise_scale") if point[1] > 0], 500)
+        measured = {tokens for tokens, _ in scales}
+        batches = [point for point in _values(run, "batch_tokens") if point[0] in measured]
+        seen += [value for _, value in scales + batches]
+        lines.append(_line(run, colour, scales, " tokens"))
+        lines.append(_line(run, colour, batches, " tokens a batch", dash="dot", shape="vh"))
     if not seen:
         return None
     y = charts.log_axis(min(seen), max(seen), numbers.quantity, pad=0.06)
-    return charts.figure("tokens consumed", "tokens", lines, x=_log_tokens(runs), y=y)
+    return charts.figure("tokens consumed", "tokens", lines, x=x, y=y)
 
 
-def _points(run: RunView, quantity: str) -> Points:
-    found = ((step.tokens, getattr(step, quantity)) for step in run.steps)
-    return [(float(tokens), value) for tokens, value in found if value is not None]
+def _values(run: RunView, quantity: str) -> list[Point]:
+    """Return the values of a quantity as pairs (tokens, value)."""
+    return [(step["tokens"], step[quantity]) for step in run.steps if step.get(quantity) is not None]
 
 
-def _smoothed(points: Points) -> Points:
-    x = [x for x, _ in points]
-    return list(zip(x, map(float, smooth([math.log(at) for at in x], [y for _, y in points])), strict=True))
-
-
-def _log_spaced(points: Points) -> Points:
-    return [points[i] for i in thin([x for x, _ in points], 500)]
-
-
-def _evenly(points: Points) -> Points:
-    return [points[i] for i in thin([x for x, _ in points], 500, logarithmic=False)]
-
-
-def _log_tokens(runs: Coloured) -> Figure:
-    first, last = min(run.steps[0].tokens for run, _ in runs), max(run.tokens for run, _ in runs)
-    return charts.log_axis(first, last, numbers.tick, most=8)
+def _smoothed(points: Sequence[Point]) -> list[Point]:
+    x = [tokens for tokens, _ in points]
+    y = charts.smooth([math.log(tokens) for tokens in x], [value for _, value in points])
+    return list(zip(x, map(float, y), strict=True))
 
 
 def _line(
-    of: tuple[RunView, str], points: Points, unit: str = "", spell: str = ".4~g", width: float = 2, **style: Any
+    run: RunView, colour: str, points: Sequence[Point], unit: str = "", spell: str = ".4~g", **style: Any
 ) -> Figure:
-    run, colour = of
-    hover = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}<br>at %{{customdata}} tokens<extra></extra>"
-    x, y = [x for x, _ in points], [y for _, y in points]
-    style |= {"customdata": list(map(numbers.quantity, x)), "hovertemplate": hover}
-    return charts.line(x, y, colour, width, name=charts.text(run.title), **style)
+    hover = f"<b>%{{fullData.name}}</b><br>%{{y:{spell}}}{unit}{_AT}"
+    return charts.line(points, colour, name=charts.text(run.title), hovertemplate=hover, **style)
 
 
-def _dots(run: RunView, colour: str, points: Sequence[tuple[float, float]]) -> Figure:
-    return charts.scatter(
-        [tokens for tokens, _ in points],
-        [loss for _, loss in points],
-        "markers",
-        name=charts.text(run.title),
-        marker={"color": colour, "size": 7, "line": {"color": PAPER, "width": 1.5}},
-        customdata=[numbers.quantity(tokens) for tokens, _ in points],
-        hovertemplate="<b>%{fullData.name}</b>, validation<br>%{y:.4f} nats per token<br>at %{customdata} tokens"
-        "<extra></extra>",
-    )
+def _dots(run: RunView, colour: str, points: Sequence[Point]) -> Figure:
+    hover = f"<b>%{{fullData.name}}</b>, validation<br>%{{y:.4f}} nats per token{_AT}"
+    return charts.dots(points, colour, 7, name=charts.text(run.title), hovertemplate=hover)

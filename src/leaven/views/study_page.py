@@ -4,16 +4,17 @@ found, all trials, and the cost."""
 import math
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from leaven.recipe.recipe import split_path
+from leaven.recipe.recipe import short_path, split_path
 from leaven.tuning.algorithm.confirmation import GIVEN
-from leaven.tuning.study_document import UNDER_WAY, Coordinate, Dimension
+from leaven.tuning.point import values
+from leaven.tuning.study_document import UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts
-from leaven.views.charts import ACCENT, Figure
+from leaven.views.charts import Figure
 from leaven.views.folders import StudyView
-from leaven.views.recipe_view import acts, depth_chart, multipliers_view, recipe_view
+from leaven.views.recipe_view import acts, multipliers_view, recipe_view
 from leaven.views.render import render
 
 FIRST = 14  # number of rows of the table of values that are visible at first
@@ -27,11 +28,10 @@ def study_page(study: StudyView) -> str:
     known = study_charts.known_curves(study)
     if known:
         charts["curves"] = study_charts.curves(study, known, "training loss, nats per token")
-        if ahead := study_charts.against_best(study):
+        if ahead := study_charts.against_best(study, known):
             charts["ahead"] = study_charts.curves(study, ahead, "above the best trial, nats per token")
     charts["front"] = study_charts.front(study)
     charts["timeline"] = study_charts.timeline(study)
-    charts["depth"] = depth_chart(best, study.space) if best else None
     return render(
         "study.html.j2",
         charts,
@@ -42,11 +42,9 @@ def study_page(study: StudyView) -> str:
         search=search,
         multipliers=multipliers_view(best, study.space) if best else None,
         changes=changes(study),
-        durations=durations(study),
         trials=trial_rows(study),
         shown=SHOWN,
         cost=_cost(study),
-        points=points,
         view=recipe_view(recipe, study.centre if best else None, ("centre", "best" if best else "start")),
         commands=[tune_command(study, "centre.toml", "."), "leaven report . -o report.html"],
     )
@@ -57,20 +55,19 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
     has completed."""
     if study.start_loss is None:
         return {}, {}
-    kinds = study_charts.by_kind(study)
-    slices = study_charts.slices(study)
+    kinds, slices = study_charts.by_kind(study), study_charts.slices(study)
     charts: dict[str, Figure | None] = {"search": study_charts.search(study)}
     charts |= {f"slice-{i}": chart for i, (_, chart) in enumerate(slices)}
+    _, top = study_charts.window(study)
     view = {
         "study": study,
         "marks": [(study_charts.MARKS[name], len(trials)) for name, trials in kinds.items() if name != "best"],
-        "best_colour": ACCENT,
-        "beyond": len(kinds.get("beyond", ())),
+        "answer": study_charts.ANSWER,
+        "beyond": sum(trial.state == "complete" and (trial.loss or 0.0) > top for trial in study.trials),
         "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
         "rows": [_value_row(each, study) for each in study.coordinates],
+        "findings": [(label, text) for label, lines in points.findings(study) for text in lines],
         "first": FIRST,
-        "at_end": [each for each in study.coordinates if each.at_end],
-        "unsure": [each.gain for each in study.unsure],
     }
     return charts, view
 
@@ -88,107 +85,37 @@ def word(coordinate: Coordinate, study: StudyView) -> str:
 
 def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
     dimension = study.dimension(coordinate.path)
-    highest = max(abs(each.importance) for each in study.coordinates) or 1.0
-    flat = () if dimension.levels else coordinate.flat
     return {
-        "path": coordinate.path,
-        "strip": _strip(coordinate, dimension),
+        "of": coordinate,
         "best": points.change(dimension, coordinate.best),
-        "flat": " to ".join(points.change(dimension, to) for to in flat),
-        "gain": coordinate.gain,
-        "deviation": coordinate.gain_deviation,
-        "bar": 100 * max(coordinate.importance, 0.0) / highest,
-        "importance": coordinate.importance,
-        "optuna": coordinate.optuna_importance,
+        "flat": "" if dimension.levels else " to ".join(points.change(dimension, to) for to in coordinate.flat),
+        "bar": 100 * coordinate.importance / (max(each.importance for each in study.coordinates) or 1.0),
         "word": word(coordinate, study),
-    }
-
-
-def _strip(coordinate: Coordinate, dimension: Dimension) -> Mapping[str, Any]:
-    """Return the contents of the small picture of a searched value.
-
-    They are the regions where runs diverge, the flat region, the start and the best value. All positions are in
-    percent of the picture's width.
-    """
-    low, high = dimension.box
-    places = [coordinate.best, *coordinate.flat, *(point.octaves for point in coordinate.slice)]
-    low, high = max(min(low, *places), dimension.low), min(max(high, *places), dimension.high)
-
-    def at(octaves: float) -> float:
-        return 100 * (min(max(octaves, low), high) - low) / (high - low)
-
-    def span(first: float, last: float) -> tuple[float, float]:
-        return at(first), max(at(last) - at(first), 0.0)
-
-    lost = [point.octaves for point in coordinate.slice if point.risk > 0.5]
-    sides = [[o for o in lost if o < coordinate.best], [o for o in lost if o > coordinate.best]]
-    best, first, last, lowest, highest = (
-        points.change(dimension, to) for to in (coordinate.best, *coordinate.flat, low, high)
-    )
-    return {
-        "lost": [span(min(side), max(side)) for side in sides if side],
-        "flat": span(*coordinate.flat),
-        "start": at(0.0),
-        "best": at(coordinate.best),
-        "label": f"best value {best} relative to the start; flat from {first} to {last}; "
-        f"shown from {lowest} to {highest}",
     }
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
     """Return the table of the values that changed, at the best point and at the equally good point with the fewest
     changes. Return None if there is no best point, or if the best point is the start."""
-    best, fewest = study.best_trial, study.fewer
-    if best is None or best.octaves is None:
+    best, fewer = study.best_trial, study.fewer
+    moved = {path: to for path, to in ((best and best.octaves) or {}).items() if abs(to) > points.UNMOVED}
+    if best is None or not moved:
         return None
-    moved = {path: octaves for path, octaves in best.octaves.items() if abs(octaves) > points.UNMOVED}
-    if not moved:
-        return None
-
-    def cells(dimension: Dimension, value: float | str | None, to: float) -> list[str]:
-        octaves = f"{to:+.2f}".replace("-", numbers.MINUS) if dimension.unit == "octave" else numbers.NONE
-        return [_shown(value), points.change(dimension, to), octaves]
-
+    at_fewest = values(study.centre, {path: to for path, to in (fewer or {}).items() if abs(to) > points.UNMOVED})
     rows = []
-    for path in sorted(moved, key=lambda path: (-abs((fewest or moved).get(path, 0.0)), -abs(moved[path]))):
-        dimension, to = study.dimension(path), (fewest or {}).get(path, 0.0)
-        other = None
-        if abs(to) > points.UNMOVED:
-            other = cells(dimension, points.value(dimension, to, study.centre.model.seq_len), to)
-        own = cells(dimension, best.values.get(path), moved[path])
-        rows.append({"path": path, "start": _shown(dimension.centre), "best": own, "fewest": other})
-    few = sum(abs(octaves) > points.UNMOVED for octaves in (fewest or {}).values())
-    betas = any(".beta" in path for path in moved)
-    return {"rows": rows, "of": len(best.octaves), "fewest": few if fewest else None, "betas": betas, "first": FIRST}
-
-
-def _shown(value: float | str | None) -> str:
-    return value if isinstance(value, str) else numbers.value(value)
-
-
-def durations(study: StudyView) -> Sequence[tuple[int, int, float]]:
-    """Find the trial with the lowest loss at each duration. Return (tokens, number of the trial, loss) for each
-    duration.
-
-    Return an empty list if there is only one duration.
-    """
-    ends = [
-        (tokens, trial.number, loss)
-        for trial in study.trials
-        if trial.state == "complete" and trial.purpose == "search"
-        for tokens, loss in trial.branches
-    ]
-    lengths = sorted({tokens for tokens, _, _ in ends})
-    if len(lengths) < 2:
-        return []
-    return [min((end for end in ends if end[0] == length), key=lambda end: end[2]) for length in lengths]
+    for path in sorted(moved, key=lambda path: (path not in at_fewest, -abs(moved[path]))):
+        found = [study.dimension(path).centre, best.values.get(path)]
+        found += [at_fewest.get(path, "as at the start")] if fewer is not None else []
+        rows.append([short_path(path), *(each if isinstance(each, str) else numbers.value(each) for each in found)])
+    heads = ["value", "start", "best", *(["fewest changes"] if fewer is not None else [])]
+    return {"heads": heads, "rows": rows, "of": len(best.octaves or {}), "fewest": len(at_fewest)}
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
     """Return the rows of the table of trials, sorted by loss. Trials without a loss come last."""
     names, best = points.workers(study), study.best_trial
-    lowest = min((t.loss for t in study.trials if t.state == "complete" and t.loss is not None), default=None)
-    lowest = best.loss if best else lowest
+    ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
+    lowest = best.loss if best else min(ended, default=None)
     ranked = sorted(
         study.trials, key=lambda t: (t.state != "complete", math.inf if t.loss is None else t.loss, t.number)
     )
@@ -212,7 +139,6 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
     ends = [(trial.ended - (trial.seconds or 0.0), trial.ended) for trial in ran if trial.ended]
     return {
-        "seconds": study.seconds if ran else None,
         "elapsed": max(ended for _, ended in ends) - min(begun for begun, _ in ends) if ends else None,
         "early": [
             (sum(trial.seconds or 0.0 for trial in ran if trial.state == state), study.count(state), state)

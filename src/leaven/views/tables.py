@@ -5,10 +5,10 @@ In the terminal, a row is one line. Names and numbers are never shortened; free 
 The least important columns are dropped first.
 """
 
+import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions
@@ -18,7 +18,7 @@ LEAST = 30  # a column of free text with less space than this is dropped, in cha
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
-Fact = tuple[str, Sequence[Cell]]
+Fact = tuple[Cell, Sequence[Cell]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Column:
     """A column of a table."""
 
     header: str
-    cell: Callable[[Any], Cell] = str  # for `Table.of`: returns the cell of an item
+    cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
     align: Literal["left", "right", "point"] = "right"  # point: at the decimal points
     drop: int = 0  # columns with the highest number are dropped first; 0: never dropped
@@ -58,124 +58,95 @@ class Table:
         rows = [[column.cell(item) for column in columns] for item in items]
         return cls(columns, rows, [notes(item) for item in items] if notes else ())
 
-    @cached_property
-    def _cells(self) -> list[Sequence[Cell]]:
-        """The cells of each column. If a column is aligned at decimal points, its numbers are padded accordingly."""
-        by_column = [[row[i] for row in self.rows] for i in range(len(self.columns))]
-        return [
-            at_point([str(cell) for cell in cells]) if column.align == "point" else cells
-            for column, cells in zip(self.columns, by_column, strict=True)
-        ]
-
-    @cached_property
-    def _natural(self) -> list[int]:
-        """The width that each column needs for its header, its unit and its longest cell."""
-        return [
-            max(map(len, (column.header, column.unit, *cells)))
-            for column, cells in zip(self.columns, self._cells, strict=True)
-        ]
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        kept, gap, same = self._fit(options.max_width)
-        widths = self._widths(kept, gap, options.max_width)
-        for part in ("header", "unit"):
-            titles = [getattr(column, part) for column in self.columns]
-            if any(titles[i] for i in kept):
-                yield self._line(titles, widths, gap, "dim")
-        for r in range(len(self.rows)):
-            yield self._line([cells[r] for cells in self._cells], widths, gap)
-            if self.notes:
-                for line in joined(self.notes[r], options.max_width - 4):
-                    yield Text(" " * 4 + line.plain, style="dim")
-        if same:
-            values = ", ".join(f"{self.columns[i].header} {str(self._cells[i][0]).strip()}" for i in same)
-            yield Text(f"all rows: {values}")
-
-    def _fit(self, width: int) -> tuple[list[int], int, list[int]]:
-        """Return (columns in the table, gap between them, columns on the line below the table), for a table of at
-        most ``width`` characters."""
-        kept = list(range(len(self.columns)))
-        while self._least(kept, 2) > width and any(self.columns[i].drop for i in kept):
-            kept.remove(max(kept, key=lambda i: self.columns[i].drop))
-        gap = 2 if self._least(kept, 2) <= width else 1
-        same: list[int] = []
-        alike = [i for i in kept if self.columns[i].align == "point" and len(set(self._cells[i])) == 1]
-        while self._least(kept, gap) > width and alike:
-            same.append(alike.pop(0))
-            kept.remove(same[-1])
-        return kept, gap, same
-
-    def _least(self, kept: list[int], gap: int) -> int:
-        return sum(map(self._narrowest, kept)) + gap * (len(kept) - 1)
-
-    def _narrowest(self, i: int) -> int:
-        column, natural = self.columns[i], self._natural[i]
-        if not column.free:
-            return natural
-        return max(len(column.header), min(natural, LEAST) if column.drop else 0)
-
-    def _widths(self, kept: list[int], gap: int, width: int) -> dict[int, int]:
-        widths = {i: self._natural[i] for i in kept}
-        free = sorted((i for i in kept if self.columns[i].free), key=lambda i: widths[i])
-        left = width - gap * (len(kept) - 1) - sum(widths[i] for i in kept if i not in free)
-        for n, i in enumerate(free):
-            widths[i] = max(len(self.columns[i].header), min(widths[i], left // (len(free) - n)))
+        columns, width = self.columns, options.max_width
+        cells = [[row[i] for row in self.rows] for i in range(len(columns))]
+        cells = [at_point(found) if c.align == "point" else found for c, found in zip(columns, cells, strict=True)]
+        natural = [max(map(len, (c.header, c.unit, *found))) for c, found in zip(columns, cells, strict=True)]
+        least = [
+            max(len(c.header), min(each, LEAST) if c.drop else 0) if c.free else each
+            for c, each in zip(columns, natural, strict=True)
+        ]
+        kept, gap, same = list(range(len(columns))), 2, list[int]()
+        optional = sorted((i for i in kept if columns[i].drop), key=lambda i: columns[i].drop)
+        constant = [i for i in reversed(kept) if columns[i].align == "point" and len(set(cells[i])) == 1]
+        constant = [i for i in constant if i not in optional]
+        while sum(least[i] + gap for i in kept) - gap > width and (optional or gap > 1 or constant):
+            if optional:
+                kept.remove(optional.pop())
+            elif gap > 1:
+                gap = 1
+            else:
+                same.append(constant.pop())
+                kept.remove(same[-1])
+        left = width - sum(gap + (0 if columns[i].free else natural[i]) for i in kept) + gap
+        widths = dict(zip(kept, (natural[i] for i in kept), strict=True))
+        free = sorted((i for i in kept if columns[i].free), key=lambda i: natural[i])
+        for n, i in enumerate(free):  # the columns of free text share the space that is left
+            widths[i] = max(len(columns[i].header), min(natural[i], left // (len(free) - n)))
             left -= widths[i]
-        return widths
 
-    def _line(self, cells: Sequence[Cell], widths: dict[int, int], gap: int, style: str = "") -> Text:
-        aligned = [_aligned(cells[i], width, self.columns[i].align == "left") for i, width in widths.items()]
-        line = Text(" " * gap).join(aligned)
-        line.rstrip()
-        line.style = style
-        return line
+        def line(texts: Sequence[Cell], style: str = "") -> Text:
+            aligned = [_aligned(texts[i], width, columns[i].align == "left") for i, width in widths.items()]
+            return _joined_cells(aligned, gap, style)
+
+        for titles in ([column.header for column in columns], [column.unit for column in columns]):
+            if any(titles[i] for i in kept):
+                yield line(titles, "dim")
+        for r in range(len(self.rows)):
+            yield line([found[r] for found in cells])
+            for note in joined(self.notes[r], width - 4) if self.notes else ():
+                yield Text(" " * 4 + note.plain, style="dim")
+        if same:
+            yield Text(f"all rows: {', '.join(f'{columns[i].header} {str(cells[i][0]).strip()}' for i in same)}")
 
 
 class RowByRow:
     """A table whose rows are printed one at a time in columns of fixed width. The last column may be free text.
 
-    Columns that do not fit are dropped.
+    Columns that do not fit are dropped. ``widths`` are the widths of the columns that are kept, by their numbers.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
-        self.columns = list(columns)
-        while sum(column.width + 2 for column in self.columns) - 2 > width:
-            last = max(self.columns, key=lambda column: column.drop)
-            if not last.drop:
+        self._columns = columns
+        kept = dict(enumerate(columns))
+        while sum(column.width + 2 for column in kept.values()) - 2 > width:
+            last = max(kept, key=lambda i: kept[i].drop)
+            if not kept[last].drop:
                 break
-            self.columns.remove(last)
-        left = width - sum(column.width + 2 for column in self.columns if not column.free)
-        self.widths = {c.header: max(left, len(c.header)) if c.free else c.width for c in self.columns}
+            del kept[last]
+        left = width - sum(column.width + 2 for column in kept.values() if not column.free)
+        self.widths = {i: max(left, len(c.header)) if c.free else c.width for i, c in kept.items()}
 
     @property
     def header(self) -> Text:
-        return self.line({column.header: column.header for column in self.columns})
+        return self.line([column.header for column in self._columns])
 
-    def line(self, cells: Mapping[str, Cell]) -> Text:
-        """Return a row. ``cells`` maps the header of each column to its cell. Cells whose column is not shown are
-        left out."""
+    def line(self, cells: Sequence[Cell]) -> Text:
+        """Return a row. ``cells`` has a cell for each column, also for dropped ones."""
         aligned = []
-        for column in self.columns:
-            cell, width = cells.get(column.header, ""), self.widths[column.header]
-            aligned.append(_aligned(cell, width if column.free else max(width, len(cell)), column.align == "left"))
-        line = Text("  ").join(aligned)
-        line.rstrip()
-        return line
+        for i, width in self.widths.items():
+            room = width if self._columns[i].free else max(width, len(cells[i]))
+            aligned.append(_aligned(cells[i], room, self._columns[i].align == "left"))
+        return _joined_cells(aligned, 2)
 
 
 class Facts:
     """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A line that is too long is wrapped between its
-    parts."""
+    parts. ``indent`` is the width of the labels; by default they are as wide as the longest."""
 
-    def __init__(self, facts: Sequence[Fact]) -> None:
+    def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts
-        self._indent = 2 + max(len(label) for label, _ in facts)
+        self._indent = indent or 2 + max(len(label) for label, _ in facts)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         room = options.max_width - self._indent
         for label, parts in self._facts:
             for n, line in enumerate(joined(parts, room)):
-                yield Text((label if n == 0 else "").ljust(self._indent)) + line
+                head = label if isinstance(label, Text) else Text(label)
+                yield Text.assemble(
+                    head if n == 0 else "", " " * (self._indent - (len(label) if n == 0 else 0)), line
+                )
 
 
 def joined(parts: Sequence[Cell], room: int) -> list[Text]:
@@ -189,7 +160,7 @@ def joined(parts: Sequence[Cell], room: int) -> list[Text]:
         elif len(text) <= room:
             lines.append(text)
         else:
-            lines += map(Text, folded(text.plain, room))
+            lines += (Text(line, text.style) for line in folded(text.plain, room))
     return lines
 
 
@@ -200,30 +171,33 @@ def folded(text: str, width: int, indent: int = 0) -> list[str]:
 
 def _aligned(cell: Cell, width: int, left: bool) -> Text:
     text = Text(cut(cell, width)) if isinstance(cell, str) else cell.copy()
-    text.truncate(width, overflow="ellipsis")
-    if left:
-        text.pad_right(width - len(text))
-    else:
-        text.pad_left(width - len(text))
+    text.align("left" if left else "right", width)
     return text
+
+
+def _joined_cells(cells: Sequence[Text], gap: int, style: str = "") -> Text:
+    line = Text(" " * gap).join(cells)
+    line.rstrip()
+    line.style = style
+    return line
 
 
 def cut(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1].rstrip() + "…"
 
 
-def at_point(cells: Sequence[str]) -> list[str]:
+def at_point(cells: Sequence[Cell]) -> list[Cell]:
     """Pad numbers so that their decimal points are aligned.
 
     A number without a decimal point is aligned as if the point were at its end, or before its exponent (``1e-8``) or
     mark (``16*``).
     """
-    split = [next((n for n, sign in enumerate(cell) if sign in ".e*"), len(cell)) for cell in cells]
-    before = max(split, default=0)
-    after = max((len(cell) - n for cell, n in zip(cells, split, strict=True)), default=0)
-    return [" " * (before - n) + cell + " " * (after - len(cell) + n) for cell, n in zip(cells, split, strict=True)]
+    ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
+    before = max(ends, default=0)
+    after = max((len(cell) - end for cell, end in zip(cells, ends, strict=True)), default=0)
+    return [f"{'':{before - end}}{cell}".ljust(before + after) for cell, end in zip(cells, ends, strict=True)]
 
 
-def under(label: str, lines: Sequence[Sequence[Cell]]) -> list[Fact]:
+def under(label: Cell, lines: Sequence[Cell]) -> list[Fact]:
     """Return several lines with one label. The label is printed only before the first line."""
-    return [("" if n else label, line) for n, line in enumerate(lines)]
+    return [("" if n else label, [line]) for n, line in enumerate(lines)]

@@ -26,12 +26,6 @@
         }
       }));
     }
-    const byLayer = document.getElementById("by-layer");
-    byLayer?.addEventListener("change", () => {
-      const table = byLayer.closest("section").querySelector("table");
-      table.querySelector(".summary").hidden = byLayer.checked;
-      table.querySelector(".layers").hidden = !byLayer.checked;
-    });
     for (const switched of document.querySelectorAll(".all-rows")) {
       switched.addEventListener("change", () => {
         switched.closest("section").querySelector("table").classList.toggle("all", switched.checked);

@@ -6,30 +6,25 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from leaven.catalogue.groups import PublishedGroup
+from leaven.catalogue.groups import Provenance, PublishedGroup
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import DifferenceRow, NearRun, RecipeDifference, RunSummary
 from leaven.documents.runs import ComparedValue
 from leaven.recipe.units import format_number, format_quantity
 from leaven.views import numbers
-from leaven.views.tables import Column, Table, folded
+from leaven.views.tables import Column, Fact, Facts, Table, under
 
 _MARK = "*"  # mark of a learning rate that is not comparable
 _RUN = Column("run", lambda run: run.id, align="left")
-_SIZE = (
-    Column("params", lambda run: format_quantity(run.params)),
-    Column("active", lambda run: format_quantity(run.params_active) if _sparse(run) else ""),
-)
+_SIZE = Column("params", lambda run: format_quantity(run.params))
+_ACTIVE = Column("active", lambda run: format_quantity(run.params_active) if _sparse(run) else "")
 _VALUES = (
     Column("tokens", lambda run: numbers.quantity(run.tokens)),
     Column("peak lr", lambda run: numbers.scientific(run.peak_lr, 3) + _MARK * _marked(run), align="point"),
     Column("batch", lambda run: numbers.quantity(run.batch_tokens), unit="tokens"),
     Column("decay", lambda run: run.decay or numbers.NONE, align="left", drop=2),
 )
-
-
-def _source(drop: int) -> Column:
-    return Column("source of the lr", lambda run: run.source, align="left", drop=drop, free=True)
+_SOURCE = Column("source of the lr", lambda run: run.source, align="left", drop=4, free=True)
 
 
 def _sparse(run: RunSummary) -> bool:
@@ -42,14 +37,14 @@ def _marked(run: RunSummary) -> bool:
 
 def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
     """Return the columns of model sizes. Active parameters have a column only if a run is a mixture of experts."""
-    return _SIZE if any(map(_sparse, runs)) else _SIZE[:1]
+    return (_SIZE, _ACTIVE) if any(map(_sparse, runs)) else (_SIZE,)
 
 
 def list_screen(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
     if not runs:
         yield "no published run matches"
         return
-    yield Table.of((_RUN, *_sizes(runs), *_VALUES, _source(3)), runs)
+    yield Table.of((_RUN, *_sizes(runs), *_VALUES, _SOURCE), runs)
     if any(map(_marked, runs)):
         note = f"{_MARK} not comparable with the others: muP, or an optimizer other than Adam(W)"
         yield Text(note, style="dim")
@@ -70,7 +65,7 @@ def nearest_screen(
         *_VALUES,
         Column("stack", lambda run: run.stack, align="left", drop=3),
         Column("lineage", lambda run: run.lineage, align="left", drop=1),
-        _source(4),
+        _SOURCE,
     )
     yield Table.of(columns, runs)
     nearest = runs[0]
@@ -109,7 +104,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
         yield Text(note, style="dim")
 
 
-def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
+def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
     """Yield all values of a run. The sources of a group of values are above the group; if a value has other sources,
     they are below the value."""
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
@@ -117,58 +112,41 @@ def run_screen(run: PublishedRun, width: int) -> Iterator[RenderableType]:
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
     yield Text(f"{run.kind}, {size}{active}, {numbers.quantity(run.tokens)} tokens")
     flat = run.flat()
-    left = 2 + max(map(len, flat)) + 2
     for name in dict.fromkeys(path.partition(".")[0] for path in flat if "." in path):
         group: PublishedGroup = getattr(run, name)
-        yield Text()
-        yield Text(f"{name} (known from: {group.confidence})", style="dim")
-        yield from _sources(group.sources, width, 4)
+        yield from _sources(name, group)
+        facts: list[Fact] = []
         for path, value in flat.items():
-            if not path.startswith(f"{name}."):
-                continue
-            lines = [line for part in value_lines(value) for line in folded(part, width, left)]
-            for n, line in enumerate(lines):
-                yield Text(f"  {path if n == 0 else '':<{left - 2}}{line}")
-            own = group.provenance(path.split(".")[1])
-            if own is not group:
-                yield from _sources((f"known from: {own.confidence}", *own.sources), width, 6)
+            if path.startswith(f"{name}."):
+                facts += under(f"  {path}", value_lines(value))
+                own = group.provenance(path.split(".")[1])
+                if own is not group:
+                    facts += _dim(f"known from: {own.confidence}", *own.sources)
+        yield Facts(facts, 4 + max(map(len, flat)))
     for event in run.instabilities:
-        yield Text()
-        yield Text(f"instability (known from: {event.confidence})", style="dim")
-        yield from _sources(event.sources, width, 4)
-        for label, text in (("what", event.what), ("action", event.action), ("outcome", event.outcome)):
-            for n, line in enumerate(folded(text, width, 11) if text else ()):
-                yield Text(f"  {label if n == 0 else '':<9}{line}")
+        yield from _sources("instability", event)
+        told = (("what", event.what), ("action", event.action), ("outcome", event.outcome))
+        yield Facts([(f"  {label}", [text]) for label, text in told if text], 11)
     if run.notes:
-        yield Text()
-    for note in run.notes:
-        for n, line in enumerate(folded(note, width, 2)):
-            yield Text(("- " if n == 0 else "  ") + line)
+        yield ""
+        yield Facts([("-", [note]) for note in run.notes], 2)
+
+
+def _sources(name: str, group: Provenance) -> Iterator[RenderableType]:
+    yield ""
+    yield Text(f"{name} (known from: {group.confidence})", style="dim")
+    yield Facts(_dim(*group.sources), 4)
+
+
+def _dim(*lines: str) -> list[Fact]:
+    return [("", [Text(line, style="dim")]) for line in lines]
 
 
 def value_lines(value: Any) -> list[str]:
     """Return the lines of text of a value. A list has one line for each item."""
-    match value:
-        case None:
-            return [numbers.NONE]
-        case bool():
-            return ["true" if value else "false"]
-        case int() | float():
-            return [f"{value:,}" if isinstance(value, int) else f"{value:.6g}"]
-        case dict():
-            return [", ".join(f"{key} {inner}" for key, inner in value.items())]
-        case list() | tuple():
-            return [line for inner in value for line in value_lines(inner)]
-        case _:
-            return [str(value)]
+    return list(map(numbers.setting, value)) if isinstance(value, list | tuple) else [numbers.setting(value)]
 
 
 def value_rows(different: Sequence[ComparedValue]) -> list[list[str]]:
     """Return the rows of a table of values that differ between runs: the path, and the value of each run."""
     return [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in different]
-
-
-def _sources(sources: Sequence[str], width: int, indent: int) -> Iterator[Text]:
-    for source in sources:
-        for n, line in enumerate(folded(source, width, indent + 2)):
-            yield Text(" " * (indent if n == 0 else indent + 2) + line, style="dim")

@@ -4,20 +4,21 @@ import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import RenderableType
 from rich.text import Text
 
 from leaven.catalogue.runs import find_run, listed
 from leaven.documents.catalogue import FindingRow, RecipeCheck
 from leaven.recipe.units import format_number, format_quantity
-from leaven.views.tables import folded
+from leaven.views.tables import Facts, under
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2
 _MOST = 4  # largest number of run ids in a line; --json prints all
 
 
-def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[Text]:
-    """Yield the findings, with the values farthest outside first.
+def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
+    """Yield the findings, with the values farthest outside first. ``width`` is the width of the terminal.
 
     ``chosen`` contains the paths of values with a reason in the recipe. A note on one of these values refers to the
     reason and does not suggest a change.
@@ -25,17 +26,16 @@ def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ())
     size, tokens = format_quantity(check.params), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values after the scaling rule")
     for one in check.findings:
-        yield Text()
-        parts = [f"{one.check}: {one.says}", *_evidence(one)]
-        lines = [line for part in parts for line in folded(part, width, _LABEL)]
-        for n, line in enumerate(lines):
-            label = one.severity.upper() if one.severity != "note" else one.severity
-            yield Text.assemble(((label if n == 0 else "").ljust(_LABEL), _STYLES[one.severity]), line)
-        if one.severity == "note" and one.path in chosen:
-            yield Text(f"{'':{_LABEL}}the reason of this value is in [why]")
-        elif one.mends:
+        label = Text(one.severity if one.severity == "note" else one.severity.upper(), _STYLES[one.severity])
+        lines = [f"{one.check}: {one.says}", *_evidence(one)]
+        explained = one.severity == "note" and one.path in chosen
+        if explained:
+            lines.append("the reason of this value is in [why]")
+        yield ""
+        yield Facts(under(label, lines), _LABEL)
+        if one.mends and not explained:
             yield from _to_type(one.mends[0], width)
-    yield Text()
+    yield ""
     yield verdict(check.findings, len(check.checks))
 
 
@@ -89,11 +89,7 @@ def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
 
 
 def _range(one: FindingRow) -> str:
-    low, high = (None if end is None or math.isinf(end) else end for end in (one.low, one.high))
-    if low is None or high is None:
-        (end,) = (one for one in (low, high) if one is not None)
-        return format_number(end)
-    return f"{format_number(low)} .. {format_number(high)}"
+    return " .. ".join(format_number(end) for end in (one.low, one.high) if end is not None and math.isfinite(end))
 
 
 def _ids(ids: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from leaven.views import numbers
 from leaven.views.numbers import quantity, scientific
 from leaven.views.tables import Column, Facts, Table
 
-Parts = tuple[str, ...]
+_KINDS = ("optimal", "critical")  # of batch sizes
 _COUNTED = {
     "all": "N all parameters",
     "non-embedding": "N without embeddings",
@@ -80,6 +80,17 @@ _OPTIMA = (
 )
 
 
+_LEGEND = Facts(
+    [
+        (
+            "fitted range",
+            ("x7 above, /7 below the fit in", "N parameters", "D tokens", "C FLOPs", "D/N tokens a parameter"),
+        ),
+        ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
+    ]
+)
+
+
 def laws_screen(
     rows: Sequence[LawRow],
     params: float,
@@ -96,17 +107,17 @@ def laws_screen(
     yield ""
     if batch_tokens is not None:
         yield Table.of(_AT_BATCH, [law for law in rows if law.at_batch is not None])
-        yield batch_facts(rows, batch_tokens)
+        yield _batch(rows, batch_tokens)
         yield ""
-    yield range_legend()
-    yield law_spread(rows, params, tokens, batch_tokens, params_non_embedding)
+    yield _LEGEND
+    yield _spreads(rows, params, tokens, batch_tokens, params_non_embedding)
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
     """Yield the compute-optimal sizes that every law predicts for a FLOP budget, and their median and range."""
     yield Table.of(_OPTIMA, rows, _notes)
     yield ""
-    yield range_legend()
+    yield _LEGEND
     losses = [loss for each in rows for loss in (each.loss, each.loss_replication) if loss is not None]
     yield Facts(
         [
@@ -123,13 +134,12 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
     )
 
 
-def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
+def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
     """Describe a batch size: as a multiple of each law's batch size, its cost, and the range in which each rule for
     the learning rate is valid."""
-    facts: list[tuple[str, Parts]] = []
-    for kind in ("optimal", "critical"):
-        parts = [f"{batch_tokens / batch:.2g}x {law.law}" for law, batch in _batches(laws, kind)]
-        facts.append((f"{kind} batch", tuple(parts)))
+    multiples = {
+        kind: [f"{batch_tokens / batch:.2g}x {law.law}" for law, batch in _batches(laws, kind)] for kind in _KINDS
+    }
     critical = median(batch for _, batch in _batches(laws, "critical"))
     more, longer = tokens_over_least(batch_tokens, critical), steps_over_least(batch_tokens, critical)
     cost = (
@@ -142,7 +152,7 @@ def batch_facts(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
         f"surge: the lr peaks at {format_quantity(critical)} and falls above",
         "above the critical batch, none is valid: the best lr is about constant",
     )
-    return Facts([*facts, ("cost", cost), ("rules", rules)])
+    return Facts([*((f"{kind} batch", parts) for kind, parts in multiples.items()), ("cost", cost), ("rules", rules)])
 
 
 def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
@@ -153,7 +163,7 @@ def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
     ]
 
 
-def law_spread(
+def _spreads(
     laws: Sequence[LawRow],
     params: float,
     tokens: float,
@@ -163,67 +173,36 @@ def law_spread(
     """Return the number of parameters N that was used, and the median and range of each quantity over the laws. Each
     law counts once."""
     own = [law for law in laws if law.form_of is None]
-    lrs = [(each.lr, each.in_range) for each in own if each.lr]
-    batches = {
-        kind: [(batch, law.in_range) for law, batch in _batches(laws, kind)] for kind in ("optimal", "critical")
-    }
-    losses = [(each.loss, each.in_range) for each in own if each.loss]
+    batches = {kind: [(batch, law.in_range) for law, batch in _batches(laws, kind)] for kind in _KINDS}
     best = best_tokens_per_param(6 * params * tokens)
-    lr, batch = median(lr for lr, _ in lrs), median(each for each, _ in batches["optimal"])
+    lr, batch = median(law.lr for law in own if law.lr), median(each for each, _ in batches["optimal"])
     if batch_tokens is not None:
         lr, batch = median(each.at_batch.square_root for each in own if each.at_batch), batch_tokens
-    taus = [each.tau for each in own if each.tau]
-    decay = batch / (taus[0] * tokens * lr)
+    tau = next(law.tau for law in own if law.tau)
+    decay = f"{batch / (tau * tokens * lr):.2g} by tau {tau:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}"
+    counted = params if params_non_embedding is None else params_non_embedding
+    missing = "" if params_non_embedding else ", embeddings included; give --params-non-embedding"
+    smaller = [law.law for law in laws if law.params_definition == "non-embedding"]
+    head = [law.law for law in laws if law.params_definition == "without input embedding"]
+    without = f"which leave out only the input embedding: taken as {format_quantity(params)}, all parameters"
+    losses = _spread([(law.loss, law.in_range) for law in own if law.loss], _loss)
+    compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
         [
-            ("N less embeddings", _smaller_counts(laws, params, params_non_embedding)),
-            ("loss", (*_spread(losses, lambda loss: f"{loss:.3f}"), "nats per token, of Chinchilla's text")),
-            (
-                "tokens a parameter",
-                (f"{tokens / params:.3g}", f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"),
-            ),
+            ("N less embeddings", (*smaller, f"taken as {format_quantity(counted)}{missing}", *head, without)),
+            ("loss", (*losses, "nats per token, of Chinchilla's text")),
+            ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
             *((f"{kind} batch", (*_spread(found, quantity), "tokens")) for kind, found in batches.items()),
+            ("weight decay", (decay,)),
             (
-                "weight decay",
-                (f"{decay:.2g} by tau {taus[0]:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}",),
+                "peak lr",
+                (*_spread([(law.lr, law.in_range) for law in own if law.lr], scientific), "tune at small scale"),
             ),
-            ("peak lr", (*_spread(lrs, scientific), "tune at small scale")),
         ]
     )
 
 
-def _smaller_counts(laws: Sequence[LawRow], params: float, params_non_embedding: float | None) -> Parts:
-    """Return the names of the laws that do not count all parameters, in two groups: laws without embeddings, and laws
-    without the input embedding. Each group is followed by the number of parameters that was used for its laws."""
-    body, head = (
-        [each.law for each in laws if each.params_definition == definition]
-        for definition in ("non-embedding", "without input embedding")
-    )
-    if params_non_embedding is None:
-        taken = f"taken as {format_quantity(params)}, embeddings included; give --params-non-embedding"
-    else:
-        taken = f"taken as {format_quantity(params_non_embedding)}"
-    return (
-        *body,
-        taken,
-        *head,
-        f"which leave out only the input embedding: taken as {format_quantity(params)}, all parameters",
-    )
-
-
-def range_legend() -> Facts:
-    return Facts(
-        [
-            (
-                "fitted range",
-                ("x7 above, /7 below the fit in", "N parameters", "D tokens", "C FLOPs", "D/N tokens a parameter"),
-            ),
-            ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
-        ]
-    )
-
-
-def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> Parts:
+def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> list[str]:
     """Return the median and range over all laws, and the range over the laws inside their fitted range."""
     found = [value for value, _ in values]
     inside = [value for value, within in values if within]
@@ -236,4 +215,4 @@ def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float],
     elif len(inside) < len(found):
         ends = dict.fromkeys(map(show, (min(inside), max(inside))))
         parts.append(f"{len(inside)} inside their range: {' .. '.join(ends)}")
-    return tuple(parts)
+    return parts

@@ -4,7 +4,6 @@ Everything goes to standard error. Without a terminal, only the rows are printed
 (:mod:`.study`) and ``leaven train`` (:mod:`.training`) extend it.
 """
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 
+LONG = 600.0  # seconds over which the speed of a bar is measured
+
+
 class LiveScreen(Progress):
     """A live screen with the rows of one table, lines of text between them, and progress bars that disappear at the
     end.
@@ -32,11 +34,11 @@ class LiveScreen(Progress):
 
     def __init__(self, columns: Sequence[Column] = ()) -> None:
         bars = (TextColumn("{task.description}"), BarColumn(32), TextColumn("{task.fields[left]}"))
-        super().__init__(*bars, console=console.errors, transient=True, disable=not console.errors.is_terminal)
+        shown = console.errors.is_terminal
+        super().__init__(*bars, console=console.errors, transient=True, disable=not shown, speed_estimate_period=LONG)
         self.table = RowByRow(columns, self.console.width)
         self._headed = False
-        self._bars: dict[str, tuple[TaskID, float]] = {}  # the task of a bar, and when it was added
-        self._already: dict[str, float] = {}  # the progress of a bar when it was added
+        self._bars: dict[str, TaskID] = {}
 
     def get_renderables(self) -> Iterable[RenderableType]:
         if self.above is not None:
@@ -46,7 +48,7 @@ class LiveScreen(Progress):
     def line(self, text: str | Text) -> None:
         self.console.print(text, soft_wrap=True)
 
-    def row(self, cells: dict[str, Cell]) -> None:
+    def row(self, cells: Sequence[Cell]) -> None:
         """Print a row of the table. Print the header before the first row."""
         if not self._headed:
             self._headed = True
@@ -56,12 +58,13 @@ class LiveScreen(Progress):
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
         """Move a bar, and return the text to its right: ``left``, or by default the time left."""
         if name not in self._bars:
-            self._bars[name] = (self.add_task(name, total=total, left=""), time.monotonic())
-        task, began = self._bars[name]
+            self._bars[name] = self.add_task(name, total=total, completed=int(done), left="")
+        task = self._bars[name]
+        self.update(task, completed=done, total=total)
         if left is None:
-            already = self._already.setdefault(name, done)
-            left = _time_left(done, total or 0.0, already, time.monotonic() - began)
-        self.update(task, completed=done, total=total, left=left)
+            remaining = next(each.time_remaining for each in self.tasks if each.id == task)
+            left = "done" if remaining == 0 else f"{format_seconds(remaining)} left" if remaining else ""
+        self.update(task, left=left)
         return left
 
     def counts(self, what: str) -> Callable[[int, int], None]:
@@ -81,12 +84,3 @@ class LiveScreen(Progress):
         """Print which documents of a text were skipped, and which shards had to be tokenised again."""
         for note in tokens.notes:
             self.line(f"  {note}")
-
-
-def _time_left(done: float, total: float, already: float, spent: float) -> str:
-    """Return the time left if progress continues as it has since ``already`` was done."""
-    if done >= total:
-        return "done"
-    if done <= already or spent < 1:
-        return ""
-    return f"{format_seconds(spent * (total - done) / (done - already))} left"

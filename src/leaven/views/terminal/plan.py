@@ -5,14 +5,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from leaven.documents.planning import (
-    BudgetDocument,
-    CandidateRow,
-    Explanation,
-    Layout,
-    PlanDocument,
-    RampChoice,
-)
+from leaven.documents.planning import BudgetDocument, CandidateRow, Explanation, Layout, PlanDocument, RampChoice
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.explain import PARTS
 from leaven.planning.layouts import EQUAL
@@ -33,7 +26,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         ("time", _time(plan)),
         ("budget", [format_seconds(86_400 * plan.days), *costs(plan.cost), f"on {plan.cluster}"]),
         ("ramp", _ramp(plan)),
-        *under("next best", [[_alternative(other, plan)] for other in plan.alternatives[:ALTERNATIVES]]),
+        *under("next best", [_alternative(other, plan) for other in plan.alternatives[:ALTERNATIVES]]),
     ]
     if plan.untrained is not None:
         facts.append(("not trained", [_alternative(plan.untrained, plan), "leaven plans and exports it"]))
@@ -41,7 +34,7 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         facts.append(("not", plan.not_))
     if plan.explain is not None:
         facts.append(("explain", _explained(plan.explain, plan.speed.step_seconds)))
-    facts += under("caution", [[line] for line in plan.cautions])
+    facts += under("caution", plan.cautions)
     if plan.calibration is not None:
         facts.append(("calibrated", [f"time {plan.calibration.says}"]))
     yield Facts([*facts, ("accuracy", [ACCURACY])])
@@ -60,15 +53,12 @@ def _memory(plan: PlanDocument) -> list[Cell]:
 
 
 def _speed(plan: PlanDocument) -> list[Cell]:
-    speed = plan.speed
-    rate = format_quantity(speed.tokens_per_second / plan.gpus)
+    speed, tflops = plan.speed, plan.speed.tflops_per_gpu
     return [
-        f"{speed.tflops_per_gpu:.0f} TFLOP/s"
-        if speed.tflops_per_gpu >= 10
-        else f"{speed.tflops_per_gpu:.2g} TFLOP/s",
+        f"{tflops:.0f} TFLOP/s" if tflops >= 10 else f"{tflops:.2g} TFLOP/s",
         f"MFU {speed.mfu:.1%} (full attention; causal {speed.mfu_causal:.1%}; HFU {speed.hfu:.1%})",
         f"{duration(speed.step_seconds)} a step",
-        f"{rate} tokens/s/{plan.cost.device}",
+        f"{format_quantity(speed.tokens_per_second / plan.gpus)} tokens/s/{plan.cost.device}",
     ]
 
 
@@ -146,7 +136,11 @@ _BUDGET = (
     Column("MFU", lambda row: f"{row.mfu:.0%}"),
     Column("shape", lambda row: f"L {row.shape['n_layers']} d {row.shape['d_model']}", align="left", drop=1),
     Column(
-        "layout", lambda row: _short(row.layout) if row.layout else "not planned", align="left", drop=2, free=True
+        "layout",
+        lambda row: _short(row.layout) if row.layout else "not planned",
+        align="left",
+        drop=2,
+        free=True,
     ),
 )
 

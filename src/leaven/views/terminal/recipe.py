@@ -2,7 +2,7 @@
 rules."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import RenderableType
@@ -14,18 +14,26 @@ from leaven.views import numbers
 from leaven.views.parameters import groups
 from leaven.views.tables import Column, Fact, Facts, Table
 
+
+def _number(header: str, unit: str = "", quantity: str = "") -> Column:
+    """Return a column of a quantity of the parameter table. By default, its name is the header."""
+    return Column(
+        header, lambda group: numbers.value(getattr(group.row, quantity or header)), unit=unit, align="point"
+    )
+
+
 _PARAMETERS = (
     Column("module", lambda group: group.label, align="left"),
     Column("layers", lambda group: group.layers, align="left"),
     Column("shape", lambda group: " x ".join(f"{size:,}" for size in group.row.shape), unit="(out, in)", drop=1),
     Column("role", lambda group: group.row.role.replace("_", " "), align="left", drop=2),
-    Column("init", lambda group: numbers.value(group.row.init_std), unit="std", align="point"),
-    Column("lr", lambda group: numbers.value(group.row.lr), unit="(a step)", align="point"),
-    Column("decay", lambda group: numbers.value(group.row.weight_decay), unit="(x lr)", align="point"),
-    Column("beta1", lambda group: numbers.value(group.row.beta1), align="point"),
-    Column("beta2", lambda group: numbers.value(group.row.beta2), align="point"),
-    Column("eps", lambda group: numbers.value(group.row.eps), align="point"),
-    Column("multiplier", lambda group: numbers.value(group.row.multiplier), unit="(forward)", align="point"),
+    _number("init", "std", "init_std"),
+    _number("lr", "(a step)"),
+    _number("decay", "(x lr)", "weight_decay"),
+    _number("beta1"),
+    _number("beta2"),
+    _number("eps"),
+    _number("multiplier", "(forward)"),
 )
 
 
@@ -141,21 +149,31 @@ SHOWN = (
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     """Yield the init std of matrices in this recipe and in each published initialisation."""
-    init, found = shown.init, shown.init["starts"]
-    there = [(module, drop) for module, drop in SHOWN if any(start["module"] == module for start in found)]
+    init, n_layers = shown.init, shown.scale["depth"]
+    by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers
+    for start in init["starts"]:
+        by_module.setdefault(start["module"], []).append(start)
+    modules = [(module, drop) for module, drop in SHOWN if module in by_module]
     columns = (
         Column("std", unit="of", align="left"),
         Column("block", align="left"),
         *(
             Column(module.partition(".")[0], unit=module.partition(".")[2], align="point", drop=drop)
-            for module, drop in there
+            for module, drop in modules
         ),
     )
-    rows = [
-        (name if n == 0 else "", block, *(_cell(found, module, name, n) for module, _ in there))
-        for name in (OWN, *COMPARED)
-        for n, block in enumerate(_blocks(found, name, shown.scale["depth"]))
-    ]
+    rows = []
+    for name in (OWN, *COMPARED):
+        stds = {
+            module: [float(start["std"] if name == OWN else start["published"][name]) for start in starts]
+            for module, starts in by_module.items()
+        }
+        if all(len(set(each)) == 1 for each in stds.values()):
+            rows.append([name, "all", *(numbers.value(stds[module][0]) for module, _ in modules)])
+        else:  # a row for the first block, and one for the last; modules outside the blocks are in the first
+            rows.append([name, "0", *(numbers.value(stds[module][0]) for module, _ in modules)])
+            last = [numbers.value(stds[m][-1]) if by_module[m][0]["layers"] else "" for m, _ in modules]
+            rows.append(["", str(n_layers - 1), *last])
     usual = f"sqrt(1 / (3 d)) is {numbers.value(init['usual_std'])} at d {shown.scale['width']:,}"
     nearest = [f"{each['init']} {each['octaves']:.2g} octaves" for each in init["nearest"][:3]]
     formulas = [f"{name} {published['std']}" for name, published in init["published"].items()]
@@ -169,25 +187,3 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
             ("letters", ("d width", "L layers", "l layer from 0", "f fan in", "o fan out")),
         ]
     )
-
-
-def _std(start: Mapping[str, Any], name: str) -> float:
-    """Return the init std of a module in this recipe or in a published initialisation."""
-    return float(start["std"] if name == OWN else start["published"][name])
-
-
-def _blocks(found: Sequence[Mapping[str, Any]], name: str, n_layers: int) -> tuple[str, ...]:
-    """Return ``all``, or the numbers of the first and the last block if their init stds differ."""
-    for module in {start["module"] for start in found}:
-        if len({_std(start, name) for start in found if start["module"] == module}) > 1:
-            return "0", str(n_layers - 1)
-    return ("all",)
-
-
-def _cell(found: Sequence[Mapping[str, Any]], module: str, name: str, line: int) -> str:
-    """Return the init std of a module in the first block (line 0) or the last block (line 1). Modules outside the
-    blocks are on line 0."""
-    there = [start for start in found if start["module"] == module]
-    if line and not there[0]["layers"]:
-        return ""
-    return numbers.value(_std(there[-1 if line else 0], name))

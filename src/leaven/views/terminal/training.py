@@ -1,13 +1,10 @@
-"""Show training runs live in the terminal, and a message at their end."""
+"""Show a training run live in the terminal, and a message at its end."""
 
 import string
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-from rich.text import Text
 
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.recipe import Recipe
@@ -17,7 +14,6 @@ from leaven.views.tables import Column
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.training.run_folder import RunFolder
     from leaven.training.step_metrics import Step
 
 SLOW = 1.5  # a rank that takes this many times the median of the ranks is reported as slow
@@ -59,31 +55,32 @@ class TrainScreen(LiveScreen):
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
         measured = recipe.stability.noise_scale_every_tokens is not None
-        noise = [Column("noise", width=6)] if measured else []
         # 80 characters have space for nine columns. If the noise scale is measured, it replaces the MFU.
-        columns = (
-            Column("tokens", width=7),
-            Column("loss", width=6),
-            Column("validation", width=10),
-            Column("lr", width=7),
-            Column("|grad|", width=7),
-            Column("|update|", width=8),
-            Column("batch", width=6),
-            Column("tok/s", width=6),
-            *noise,
-            Column("MFU", width=5, drop=1 if measured else 0),
-            Column("memory", width=9, drop=2),
-            Column("TFLOP/s", width=7, drop=3),
-            Column("left", width=11, drop=4),
-        )
-        super().__init__(columns)
+        self._columns = [
+            Column("tokens", lambda step: format_quantity(step.tokens), width=7),
+            Column("loss", lambda step: _fixed(step.loss, 3), width=6),
+            Column("validation", lambda step: self._validation, width=10),
+            Column("lr", lambda step: numbers.scientific(step.lr, 3), width=7),
+            Column("|grad|", lambda step: _fixed(step.grad_norm, 3), width=7),
+            Column("|update|", lambda step: _fixed(step.update_norm, 4), width=8),
+            Column("batch", lambda step: format_quantity(step.batch_tokens), width=6),
+            Column("tok/s", lambda step: format_quantity(step.tokens_per_second), width=6),
+            Column("MFU", lambda step: f"{step.mfu:.1%}" if step.mfu is not None else "-", width=5, drop=measured),
+            Column("memory", lambda step: f"{step.memory_gib:.3g} GiB", width=9, drop=2),
+            Column("TFLOP/s", lambda step: numbers.value(step.tflops), width=7, drop=3),
+            Column("left", lambda step: self._left.removesuffix(" left"), width=11, drop=4),
+        ]
+        if measured:
+            noise = Column("noise", lambda step: format_quantity(self._noise) if self._noise else "-", width=6)
+            self._columns.insert(8, noise)
+        super().__init__(self._columns)
         self._recipe = recipe
         self._log_every = log_every
         self._last: Step | None = None
         self._waiting: Step | None = None  # a step to print, with its validation loss if a validation follows
         self._spoken = time.monotonic()
-        self._noise_scale: float | None = None
-        self._left = ""
+        self._noise: float | None = None  # the latest noise scale
+        self._validation, self._left = "", ""
         self.bar(recipe.name, 0, recipe.data.tokens, "")
 
     def __exit__(
@@ -97,9 +94,9 @@ class TrainScreen(LiveScreen):
             self.bar(self._recipe.name, step.tokens - step.batch_tokens, self._recipe.data.tokens)
         self._say_waiting()
         self._last = step
-        self._noise_scale = step.noise_scale or self._noise_scale
+        self._noise = step.noise_scale or self._noise
         self._left = self.bar(self._recipe.name, step.tokens, self._recipe.data.tokens)
-        row = self.table.line(self._cells(step))
+        row = self.table.line([column.cell(step) for column in self._columns])
         row.style = "dim"
         self.above = lambda: (row,)
         asked = self._log_every is not None and step.step % self._log_every == 0
@@ -136,66 +133,10 @@ class TrainScreen(LiveScreen):
             self._say(self._waiting)
 
     def _say(self, step: "Step", validation: str = "") -> None:
-        self._waiting = None
-        self._spoken = time.monotonic()
-        self.row({**self._cells(step), "validation": validation})
-
-    def _cells(self, step: "Step") -> dict[str, str | Text]:
-        return {
-            "tokens": format_quantity(step.tokens),
-            "loss": _fixed(step.loss, 3),
-            "lr": numbers.scientific(step.lr, 3),
-            "|grad|": _fixed(step.grad_norm, 3),
-            "|update|": _fixed(step.update_norm, 4),
-            "batch": format_quantity(step.batch_tokens),
-            "tok/s": format_quantity(step.tokens_per_second),
-            "MFU": f"{step.mfu:.1%}" if step.mfu is not None else "-",
-            "memory": f"{step.memory_gib:.3g} GiB",
-            "noise": format_quantity(self._noise_scale) if self._noise_scale is not None else "-",
-            "TFLOP/s": numbers.value(step.tflops),
-            "left": self._left.removesuffix(" left"),
-        }
-
-
-class RunsScreen(LiveScreen):
-    """The live screen of runs of other processes, which are read from their folders. It has a bar for each run and a
-    row for each validation."""
-
-    def __init__(self, runs: Mapping[str, Path], tokens: int) -> None:
-        from leaven.training.run_folder import RunFolder
-
-        columns = {"run": 11, "tokens": 7, "loss": 6, "validation": 10, "lr": 7, "batch": 6, "tok/s": 6}
-        super().__init__([Column(header, width=width) for header, width in columns.items()])
-        self._tokens = tokens
-        self._folders = {name: RunFolder(folder) for name, folder in runs.items()}
-        # Validations before this command started were shown by an earlier command.
-        self._shown = {name: len(_validations(folder)) for name, folder in self._folders.items()}
-        self.look()
-
-    def look(self) -> None:
-        """Read the folders again, move the bars and print new rows."""
-        for name, folder in self._folders.items():
-            steps = {line["tokens"]: line for line in folder.metrics()}
-            self.bar(f"{name:<11}", max(steps, default=0), self._tokens)
-            validations = _validations(folder)
-            for event in validations[self._shown[name] :]:
-                if (step := steps.get(event["tokens"])) is not None:
-                    self.row(
-                        {
-                            "run": name,
-                            "tokens": format_quantity(step["tokens"]),
-                            "loss": "nan" if step["loss"] is None else _fixed(step["loss"], 3),
-                            "validation": "nan" if event["loss"] is None else f"{event['loss']:.4f}",
-                            "lr": numbers.scientific(step["lr"], 3),
-                            "batch": format_quantity(step["batch_tokens"]),
-                            "tok/s": format_quantity(step["tokens_per_second"]),
-                        }
-                    )
-            self._shown[name] = len(validations)
-
-
-def _validations(folder: "RunFolder") -> Sequence[dict[str, Any]]:
-    return [event for event in folder.events() if event["event"] == "validation"]
+        self._waiting, self._spoken = None, time.monotonic()
+        self._validation = validation
+        self.row([column.cell(step) for column in self._columns])
+        self._validation = ""
 
 
 def _fixed(number: float, digits: int) -> str:
