@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leaven.data.mixture import Mixture, place
-from leaven.data.stream import Stream
+from leaven.data.stream import Mixture, Stream, place
 from leaven.recipe.data import LONGEST_PERIOD, Data
 
 weights = st.lists(st.integers(1, 60), min_size=1, max_size=7)
