@@ -159,10 +159,10 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     _apply(model, mesh, ENDS)
     group = mesh.get_group()
 
-    def loss(hidden_BtD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor:
-        return sharded_cross_entropy(hidden_BtD, weight_VD, targets_BT, group, **how)
+    def loss(hidden_BtD: Tensor, weight: DTensor, targets_BT: Tensor, **how: Any) -> Tensor:
+        return sharded_cross_entropy(hidden_BtD, weight.to_local(), targets_BT, group, **how)
 
-    stage.loss, stage.readout = loss, lambda weight: weight.to_local()  # type: ignore[attr-defined]
+    stage.loss = loss
 
 
 def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, Callable[[], ParallelStyle]]) -> None:

@@ -34,21 +34,21 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
 
 
 def cross_entropy(
-    hidden_ND: Tensor,
+    hidden: Tensor,
     weight_VD: Tensor,
-    targets_N: Tensor,
+    targets: Tensor,
     *,
     multiplier: float = 1.0,
     factor: Tensor | float = 1.0,
     compute: torch.dtype | None = None,
     repeatable: bool = False,
 ) -> Tensor:
-    """Return ``factor`` times the loss, a scalar in nats.
+    """Return ``factor`` times the loss, a scalar in nats, of hidden states (..., D) and targets (...).
 
     The loss is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target is not
     `IGNORED`.
 
-    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden_ND``), so the logits are rounded to
+    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so the logits are rounded to
     this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.
     ``factor`` is applied before gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable``,
     the backward pass may run twice, for example to compute the gradients of inputs and weights separately. This needs
@@ -57,7 +57,7 @@ def cross_entropy(
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
-    arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute, repeatable
+    arguments = hidden.flatten(0, -2), weight_VD, targets.flatten(), multiplier, factor, compute, repeatable
     total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return total
 
