@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from leaven.data import corpus as module
+from leaven.data import readers
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpora
 from leaven.data.readers import File
 from leaven.recipe.data import DataSource
@@ -289,7 +290,7 @@ def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     rows = File.rows
     monkeypatch.setattr(File, "rows", lambda file: (seen.append(file.key), rows(file))[1])
-    monkeypatch.setattr(module, "_SETTLED_NS", 0)
+    monkeypatch.setattr(readers, "SETTLED_NS", 0)
     return seen
 
 
@@ -315,7 +316,7 @@ def test_only_changed_files_are_read_again(tmp_path: Path, surveyed: list[str]) 
 def test_a_file_written_just_now_is_read_again(
     tmp_path: Path, surveyed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_SETTLED_NS", 2 * 10**9)
+    monkeypatch.setattr(readers, "SETTLED_NS", 2 * 10**9)
     write(tmp_path / "a.txt", "text", age_seconds=0)
     for _ in range(2):
         opened(tmp_path / "a.txt", memory=tmp_path / "memory")

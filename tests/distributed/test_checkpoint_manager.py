@@ -13,8 +13,9 @@ from tests.distributed.in_threads import together
 from torch import Tensor
 
 import leaven.training.checkpoint as module
-from leaven.distributed.exchange import Exchange, NoReply
+from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
+from leaven.recipe.errors import ProcessLost
 from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
 
 
@@ -100,7 +101,7 @@ def test_leftovers_of_a_killed_save_are_not_used(tmp_path: Path) -> None:
         exchange = Exchange(group)
         if not group.is_first:
             exchange.shorten_timeout(0)
-        with pytest.raises(Killed if group.is_first else NoReply):
+        with pytest.raises(Killed if group.is_first else ProcessLost):
             write_checkpoint(tmp_path, rows(2, group.rank, 3), exchange)
 
     with pytest.MonkeyPatch.context() as patch:

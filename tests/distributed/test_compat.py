@@ -10,10 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from leaven.distributed.compat import (
-    local_place,
-    pretend,
-)
+from leaven.distributed.compat import local_offset, pretend
 from leaven.distributed.lean_stage import LeanStage
 
 
@@ -22,7 +19,8 @@ def places(rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     mesh = init_device_mesh("cpu", (2, 2))
     found = []
     for shape, how in (((5, 4), [Shard(0), Shard(1)]), ((1, 3), [Shard(0), Shard(0)])):
-        found.append(local_place(distribute_tensor(torch.empty(shape), mesh, how)))
+        tensor = distribute_tensor(torch.empty(shape), mesh, how)
+        found.append((tuple(tensor.to_local().shape), local_offset(tensor)))
     return found
 
 

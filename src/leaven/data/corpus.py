@@ -29,9 +29,6 @@ FORMAT = 1
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
 
-# A second write within this time may not change the modification time.
-_SETTLED_NS = 2 * 10**9
-
 OnProgress = Callable[[str, int, int], None]
 """A function that is called with the name of a stage, the number of bytes processed and the total number of bytes."""
 
@@ -185,12 +182,8 @@ def open_corpora(
 
 
 def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> list[Survey]:
-    """Return the survey of each part, from the file ``path`` if the part has not changed since it was surveyed.
-
-    A part is surveyed again if it had been changed only seconds before: a second change right after the first may
-    leave its stamp the same. A broken part is also surveyed again, because it may have been repaired without a change
-    of its stamp.
-    """
+    """Return the survey of each part, from the file ``path`` if the part has not changed since it was surveyed. A
+    broken part is surveyed again, because it may have been repaired without a change of its stamp."""
     known: dict[str, Any] = {}
     if path is not None:
         try:
@@ -201,15 +194,14 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
     surveys: list[Survey] = []
     changed, saved = False, time.monotonic()
     for part in parts:
-        stamp, now, size = part.stamp(), time.time_ns(), part.size
+        stamp = part.stamp()
         found = _valid(known.get(part.key), stamp)
         if found is None:
-            found, changed = _survey(part, size, meter), True
+            found, changed = _survey(part, meter), True
         else:
-            meter.advance(size)
+            meter.advance(part.size)
         surveys.append(found)
-        settled = stamp is not None and all(not isinstance(n, int) or n < now - _SETTLED_NS for n in stamp)
-        known[part.key] = {"stamp": stamp, "settled": settled, "survey": asdict(found)}
+        known[part.key] = {"stamp": stamp, "survey": asdict(found)}
         if path is not None and changed and (part is parts[-1] or time.monotonic() - saved > SAVE_EVERY_SECONDS):
             path.parent.mkdir(parents=True, exist_ok=True)
             storage.write(path, json.dumps({"format": FORMAT, "parts": known}).encode())
@@ -220,18 +212,18 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
 def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
     """Return the survey in an entry of the cache, or None if it does not belong to a part with this ``stamp``."""
     try:
-        if stamp is None or entry["stamp"] != stamp or not entry["settled"] or entry["survey"]["broken"]:
+        if stamp is None or entry["stamp"] != stamp or entry["survey"]["broken"]:
             return None
         return Survey(**entry["survey"] | {"faults": tuple(entry["survey"]["faults"])})
     except (KeyError, TypeError):
         return None
 
 
-def _survey(part: SourcePart, size: int, meter: Meter) -> Survey:
-    """Read a part of ``size`` bytes from beginning to end, and return its counts and hashes."""
+def _survey(part: SourcePart, meter: Meter) -> Survey:
+    """Read a part from beginning to end, and return its counts and hashes."""
     digest = blake2b(digest_size=16)
     documents = n_bytes = corrupt = highest = 0
-    lowest, left = 2**64, size
+    lowest, left = 2**64, part.size
     faults: list[str] = []
     try:
         for place, text, fault in part.rows():

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from typing import Any, NamedTuple
 from leaven.recipe.errors import InputError
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+SETTLED_NS = 2 * 10**9
+"""A second change within this time may leave the modification time of a file the same."""
 
 
 class Row(NamedTuple):
@@ -45,10 +49,13 @@ class File:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def stamp(self) -> list[int | str] | None:
-        """Return a value that changes when the content changes, or None if the file is missing."""
+        """Return a value that changes when the content changes, or None if the file is missing or has just been
+        changed."""
         try:
             found = self.path.stat()
         except OSError:
+            return None
+        if max(found.st_mtime_ns, found.st_ctime_ns) > time.time_ns() - SETTLED_NS:
             return None
         # Unlike the modification time, the change time cannot be set by a user.
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from leaven.distributed.compat import all_gather, reduce_scatter
 from leaven.model.loss import CHUNK_ELEMENTS, IGNORED
@@ -21,10 +22,10 @@ from leaven.model.loss import CHUNK_ELEMENTS, IGNORED
 
 def sharded_cross_entropy(
     hidden_BtD: Tensor,
-    weight_VD: Tensor,
+    weight: DTensor,
     targets_BT: Tensor,
-    group: dist.ProcessGroup,
     *,
+    group: dist.ProcessGroup,
     multiplier: float = 1.0,
     factor: Tensor | float = 1.0,
     compute: torch.dtype | None = None,
@@ -33,8 +34,10 @@ def sharded_cross_entropy(
     """Return ``factor`` times the loss in nats, a scalar that is the same on every rank.
 
     The loss is the sum over the tokens of all ranks of -log softmax(multiplier x hidden . weight)[target].
-    ``hidden_BtD`` contains the positions of this rank, and ``targets_BT`` contains all positions.
+    ``hidden_BtD`` contains the positions of this rank, and ``targets_BT`` contains all positions. ``weight`` is
+    sharded by its rows. :func:`leaven.model.loss.cross_entropy` describes the other arguments.
     """
+    weight_VD = weight.to_local()
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
