@@ -31,29 +31,6 @@ def test_tiny(tmp_path: Path) -> None:
     assert all(row["tokens_per_second"][1] > 0 and row["peak_mib"] > 0 for row in table["rows"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arm", ["leaven", "transformers", "litgpt"])
-def test_the_memory_of_an_arm_is_not_that_of_its_imports(arm: str) -> None:
-    """What is imported after the baseline is taken would count as the arm's memory."""
-    if find_spec(arm) is None:
-        pytest.skip(f"{arm} is not installed")
-    script = f"""
-import sys
-sys.path.insert(0, {str(BENCHMARK.parent)!r})
-import torch
-import throughput
-
-task = throughput.Task({arm!r}, "tiny", False, "bf16", "cpu", 1, 1, "wall", 0.0)
-throughput.import_modules(task)
-before = set(sys.modules)
-build = throughput.leaven_steps if {arm!r} == "leaven" else throughput.peer_steps
-build(task)[0](2)
-print(*sorted(name for name in set(sys.modules) - before if name.partition(".")[0] == {arm!r}))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
-
-
 def test_the_case_of_the_gpu_is_the_example() -> None:
     recipe = read_recipe(ROOT / "examples" / "350m.toml")
     assert CASES["350m"][0].model_dump() == recipe.model.model_dump() | {"vocab_size": 50_304}
