@@ -17,7 +17,7 @@ Alone = Callable[[Recipe, int, str], dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    pool = Pool(8)
+    pool = Pool()
     yield pool
     pool.close()
 

@@ -64,7 +64,7 @@ def test_a_dry_run_finds_the_memory_of_real_processes(layout: str, ranks: Pool, 
 
 def fresh(recipe: Recipe, rank: int, device: str) -> StepMemory:
     """Return a dry run in a new process: torch remembers meshes, so a process can be one rank of one layout only."""
-    pool = Pool(1)
+    pool = Pool()
     try:
         return pool(1, dry_run, recipe, rank, device)[0]  # type: ignore[no-any-return]
     finally:
