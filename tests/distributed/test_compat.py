@@ -25,8 +25,8 @@ def places(rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def test_pretending_to_be_a_rank_and_where_its_part_lies(ranks: Pool) -> None:
-    """The second of the rows' ranks, the first of the columns': the last two rows of five, the first two columns of
-    four. Of a single row it has nothing."""
+    """Rank 2 of a 2 x 2 mesh has the last two of five rows and the first two of four columns. It has no part of a
+    single row."""
     ((rows, alone),) = ranks(1, places, 2)
     assert rows == ((2, 2), (3, 0))
     assert alone[0] == (0, 3)

@@ -11,8 +11,8 @@ from tests.distributed.pool import Pool
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
-# Batches of 4, 6, 8 and 8 sequences of which three ranks, or micro-batches of 3, leave rests; every module but a few
-# has values of its own; the clip acts in every step.
+# Batches of 4, 6, 8 and 8 sequences, which neither 3 ranks nor micro-batches of 3 divide evenly. Some modules have
+# their own values, and clipping acts in every step.
 COMMON: dict[str, Any] = {
     "model.n_layers": 2,
     "model.n_heads": 4,
@@ -61,7 +61,7 @@ def layout(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 0, **more: Any) ->
 def differences(
     ranks: Pool, alone: Alone, recipe: Recipe, changes: dict[str, Any], steps: int = 4, dtype: str = "float64"
 ) -> dict[str, float]:
-    """The largest difference from one process in losses and validation (nats), norms (relative), parameters."""
+    """Return the largest differences from one process: losses and validation (nats), norms (relative), parameters."""
     plain = {key: value for key, value in changes.items() if not key.startswith("layout.")}
     one = alone(recipe.replace(COMMON | plain), steps, dtype)
     laid_out = recipe.replace(COMMON | changes)
@@ -120,7 +120,7 @@ SHARED = layout(dp=2, tp=2, zero=2) | ONE
 STAGES = layout(dp=2, pp=2, zero=2) | ONE
 
 
-# What rounding makes of it in 3 steps, stated: partial sums of tensor ranks are rounded to the compute dtype.
+# Tensor-parallel ranks round partial sums to the compute dtype.
 @pytest.mark.parametrize(
     ("compute", "limit", "laid_out"),
     [("bf16", 2e-2, SHARED), ("fp16", 2e-2, STAGES)],

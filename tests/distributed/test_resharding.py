@@ -61,7 +61,7 @@ def test_any_layout_resumes_from_any_other(
 def follow(
     ranks: Pool, alone: Alone, tiny: Recipe, changes: dict[str, Any], chain: list[dict[str, Any]], folder: Path
 ) -> tuple[list[float], list[float]]:
-    """The losses of two steps in each layout of a chain, and those of one process that goes through."""
+    """Return the losses of two steps in each layout of a chain, and the losses of one uninterrupted process."""
     changes = COMMON | ONE | changes
     expected = alone(tiny.replace(changes), 2 * len(chain) - 1, "float64")["losses"]
     losses: list[float] = []
