@@ -85,24 +85,22 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     Raises:
         OSError: if the folder cannot be written; finished shards are kept.
     """
-    found, _ = _open(folder, encoder.dtype)
+    found = _open(folder, encoder.dtype)
     if found is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
+    damage: dict[Path, str] = {}
     with storage.lock(folder / ".lock"):
-        found, damage = _open(folder, encoder.dtype)
+        found = _open(folder, encoder.dtype)
         if found is None:
-            damage |= _build(folder, corpus, encoder, meter, processes)
-            found, _ = _open(folder, encoder.dtype)
+            damage = _build(folder, corpus, encoder, meter, processes)
+            found = _open(folder, encoder.dtype)
     assert found is not None
     return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
-def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """Open the shards in a folder. Return them, and for each damaged file a phrase that says what is wrong with it.
-
-    The shards are None if the folder is unfinished or damaged.
-    """
+def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
+    """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
@@ -110,19 +108,20 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path,
         records = [_record(entry) for entry in index["shards"]]
         fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None, {}
-    damage, newest = _damage(folder, dict(enumerate(records)), dtype, written)
-    if damage:
-        return None, damage
+        return None
+    if any(_damage(folder, shard, record, dtype, written) for shard, record in enumerate(records)):
+        return None
+    files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
+    newest = max((file.stat().st_mtime_ns for file in files), default=0)
     if newest >= written:  # modified after the index, but the checksums match
         with suppress(PermissionError):  # the cache belongs to another user
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
-        ShardedTokens([_map(_file(folder, split, n), record[split], dtype) for n, record in enumerate(records)])
+        ShardedTokens([_map(folder, split, shard, record, dtype) for shard, record in enumerate(records)])
         for split in SPLITS
     )
     train_bytes, validation_bytes = (sum(record[split].bytes for record in records) for split in SPLITS)
-    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ()), {}
+    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ())
 
 
 def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
@@ -134,10 +133,11 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
         with suppress(KeyError, TypeError):
             records[entry["shard"]] = _record(entry)
-    damage, _ = _damage(folder, records, encoder.dtype)
-    records = {
-        n: record for n, record in records.items() if not {_file(folder, s, n) for s in SPLITS} & damage.keys()
-    }
+    damage: dict[Path, str] = {}
+    for shard, record in list(records.items()):
+        if found := _damage(folder, shard, record, encoder.dtype):
+            damage |= found
+            del records[shard]
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
         remains.unlink(missing_ok=True)
 
@@ -155,7 +155,7 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
             for _, sides in done:
                 batches.append(sides)
                 meter.advance(sum(encoded.bytes for encoded in sides))
-            record: ShardRecord = {}
+            record = {}
             for split, parts in zip(SPLITS, zip(*batches, strict=True), strict=True):
                 checksum = blake2b(digest_size=16)
                 with storage.replacing(_file(folder, split, shard)) as file:
@@ -204,37 +204,36 @@ def _record(entry: dict[str, Any]) -> ShardRecord:
 
 
 def _damage(
-    folder: Path, records: dict[int, ShardRecord], dtype: np.dtype[Any], checked_ns: int = 0
-) -> tuple[dict[Path, str], int]:
-    """Return for each damaged file a phrase that says what is wrong with it, and the time when the newest file was
-    modified. Checksums are compared only for files that were modified at ``checked_ns`` or later."""
-    damage, newest = {}, 0
-    for shard, record in records.items():
-        for split in SPLITS:
-            file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
-            if not file.exists():
-                damage[file] = "was missing"
-                continue
-            found = file.stat()
-            newest = max(newest, found.st_mtime_ns)
-            if found.st_size != size:
-                damage[file] = f"had {found.st_size:,} of {size:,} bytes"
-            elif found.st_mtime_ns >= checked_ns and _checksum(file, record[split], dtype) != record[split].blake2b:
-                damage[file] = "had a wrong checksum"
-    return damage, newest
+    folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
+) -> dict[Path, str]:
+    """Return for each damaged file of a shard a phrase that says what is wrong with it. The checksum is compared only
+    for a file that was modified at ``checked_ns`` or later."""
+    damage = {}
+    for split in SPLITS:
+        file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
+        if not file.exists():
+            damage[file] = "was missing"
+        elif (found := file.stat()).st_size != size:
+            damage[file] = f"had {found.st_size:,} of {size:,} bytes"
+        elif found.st_mtime_ns >= checked_ns and record[split].blake2b != _checksum(
+            _map(folder, split, shard, record, dtype)
+        ):
+            damage[file] = "had a wrong checksum"
+    return damage
 
 
 def _file(folder: Path, split: str, shard: int) -> Path:
     return folder / f"{split}-{shard:05d}.bin"
 
 
-def _map(file: Path, record: ShardFile, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # An empty file cannot be mapped.
-    return np.memmap(file, dtype=dtype, mode="r") if record.tokens else np.zeros(0, dtype)
+def _map(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not record[split].tokens:
+        return np.zeros(0, dtype)  # an empty file cannot be mapped
+    return np.memmap(_file(folder, split, shard), dtype=dtype, mode="r")
 
 
-def _checksum(file: Path, record: ShardFile, dtype: np.dtype[Any]) -> str:
-    return blake2b(_map(file, record, dtype).data, digest_size=16).hexdigest()
+def _checksum(tokens: NDArray[Any]) -> str:
+    return blake2b(tokens.data, digest_size=16).hexdigest()
 
 
 def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
@@ -244,7 +243,7 @@ def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any])
     for split in SPLITS:
         content = blake2b(digest_size=16)
         for shard, record in enumerate(records):
-            tokens = _map(_file(folder, split, shard), record[split], dtype)
+            tokens = _map(folder, split, shard, record, dtype)
             for first in range(0, len(tokens), 2**20):
                 content.update(tokens[first : first + 2**20].astype("<u4").data)
         of_splits.update(content.digest())
