@@ -237,7 +237,7 @@ def _survey(part: SourcePart, meter: Meter) -> Survey:
                 documents, n_bytes = documents + 1, n_bytes + len(raw)
                 number = _key_hash(part.key + place)
                 lowest, highest = min(lowest, number), max(highest, number)
-                advanced = min(len(raw), left)  # a compressed file may contain more bytes than it has
+                advanced = min(len(raw), left)  # text is longer than its compressed file
                 meter.advance(advanced)
                 left -= advanced
     except BrokenFile as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from leaven.data.readers import File, Row, column_rows, require_text_column
+from leaven.data.readers import File, TextRow, column_rows, require_text_column
 from leaven.recipe.errors import InputError
 
 SCHEME = "hf://"
@@ -35,7 +35,7 @@ class HubSplit:
         # `datasets` derives this fingerprint from the files of the revision or of the folder.
         return [self.dataset._fingerprint, len(self.dataset)]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TextRow]:
         require_text_column(self.dataset.features.arrow_schema, self.text)
         tables = self.dataset.select_columns([self.text]).with_format("arrow").iter(batch_size=256)
         return column_rows(chunk for table in tables for chunk in table.column(0).chunks)

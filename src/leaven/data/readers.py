@@ -18,7 +18,7 @@ SETTLED_NS = 2 * 10**9
 """A second change within this time may leave the modification time of a file the same."""
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A document of a file, or a line or row that cannot be read."""
 
     place: str  # ":LINE", ":ROW" or, if the file is one document, ""; follows the file's name in keys and messages
@@ -60,7 +60,7 @@ class File:
         # Unlike the modification time, the change time cannot be set by a user.
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[TextRow]:
         """Yield the documents, and the lines or rows that cannot be read, in the order of the file.
 
         Raises:
@@ -71,9 +71,9 @@ class File:
             if self.path.suffix == ".parquet":
                 yield from _parquet_rows(self.path, self.text)
             elif self.path.suffix == ".py":  # the standard library, whose files users cannot repair
-                yield Row("", self.path.read_bytes().decode("utf-8-sig", errors="replace"))
+                yield TextRow("", self.path.read_bytes().decode("utf-8-sig", errors="replace"))
             elif self.path.suffix == ".txt":
-                yield Row("", self.path.read_bytes().decode("utf-8-sig"))
+                yield TextRow("", self.path.read_bytes().decode("utf-8-sig"))
             else:
                 with _open_lines(self.path) as lines:
                     for number, line in enumerate(lines, start=1):
@@ -96,20 +96,20 @@ def _open_lines(path: Path) -> Any:
     return path.open("rb")
 
 
-def _json_row(place: str, line: bytes, text: str) -> Row:
+def _json_row(place: str, line: bytes, text: str) -> TextRow:
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return Row(place, fault=f"is not JSON ({error}); write one JSON object per line")
+        return TextRow(place, fault=f"is not JSON ({error}); write one JSON object per line")
     found = row.get(text, row) if isinstance(row, dict) else row
     if found is not None and not isinstance(found, str):
         how = f'write {{"{text}": "..."}} on every line, or set text to its key'
-        return Row(place, fault=f'has no text under the key "{text}"; {how}')
+        return TextRow(place, fault=f'has no text under the key "{text}"; {how}')
     # JSON can contain half of a surrogate pair, which cannot be encoded as UTF-8.
-    return Row(place, (found or "").encode(errors="replace").decode())
+    return TextRow(place, (found or "").encode(errors="replace").decode())
 
 
-def _parquet_rows(path: Path, text: str) -> Iterator[Row]:
+def _parquet_rows(path: Path, text: str) -> Iterator[TextRow]:
     _pyarrow(path)
     from pyarrow import parquet
 
@@ -134,7 +134,7 @@ def require_text_column(schema: Any, text: str) -> None:
         raise BrokenFile(f"has {kind} in column {text}, not string; convert the column to string")
 
 
-def column_rows(chunks: Iterable[Any]) -> Iterator[Row]:
+def column_rows(chunks: Iterable[Any]) -> Iterator[TextRow]:
     """Yield the rows of a text column, which is given as Arrow arrays."""
     import pyarrow
 
@@ -145,9 +145,9 @@ def column_rows(chunks: Iterable[Any]) -> Iterator[Row]:
         for raw in chunk.cast(binary).to_pylist():
             number += 1
             try:
-                yield Row(f":{number}", (raw or b"").decode("utf-8-sig"))
+                yield TextRow(f":{number}", (raw or b"").decode("utf-8-sig"))
             except UnicodeDecodeError as error:
-                yield Row(f":{number}", fault=f"is not UTF-8 ({error})")
+                yield TextRow(f":{number}", fault=f"is not UTF-8 ({error})")
 
 
 def _pyarrow(path: Path) -> Any:
