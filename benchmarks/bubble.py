@@ -147,7 +147,7 @@ def theory(layout: Layout) -> float:
 
 
 def main() -> None:
-    pool = Pool(RANKS)
+    pool = Pool()
     base = parse_recipe(TINY, "recipe.toml")
     print(f"{RANKS} ranks, {MICRO_BATCHES} micro-batches, {FORWARD * 1e3:.0f} ms a forward pass of a rank's layers")
     print(f"{'schedule':<24}{'clock':>8}{'order':>8}{'(p-1)/(vm+p-1)':>16}{'alive on rank 0':>17}")

@@ -186,7 +186,7 @@ def main() -> None:
             Path(folder, f"file{number}.txt").write_text("\n".join(lines))
         recipe = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "recipe.toml").replace(SHAPE)
         tokens = prepare(recipe.data, recipe.model.vocab_size)
-        pool = Pool(4)
+        pool = Pool()
         psi = 4 * sum(parameter.size for parameter in recipe.model.parameters())
         print(f"Psi = {psi:,} bytes in fp32; 4 micro-batches on one data-parallel rank, 2 on two or four")
         print(f"{'layout':<26}rank  {'axis':<10}{'collective':<15}{'calls':>6}{'bytes':>9}{'theory':>9}  ratio")

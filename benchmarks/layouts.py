@@ -32,7 +32,7 @@ def main(names: list[str]) -> None:
         for number in range(40):
             (Path(folder) / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
         tiny = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny")
-        ranks = Pool(8)
+        ranks = Pool()
         try:
             table(ranks, tiny, names, Path(folder))
         finally:
@@ -40,7 +40,7 @@ def main(names: list[str]) -> None:
 
 
 def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
-    alone = once()
+    single_process = once()
     print("| layout | loss | norms | parameters | seconds |\n|---|---|---|---|---|")
     cases = [(name, changes, "float64") for name, changes in CASES.items()]
     for compute in ("fp32", "bf16", "fp16"):
@@ -48,9 +48,9 @@ def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
     for name, changes, dtype in cases:
         if names and name not in names:
             continue
-        alone(tiny_of(tiny, changes), 3, dtype)  # so that its time is not in that of the layout
+        single_process(tiny_of(tiny, changes), 3, dtype)  # so that its time is not in that of the layout
         began = time.perf_counter()
-        found = differences(ranks, alone, tiny, changes, steps=3, dtype=dtype)
+        found = differences(ranks, single_process, tiny, changes, steps=3, dtype=dtype)
         seconds = time.perf_counter() - began
         loss = max(found["loss"], found["validation"])
         print(f"| {name} | {loss:.1e} | {found['norm']:.1e} | {found['parameter']:.1e} | {seconds:.1f} |", flush=True)
@@ -58,7 +58,7 @@ def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
     for number, (name, (changes, chain)) in enumerate(CHAINS.items()):
         if names and name not in names:
             continue
-        losses, expected = follow(ranks, alone, tiny, changes, chain, folder / f"chain-{number}")
+        losses, expected = follow(ranks, single_process, tiny, changes, chain, folder / f"chain-{number}")
         print(f"| {name} | {max(abs(a - b) for a, b in zip(losses, expected, strict=True)):.1e} |", flush=True)
 
 

@@ -79,7 +79,7 @@ def main(names: list[str]) -> None:
         for number in range(40):
             (Path(folder) / f"{number}.txt").write_text(TEXT[number * 4_000 : (number + 1) * 4_000])
         tiny = parse_recipe(TINY.replace("SOURCE", f"{folder}/*.txt"), "tiny").replace(MODEL)
-        ranks = Pool(8)
+        ranks = Pool()
         try:
             table(ranks, tiny, names)
         finally:

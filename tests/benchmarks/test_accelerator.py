@@ -1,4 +1,4 @@
-"""Every part runs without an accelerator, kernels are summed as they overlap, and an unknown part is refused."""
+"""Every part runs without an accelerator, and kernels are summed as they overlap."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.accelerator import MFU_ARMS, PARTS, by_kernel, category, main
+from benchmarks.accelerator import MFU_ARMS, PARTS, by_kernel
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "accelerator.py"
 
@@ -29,16 +29,6 @@ def test_tiny(tmp_path: Path) -> None:
     assert not any(row.get("trainer_has_group") for row in rows["layouts"].values())
 
 
-def test_parts_that_were_not_asked_for_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "found.json"
-    out.write_text(json.dumps({"parts": {"mfu": {"rows": [], "error": None}}}))
-    arguments = ["--tiny", "--device", "cpu", "--parts", "plan", "--out", str(out), "--seconds", "0"]
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), *arguments])
-    main()
-    parts = json.loads(out.read_text())["parts"]
-    assert {name: part["error"] for name, part in parts.items()} == {"mfu": None, "plan": "no time was left"}
-
-
 def test_kernels_are_summed_as_they_overlap() -> None:
     kernels = [("nvjet_tst", 0.0, 400.0), ("Memcpy DtoD", 300.0, 200.0), ("flash_fwd", 600.0, 300.0)]
     found = by_kernel([*kernels, ("nvjet_tst", 900.0, 100.0)], [0.0005, 0.0005], plain=0.0005)
@@ -49,25 +39,3 @@ def test_kernels_are_summed_as_they_overlap() -> None:
     assert {kind: of["ms"] for kind, of in found["categories"].items()} == pytest.approx(
         {"matmul": 0.25, "attention": 0.15, "copies and casts": 0.1}
     )
-
-
-@pytest.mark.parametrize(
-    ("kernel", "kind"),
-    [
-        ("triton_poi_fused__scaled_dot_product_flash_attention_3", "compiled (norms, rotation, gating, casts)"),
-        ("void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>", "attention"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>", "optimizer"),
-        ("void at::native::multi_tensor_apply_kernel<LpNormFunctor<float>>", "clipping and norms"),
-        ("void cublasLt::splitKreduce_kernel<32, 16>", "matmul"),
-        ("void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>", "other elementwise and sums"),
-    ],
-)
-def test_category(kernel: str, kind: str) -> None:
-    assert category(kernel) == kind
-
-
-def test_an_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), "--parts", "mfu,speed"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "--parts: no 'speed'; there are mfu, profile" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from benchmarks._landscapes import EXCESS, FLOOR, JITTER, NOISE, landscape
 
-from benchmarks import search, small_budgets
+from benchmarks import small_budgets
 
 
 @pytest.mark.parametrize("dimensions", [6, 30, 90])
@@ -25,20 +25,6 @@ def test_the_optimum_is_known(dimensions: int) -> None:
     over = np.zeros(dimensions)
     over[0] = made.cliffs[0] + 1
     assert made.loss(over) == np.inf
-
-
-def test_the_table_goes_on_where_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["search", "--quick", "--results", str(tmp_path / "runs.jsonl")])
-    search.main()
-    table = capsys.readouterr().out
-    rows = {line.split(" | ")[2]: line.split(" | ") for line in table.splitlines()[2:]}
-    assert set(rows) == {"trust-region", "random", "random, narrow", "tpe", "tpe, narrow"}
-    assert float(rows["trust-region"][3]) < float(rows["random"][3])
-    monkeypatch.setattr(search, "run", None)  # nothing is left to run
-    search.main()
-    assert capsys.readouterr().out == table
 
 
 def test_the_trust_region_is_the_best_of_few_trials(

@@ -1,5 +1,10 @@
+"""Documents of every format, their split, what cannot be read, and the cache of surveys."""
+
 import gzip
 import json
+import os
+import time
+from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
@@ -9,21 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from leaven.data import corpus as module
+from leaven.data import readers
 from leaven.data.corpus import VALIDATION_SHARE, Corpus, open_corpora
+from leaven.data.readers import File
 from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
 
 
-def open_corpus(source: str) -> Corpus:
-    return open_corpora([DataSource(source=source)], 0.0)[0]
+def opened(source: object, share: float = 0.0, text: str = "text", memory: Path | None = None) -> Corpus:
+    return open_corpora([DataSource(source=str(source), text=text)], share, memory)[0]
 
 
-def write_texts(folder: Path, count: int) -> str:
-    for number in range(count):
-        path = folder / f"{number % 7}" / f"{number}.txt"
-        path.parent.mkdir(exist_ok=True, parents=True)
-        path.write_text(f"document {number}\n" * (number % 7 + 1))
-    return f"{folder}/**/*.txt"
+def read(corpus: Corpus) -> dict[str, str]:
+    return {document.key: document.text for document in corpus.documents()}
 
 
 def sides(corpus: Corpus) -> tuple[list[str], list[str]]:
@@ -31,19 +35,36 @@ def sides(corpus: Corpus) -> tuple[list[str], list[str]]:
     return [d.key for d in documents if not d.validation], [d.key for d in documents if d.validation]
 
 
+def good_lines(count: int) -> list[bytes]:
+    return [json.dumps({"text": f"line {number} of the file"}).encode() for number in range(1, count + 1)]
+
+
+def zstandard(raw: bytes) -> bytes:
+    stream = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(stream, "zstd") as file:
+        file.write(raw)
+    return stream.getvalue().to_pybytes()
+
+
+def table(rows: int, column: str = "text") -> bytes:
+    stream = pa.BufferOutputStream()
+    texts = [f"row {number} {number**9}" for number in range(rows)]
+    parquet.write_table(pa.table({column: texts}), stream, row_group_size=1_000, compression="none")
+    return stream.getvalue().to_pybytes()
+
+
 def test_the_standard_library_is_sorted_and_has_no_tests_or_packages() -> None:
-    corpus = open_corpus("python-stdlib")
+    corpus = opened("python-stdlib")
     keys = [part.key for part in corpus.parts]
     assert keys == sorted(keys)
     assert {"argparse.py", "json/decoder.py"} <= set(keys)
     folders = {folder for key in keys for folder in key.split("/")[:-1]}
     assert not folders & {"test", "tests", "site-packages", "dist-packages"}
     assert 4e6 < corpus.n_bytes < 40e6
-    assert open_corpus("python-stdlib") == corpus
 
 
 def test_the_shipped_text_is_the_same_everywhere() -> None:
-    corpus = open_corpus("tiny-shakespeare")
+    corpus = opened("tiny-shakespeare")
     assert (corpus.n_documents, corpus.fingerprint) == (133, "5d2f43ea656e113ff53b1da1d2618bf5")
     train, validation = sides(corpus)
     assert (len(train), len(validation)) == (127, 6)
@@ -51,36 +72,26 @@ def test_the_shipped_text_is_the_same_everywhere() -> None:
 
 def test_the_split_is_near_its_share_and_stable_when_documents_are_added(tmp_path: Path) -> None:
     def split(count: int) -> tuple[list[str], list[str]]:
-        lines = (json.dumps({"text": f"document {number}"}) for number in range(count))
-        (tmp_path / "a.jsonl").write_text("\n".join(lines))
-        corpus = open_corpus(str(tmp_path / "a.jsonl"))
-        assert corpus.n_documents == count
-        return sides(corpus)
+        (tmp_path / "a.jsonl").write_bytes(b"\n".join(good_lines(count)))
+        return sides(opened(tmp_path / "a.jsonl"))
 
     train, validation = split(2_000)
     assert len({*train, *validation}) == len(train) + len(validation) == 2_000
     # Four standard deviations of a binomial.
     tolerance = 4 * (VALIDATION_SHARE * (1 - VALIDATION_SHARE) / 2_000) ** 0.5
     assert abs(len(validation) / 2_000 - VALIDATION_SHARE) < tolerance
-    assert split(2_000) == (train, validation)
     more_train, more_validation = split(3_000)
     assert set(validation) <= set(more_validation)
     assert not set(validation) & set(more_train)
 
 
-@pytest.mark.parametrize("count", [2, 7])
-def test_neither_split_of_few_documents_is_empty(tmp_path: Path, count: int) -> None:
-    train, validation = sides(open_corpus(write_texts(tmp_path, count)))
-    assert train
-    assert validation
-
-
-def test_two_documents_with_low_hashes_are_still_split(tmp_path: Path) -> None:
-    # Names whose hashes are below the share of validation.
-    names = [f"{n}.txt" for n in range(1_000) if blake2b(f"{n}.txt".encode(), digest_size=8).digest()[0] < 5]
+@pytest.mark.parametrize("low", [False, True])
+def test_neither_split_of_two_documents_is_empty(tmp_path: Path, low: bool) -> None:
+    """Also if the hashes of both names are below the share of validation."""
+    names = [f"{n}.txt" for n in range(1_000) if (blake2b(f"{n}.txt".encode(), digest_size=8).digest()[0] < 5) is low]
     for name in names[:2]:
         (tmp_path / name).write_text("text")
-    train, validation = sides(open_corpus(f"{tmp_path}/*.txt"))
+    train, validation = sides(opened(f"{tmp_path}/*.txt"))
     assert (len(train), len(validation)) == (1, 1)
 
 
@@ -88,61 +99,47 @@ def test_a_single_document_is_cut_at_a_line_if_it_has_lines(tmp_path: Path) -> N
     path = tmp_path / "one.txt"
     text = "".join(f"line {number}\n" for number in range(1_000))
     path.write_text(text)
-    train, validation = open_corpus(str(path)).documents()
+    train, validation = opened(path).documents()
     assert train.text + validation.text == text
     assert (train.validation, validation.validation) == (False, True)
     assert train.text.endswith("\n")
     assert 0.05 <= len(validation.text) / len(text) < 0.052
     path.write_text("x" * 1_000)
-    assert [len(document.text) for document in open_corpus(str(path)).documents()] == [950, 50]
+    assert [len(document.text) for document in opened(path).documents()] == [950, 50]
 
 
-def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
-    path = tmp_path / "some.jsonl"
-    lines = [json.dumps({"text": text, "id": 1}) for text in ("one", "zwölf", "\ud800half", "line\u2028separator")]
-    path.write_text("\ufeff" + "\n\n".join(lines) + '\n{"text": " "}\n', encoding="utf-8")
-    documents = {document.key: document.text for document in open_corpus(str(path)).documents()}
-    assert documents == {
-        "some.jsonl:1": "one",
-        "some.jsonl:3": "zwölf",
-        "some.jsonl:5": "?half",
-        "some.jsonl:7": "line\u2028separator",
-    }
-
-
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string()])
-def test_each_row_of_parquet_is_a_document(tmp_path: Path, kind: pa.DataType) -> None:
-    path = tmp_path / "some.parquet"
-    texts = [f"row {number}" for number in range(1_000)] + [None, ""]
-    parquet.write_table(pa.table({"n": range(1_002), "text": pa.array(texts, kind)}), path)
-    corpus = open_corpus(str(path))
-    documents = {document.key: document.text for document in corpus.documents()}
-    assert corpus.n_documents == 1_000
-    assert documents["some.parquet:1000"] == "row 999"
-
-
-def test_a_glob_may_match_several_formats(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("\ufeffcafé\r\nnext".encode())
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": null}')
+def test_every_format_is_read_document_by_document(tmp_path: Path) -> None:
+    (tmp_path / "[a].txt").write_bytes("\ufeffcafé\r\nnext".encode())
     (tmp_path / "blank.txt").write_text(" \n")
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n') + gzip.compress(b'{"text": "four"}'))
-    with pa.output_stream(str(tmp_path / "d.jsonl.zst"), compression="zstd") as file:
-        file.write(b'{"text": "five"}\n{"text": "six"}\n')
-    documents = list(open_corpus(f"{tmp_path}/*").documents())
-    assert [(document.key, document.text) for document in documents] == [
-        ("a.txt", "café\r\nnext"),
-        ("b.jsonl:1", "two"),
-        ("c.jsonl.gz:1", "three"),
-        ("c.jsonl.gz:2", "four"),
-        ("d.jsonl.zst:1", "five"),
-        ("d.jsonl.zst:2", "six"),
+    lines = [
+        json.dumps({"text": text, "id": 1}) for text in ("zwölf", "\ud800half", "line\u2028separator", None, " ")
     ]
+    (tmp_path / "b.jsonl").write_text("\ufeff" + "\n\n".join(lines), encoding="utf-8")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "three"}\n') + gzip.compress(b'{"text": "four"}'))
+    (tmp_path / "d.jsonl.zst").write_bytes(zstandard(b'{"text": "five"}\n{"text": "six"}\n'))
+    for name, kind in (("e", pa.string()), ("f", pa.large_string())):
+        texts = pa.array([f"row {number}" for number in range(600)] + [None, ""], kind)
+        parquet.write_table(pa.table({"n": range(602), "text": texts}), tmp_path / f"{name}.parquet")
+    assert read(opened(f"{tmp_path}/*")) == {
+        "[a].txt": "café\r\nnext",
+        "b.jsonl:1": "zwölf",
+        "b.jsonl:3": "?half",
+        "b.jsonl:5": "line\u2028separator",
+        "c.jsonl.gz:1": "three",
+        "c.jsonl.gz:2": "four",
+        "d.jsonl.zst:1": "five",
+        "d.jsonl.zst:2": "six",
+        **{f"{name}.parquet:{number + 1}": f"row {number}" for name in "ef" for number in range(600)},
+    }
+    assert opened(tmp_path / "[a].txt").n_documents == 1  # an existing file is not a pattern
 
 
-def test_an_existing_file_is_not_read_as_a_pattern(tmp_path: Path) -> None:
-    (tmp_path / "[1].txt").write_text("text")
-    assert open_corpus(f"{tmp_path}/[1].txt").n_documents == 1
+def test_the_key_or_column_of_the_text_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"content": "one", "text": "no"}\n')
+    (tmp_path / "x.parquet").write_bytes(table(3, "content"))
+    found = read(opened(f"{tmp_path}/*", text="content"))
+    assert (found["x.jsonl:1"], found["x.parquet:3"]) == ("one", "row 2 512")
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=5))
@@ -153,7 +150,7 @@ def test_the_fingerprint_depends_only_on_keys_and_texts(
     def fingerprint(folder: Path, texts: list[str]) -> str:
         rows = [*texts, "at least one"]
         (folder / "c.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-        return open_corpus(f"{folder}/*.jsonl").fingerprint
+        return opened(f"{folder}/*.jsonl").fingerprint
 
     here, there = tmp_path_factory.mktemp("here"), tmp_path_factory.mktemp("there")
     assert fingerprint(here, texts) == fingerprint(there, texts)
@@ -161,38 +158,209 @@ def test_the_fingerprint_depends_only_on_keys_and_texts(
     assert fingerprint(here, [texts[0] + "x", *texts[1:]]) != fingerprint(there, texts)
 
 
-def bad_sources(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return (source, part of the message) by fault."""
-    (folder / "notes.md").write_text("text")
-    (folder / "blank.txt").write_text("\n")
-    parquet.write_table(pa.table({"text": [1]}), folder / "number.parquet")
-    return {
-        "option": ("hf://org/data?splt=a", "has no option splt; the options are config, revision, split"),
-        "nothing": ("hf://", "has no name; write hf://org/name"),
-        "missing": (f"{folder}/none.txt", "does not exist; give python-stdlib, tiny-shakespeare, hf://org/dataset,"),
-        "no match": (f"{folder}/*/none*.txt", "matches no file; check the pattern"),
-        "folder": (f"{folder}", f"is a folder; give a pattern of the files in it, for example '{folder}/**/*.txt'"),
-        "suffix": (f"{folder}/notes.md", "is not a .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet file"),
-        "suffix in a glob": (f"{folder}/n*.md", "exclude it from data.source"),
-        "no text": (f"{folder}/blank.txt", "contains no text"),
-        "no string column": (f"{folder}/number.parquet", "has int64 in column text, not string"),
-    }
-
-
 def test_bad_sources_are_refused_in_one_line(tmp_path: Path) -> None:
-    for what, (source, message) in bad_sources(tmp_path).items():
+    (tmp_path / "notes.md").write_text("text")
+    (tmp_path / "blank.txt").write_text("\n")
+    parquet.write_table(pa.table({"text": [1]}), tmp_path / "number.parquet")
+    for source, message in {
+        "hf://org/data?splt=a": "has no option splt; the options are config, revision, split",
+        "hf://": "has no name; write hf://org/name",
+        f"{tmp_path}/none.txt": "matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset,",
+        f"{tmp_path}/*/none*.txt": "matches no file",
+        f"{tmp_path}": f"is a folder; give a pattern of the files in it, for example '{tmp_path}/**/*.txt'",
+        f"{tmp_path}/n*.md": "notes.md is not a .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet file",
+        f"{tmp_path}/blank.txt": "contains no text",
+        f"{tmp_path}/number.parquet": "has int64 in column text, not string",
+    }.items():
         with pytest.raises(InputError) as caught:
-            open_corpus(source)
-        assert message in str(caught.value), what
-        assert "\n" not in str(caught.value), what
+            opened(source)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+BAD_LINES = {
+    "no JSON": (b'{"text": "cut of', "is not JSON (Invalid control character"),
+    "no object": (b'["text"]', 'has no text under the key "text"; write {"text": "..."}'),
+    "no text": (b'{"body": "x"}', "has no text"),
+    "a number": (b'{"text": 5}', "has no text"),
+    "Latin-1": (b'{"text": "caf\xe9"}', "can't decode byte 0xe9 in position 13"),
+    "too deep": (b"[" * 100_000, "is not JSON"),
+    "too long a number": (b'{"text": ' + b"9" * 5_000 + b"}", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_LINES)
+def test_a_bad_line_is_named_and_skipped(tmp_path: Path, what: str) -> None:
+    bad, why = BAD_LINES[what]
+    path = tmp_path / "some.jsonl"
+    path.write_bytes(b"\n".join([*good_lines(6), bad, b"", *good_lines(3)]))
+    corpus = opened(path, share=0.1)
+    assert list(read(corpus)) == [f"some.jsonl:{n}" for n in (1, 2, 3, 4, 5, 6, 9, 10, 11)]
+    counted = f"1 of 10 documents of data.source '{path}' cannot be read"
+    assert corpus.skipped.startswith(f"{counted} and were skipped: {path}:7 ")
+    assert why in corpus.skipped
+    with pytest.raises(InputError) as caught:
+        opened(path, share=0.09)
+    message = str(caught.value)
+    assert message.startswith(f"{counted}; repair them, or raise corrupt_share in [data] above 0.09: {path}:7 ")
+    assert why in message
+    assert "\n" not in message
+
+
+def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([b"{", *good_lines(3), *[b"["] * 9]))
+    skipped = opened(tmp_path / "a.jsonl", share=1.0).skipped
+    assert skipped.startswith("10 of 13 documents")
+    assert skipped.count(str(tmp_path)) == 1 + 3
+    assert skipped.endswith("; ...")
+
+
+def flipped(raw: bytes) -> bytes:
+    half = len(raw) // 2
+    return raw[:half] + bytes(byte ^ 0xFF for byte in raw[half : half + 50]) + raw[half + 50 :]
+
+
+LINES = b"\n".join(good_lines(2_000))
+BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "truncated gzip": ("x.jsonl.gz", lambda: gzip.compress(LINES)[:-2_000], "ended before the end-of-stream"),
+    "no gzip": ("x.jsonl.gz", lambda: LINES, "Not a gzipped file"),
+    "flipped gzip": ("x.jsonl.gz", lambda: flipped(gzip.compress(LINES)), "cannot be read to its end ("),
+    "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
+    "no zstandard": ("x.jsonl.zst", lambda: LINES, "ZSTD decompress failed"),
+    "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "Parquet magic bytes not found"),
+    "empty parquet": ("x.parquet", lambda: b"", "Parquet file size is 0 bytes"),
+    "flipped parquet": ("x.parquet", lambda: flipped(table(5_000))[:-8] + b"....PAR1", "cannot be read to its end ("),
+    "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name one: source = ["),
+    "Latin-1": ("x.txt", lambda: b"caf\xe9", "can't decode byte 0xe9 in position 3"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
+    name, content, why = BROKEN[what]
+    for number in range(9):
+        (tmp_path / f"a{number}.txt").write_text("whole")
+    (tmp_path / name).write_bytes(content())
+    corpus = opened(f"{tmp_path}/*", share=0.1)
+    assert list(read(corpus)) == [f"a{n}.txt" for n in range(9)]
+    counted = f"1 of 10 files of data.source '{tmp_path}/*' cannot be read"
+    assert corpus.skipped.startswith(f"{counted} and were skipped: {tmp_path}/{name} ")
+    assert why in corpus.skipped
+    with pytest.raises(InputError) as caught:
+        opened(f"{tmp_path}/*", share=0.09)
+    assert why in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
+    rows = [f"row {number}".encode() for number in range(600)]
+    rows[300] = b"caf\xe9"
+    # A column of strings with invalid UTF-8.
+    offsets = pa.array([sum(map(len, rows[:n])) for n in range(601)], pa.int32())
+    text = pa.StringArray.from_buffers(600, offsets.buffers()[1], pa.py_buffer(b"".join(rows)))
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pa.table({"text": text}), path)
+    corpus = opened(path, share=0.01)
+    assert corpus.n_documents == 599
+    assert f"{path}:301 is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3" in corpus.skipped
 
 
 def test_a_file_that_changes_or_vanishes_while_it_is_read_is_named(tmp_path: Path) -> None:
-    corpus = open_corpus(write_texts(tmp_path, 3))
-    before = (tmp_path / "1" / "1.txt").read_text()
-    (tmp_path / "1" / "1.txt").write_text(before.swapcase())
-    with pytest.raises(InputError, match=r"1/1\.txt changed while it was read \(its text is different\)"):
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    corpus = opened(f"{tmp_path}/*.txt")
+    (tmp_path / "b.txt").write_text("B")
+    with pytest.raises(InputError, match=r"b\.txt changed while it was read: its text is different"):
         list(corpus.documents())
-    (tmp_path / "1" / "1.txt").unlink()
-    with pytest.raises(InputError, match=r"1\.txt cannot be read to its end \(No such file or directory\)"):
+    (tmp_path / "b.txt").unlink()
+    with pytest.raises(
+        InputError, match=r"b\.txt changed .*: it cannot be read to its end \(No such file or directory\)"
+    ):
         list(corpus.documents())
+
+
+def write(path: Path, text: str, age_seconds: float = 60) -> None:
+    path.write_text(text)
+    os.utime(path, (time.time() - age_seconds,) * 2)
+
+
+@pytest.fixture
+def surveyed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of the files that are read. The change time of a file cannot be set, so changes settle at once."""
+    seen: list[str] = []
+    rows = File.rows
+    monkeypatch.setattr(File, "rows", lambda file: (seen.append(file.key), rows(file))[1])
+    monkeypatch.setattr(readers, "SETTLED_NS", 0)
+    return seen
+
+
+def test_only_changed_files_are_read_again(tmp_path: Path, surveyed: list[str]) -> None:
+    memory = tmp_path / "memory"
+    for name in "abc":
+        write(tmp_path / f"{name}.txt", name * 10)
+    first = opened(f"{tmp_path}/*.txt", memory=memory)
+    assert surveyed == ["a.txt", "b.txt", "c.txt"]
+    assert opened(f"{tmp_path}/*.txt", memory=memory) == first
+    assert len(surveyed) == 3
+    before = (tmp_path / "b.txt").stat()
+    write(tmp_path / "b.txt", "B" * 10)
+    os.utime(tmp_path / "b.txt", ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same time
+    (tmp_path / "c.txt").unlink()
+    write(tmp_path / "d.txt", "d")
+    second = opened(f"{tmp_path}/*.txt", memory=memory)
+    assert surveyed[3:] == ["b.txt", "d.txt"]
+    assert second.fingerprint != first.fingerprint
+    assert second == opened(f"{tmp_path}/*.txt")
+
+
+def test_a_file_written_just_now_is_read_again(
+    tmp_path: Path, surveyed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "SETTLED_NS", 2 * 10**9)
+    write(tmp_path / "a.txt", "text", age_seconds=0)
+    for _ in range(2):
+        opened(tmp_path / "a.txt", memory=tmp_path / "memory")
+    assert surveyed == ["a.txt", "a.txt"]
+
+
+@pytest.mark.parametrize("harm", ["{", '{"format": 1, "parts": {"a.txt": 5}}', '{"format": 0, "parts": {}}'])
+def test_a_damaged_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], harm: str) -> None:
+    write(tmp_path / "a.txt", "text")
+    first = opened(tmp_path / "a.txt", memory=tmp_path / "memory")
+    (file,) = (tmp_path / "memory").iterdir()
+    whole = json.loads(file.read_text())
+    file.write_text(harm)
+    assert opened(tmp_path / "a.txt", memory=tmp_path / "memory") == first
+    assert surveyed == ["a.txt", "a.txt"]
+    assert json.loads(file.read_text()) == whole
+
+
+def test_faults_are_cached_but_a_broken_file_is_read_again(tmp_path: Path, surveyed: list[str]) -> None:
+    write(tmp_path / "a.jsonl", '{"text": "one"}\n{')
+    (tmp_path / "b.txt").write_bytes(b"\xff")
+    first, again = (opened(f"{tmp_path}/*.*", 0.5, memory=tmp_path / "memory") for _ in range(2))
+    assert "a.jsonl:2 is not JSON" in first.skipped
+    assert f"{tmp_path}/b.txt cannot be read" in first.skipped
+    assert again == first
+    assert surveyed == ["a.jsonl", "b.txt", "b.txt"]
+
+
+def test_surveys_are_saved_while_they_are_made(
+    tmp_path: Path, surveyed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        write(tmp_path / f"{name}.txt", name)
+    monkeypatch.setattr(module, "SAVE_EVERY_SECONDS", -1.0)
+    rows = File.rows
+
+    def killed(file: File) -> object:
+        if file.key == "c.txt":
+            raise KeyboardInterrupt
+        return rows(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(File, "rows", killed)
+        with pytest.raises(KeyboardInterrupt):
+            opened(f"{tmp_path}/*.txt", memory=tmp_path / "memory")
+    opened(f"{tmp_path}/*.txt", memory=tmp_path / "memory")
+    assert surveyed == ["a.txt", "b.txt", "c.txt"]

@@ -182,7 +182,7 @@ PREPARE = """
 import os, signal, sys
 from pathlib import Path
 from leaven import storage
-from leaven.data import pool, shards, survey, tokens
+from leaven.data import shards, tokens
 from leaven.recipe.data import Data
 
 if __name__ == "__main__":

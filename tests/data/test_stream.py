@@ -1,9 +1,14 @@
+"""The order of samples against plain integers and statistics, and mixtures against Tijdeman's bound."""
+
+from fractions import Fraction
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leaven.data.stream import Stream, permute, validation_windows
+from leaven.data.stream import Mixture, Stream, permute, place, validation_windows
+from leaven.recipe.data import LONGEST_PERIOD, Data
 from leaven.recipe.errors import InputError
 
 
@@ -103,7 +108,6 @@ def test_a_stream_does_not_depend_on_the_batch_size(first: int, counts: list[int
     assert whole.dtype == np.int64
     assert whole.shape == (sum(counts), 5)
     assert np.array_equal(whole, np.concatenate(parts))
-    assert np.array_equal(whole, np.stack([stream.batch(first + n, 1)[0] for n in range(sum(counts))]))
 
 
 def test_validation_windows_are_spread_evenly_and_in_order() -> None:
@@ -125,3 +129,63 @@ def test_too_few_tokens_are_refused(length: int, advice: str) -> None:
     assert advice in str(caught.value)
     with pytest.raises(InputError, match="the validation split has"):
         validation_windows(np.arange(length), 8, 100)
+
+
+weights = st.lists(st.integers(1, 60), min_size=1, max_size=7)
+
+
+def shares(weights: list[int]) -> tuple[Fraction, ...]:
+    return tuple(Fraction(weight, sum(weights)) for weight in weights)
+
+
+@given(weights, st.integers(0, 3))
+@settings(max_examples=50)
+def test_every_prefix_has_the_proportions_to_within_one_sample(weights: list[int], periods: int) -> None:
+    proportions, k = shares(weights), len(weights)
+    first = periods * sum(weights)
+    sources, numbers = place(np.arange(first + 2 * sum(weights)), proportions)
+    bound = 1 - Fraction(1, 2 * k - 2) if k > 1 else Fraction(0)
+    for source, share in enumerate(proportions):
+        counts = (sources == source).cumsum()
+        worst = max(abs(int(count) - share * (n + 1)) for n, count in enumerate(counts))
+        assert worst <= bound < 1
+        # The samples of a source are numbered without a gap.
+        assert numbers[sources == source].tolist() == list(range(counts[-1]))
+
+
+def test_the_order_of_sources_is_the_same_on_every_machine() -> None:
+    sources, numbers = place(np.arange(12), shares([5, 3, 2]))
+    assert sources.tolist() == [0, 1, 0, 2, 0, 1, 0, 2, 1, 0, 0, 1]
+    assert numbers.tolist() == [0, 0, 1, 0, 2, 1, 3, 1, 2, 4, 5, 3]
+    far, there = place(np.array([10**17 + 1]), shares([5, 3, 2]))
+    assert (far[0], there[0]) == (1, 3 * 10**16)
+
+
+@given(weights, st.integers(0, 500), st.lists(st.integers(1, 9), min_size=1, max_size=6))
+@settings(max_examples=25)
+def test_a_mixture_does_not_depend_on_the_batch_size(weights: list[int], first: int, counts: list[int]) -> None:
+    streams = tuple(Stream(np.arange(n * 1_000, n * 1_000 + 41 + n), 4, seed=n) for n in range(len(weights)))
+    mixture = Mixture(streams, shares(weights))
+    whole = mixture.batch(first, sum(counts))
+    starts = np.cumsum([first, *counts])
+    parts = [mixture.batch(int(start), count) for start, count in zip(starts, counts, strict=False)]
+    assert np.array_equal(whole, np.concatenate(parts))
+    sources, numbers = place(np.arange(first, first + sum(counts)), mixture.proportions)
+    for row, source, number in zip(whole, sources, numbers, strict=True):
+        assert np.array_equal(row, streams[source].batch(int(number), 1)[0])
+
+
+def test_the_longest_period_is_exact() -> None:
+    proportions = (Fraction(49_999, LONGEST_PERIOD), Fraction(1, LONGEST_PERIOD), Fraction(1, 2))
+    sources, _ = place(np.arange(LONGEST_PERIOD), proportions)
+    assert [(sources == source).sum() for source in range(3)] == [49_999, 1, 50_000]
+
+
+@pytest.mark.parametrize(
+    ("given_weights", "expected"),
+    [((0.7, 0.2, 0.1), "7/10 1/5 1/10"), ((3, 1), "3/4 1/4"), ((1e-3, 0.999), "1/1000 999/1000")],
+)
+def test_decimal_weights_give_exact_proportions(given_weights: tuple[float, ...], expected: str) -> None:
+    sources = [{"source": f"{n}", "weight": weight} for n, weight in enumerate(given_weights)]
+    data = Data.model_validate({"source": sources, "tokens": 1})
+    assert " ".join(map(str, data.proportions)) == expected

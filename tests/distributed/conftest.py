@@ -12,22 +12,22 @@ from tests.distributed.pool import Pool
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
-Alone = Callable[[Recipe, int, str], dict[str, Any]]
+SingleProcess = Callable[[Recipe, int, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    pool = Pool(8)
+    pool = Pool()
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def alone() -> Alone:
+def single_process() -> SingleProcess:
     return once()
 
 
-def once() -> Alone:
+def once() -> SingleProcess:
     """Return a function that trains a recipe on one process and remembers the result for other layouts."""
 
     @cache

@@ -31,25 +31,25 @@ class ThreadRendezvous:
 class InThread(ProcessGroup):
     """A process group whose processes are threads; without a mesh, but with collectives."""
 
-    meeting: ThreadRendezvous = field(default_factory=lambda: ThreadRendezvous(1))
+    rendezvous: ThreadRendezvous = field(default_factory=lambda: ThreadRendezvous(1))
 
     def any(self, flag: bool) -> bool:
-        return any(self.meeting.all(self.rank, flag))
+        return any(self.rendezvous.all(self.rank, flag))
 
     def broadcast(self, value: T) -> T:
-        first: T = self.meeting.all(self.rank, value)[0]
+        first: T = self.rendezvous.all(self.rank, value)[0]
         return first
 
 
 def together(size: int, body: Callable[[ProcessGroup], T], store: Any = None) -> list[T]:
     """Return the results of ``body`` on ``size`` processes, by rank. Raises the first error."""
-    meeting, store = ThreadRendezvous(size), store or dist.HashStore()
+    rendezvous, store = ThreadRendezvous(size), store or dist.HashStore()
 
     def run(rank: int) -> T:
         try:
-            return body(InThread(rank, size, None, store, meeting))
+            return body(InThread(rank, size, None, store, rendezvous))
         except BaseException:
-            meeting.barrier.abort()
+            rendezvous.barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:

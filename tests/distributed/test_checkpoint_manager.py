@@ -1,4 +1,4 @@
-"""Checkpoints of several processes beside the training: order of work, errors and kills."""
+"""Checkpoints of several processes that are written while training continues: order, errors and kills."""
 
 import subprocess
 import sys
@@ -13,8 +13,9 @@ from tests.distributed.in_threads import together
 from torch import Tensor
 
 import leaven.training.checkpoint as module
-from leaven.distributed.exchange import Exchange, NoReply
+from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
+from leaven.recipe.errors import ProcessLost
 from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
 
 
@@ -48,7 +49,7 @@ def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_save_returns_after_old_checkpoints_are_removed(tmp_path: Path) -> None:
-    """Where a run goes back to depends on which there are: all must see the same."""
+    """All processes must see the same checkpoints, because these decide where a run rewinds to."""
     done: list[bool] = []
 
     def tidy() -> None:
@@ -69,7 +70,7 @@ def test_nothing_is_removed_while_a_process_still_reads(tmp_path: Path, monkeypa
     )
     for step in (1, 2):
         write_all(tmp_path, step, 2)
-    write_checkpoint(tmp_path, rows(3, 0, 1))  # of one process: all of them go the same way
+    write_checkpoint(tmp_path, rows(3, 0, 1))  # written by one process
     leftover = tmp_path / ".tokens-000000000000512.0badcafe-7.tmp"
     leftover.mkdir()
     (leftover / "model-00001-of-00002.safetensors").write_bytes(b"stale")
@@ -100,7 +101,7 @@ def test_leftovers_of_a_killed_save_are_not_used(tmp_path: Path) -> None:
         exchange = Exchange(group)
         if not group.is_first:
             exchange.shorten_timeout(0)
-        with pytest.raises(Killed if group.is_first else NoReply):
+        with pytest.raises(Killed if group.is_first else ProcessLost):
             write_checkpoint(tmp_path, rows(2, group.rank, 3), exchange)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -142,10 +142,6 @@ def doubled(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     return replace(checkpoint, model={"w": checkpoint.model["w"].double()}) if rank == 2 else checkpoint
 
 
-def twice(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    return replace(checkpoint, optimizer=dict(checkpoint.optimizer) | {"step.w": torch.tensor(1.0)})
-
-
 def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     return replace(checkpoint, model={"w": torch.zeros(5, 100)}) if rank == 1 else checkpoint
 
@@ -156,7 +152,6 @@ def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
         (shifted(1, 1), "w: a part of it is saved by no process"),
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
         (overlapping, "w: a part of it is saved twice"),
-        (twice, "step.w: a part of it is saved twice"),
         (without_number, "step.w: no process saves this tensor; rank 0 has a replica"),
         (doubled, r"w: the blocks of this tensor differ in dtype or shape: float32 \(12, 100\) and float64"),
     ],

@@ -10,10 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from leaven.distributed.compat import (
-    local_place,
-    pretend,
-)
+from leaven.distributed.compat import local_offset, pretend
 from leaven.distributed.lean_stage import LeanStage
 
 
@@ -22,13 +19,14 @@ def places(rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     mesh = init_device_mesh("cpu", (2, 2))
     found = []
     for shape, how in (((5, 4), [Shard(0), Shard(1)]), ((1, 3), [Shard(0), Shard(0)])):
-        found.append(local_place(distribute_tensor(torch.empty(shape), mesh, how)))
+        tensor = distribute_tensor(torch.empty(shape), mesh, how)
+        found.append((tuple(tensor.to_local().shape), local_offset(tensor)))
     return found
 
 
 def test_pretending_to_be_a_rank_and_where_its_part_lies(ranks: Pool) -> None:
-    """The second of the rows' ranks, the first of the columns': the last two rows of five, the first two columns of
-    four. Of a single row it has nothing."""
+    """Rank 2 of a 2 x 2 mesh has the last two of five rows and the first two of four columns. It has no part of a
+    single row."""
     ((rows, alone),) = ranks(1, places, 2)
     assert rows == ((2, 2), (3, 0))
     assert alone[0] == (0, 3)

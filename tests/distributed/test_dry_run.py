@@ -37,7 +37,7 @@ SMALL: dict[str, Any] = {
 
 
 def taken(recipe: Recipe) -> StepMemory:
-    """In a real process among real ones, by the same tracker."""
+    """Return the memory of a step in a real process of a run, measured with the same tracker."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group, AllocationTracker(Tensor) as tracker:
         training = Training(recipe, NoText(recipe.model.vocab_size), device="cpu", group=group)  # type: ignore[arg-type]
         return two_steps(training, tracker, training.step)
@@ -64,15 +64,15 @@ def test_a_dry_run_finds_the_memory_of_real_processes(layout: str, ranks: Pool, 
 
 def fresh(recipe: Recipe, rank: int, device: str) -> StepMemory:
     """Return a dry run in a new process: torch remembers meshes, so a process can be one rank of one layout only."""
-    pool = Pool(1)
+    pool = Pool()
     try:
         return pool(1, dry_run, recipe, rank, device)[0]  # type: ignore[no-any-return]
     finally:
         pool.close()
 
 
-def judged(recipe: Recipe) -> list[MemoryCheckRow]:
-    """The rows of the first, second and last stage, each in a process that is that rank."""
+def compared(recipe: Recipe) -> list[MemoryCheckRow]:
+    """Return the rows of the first, second and last stage. Each dry run has its own process."""
     short = rehearsal(recipe)
     layout = short.layout
     rows = []
@@ -109,14 +109,17 @@ def test_the_planner_predicts_the_dry_run(layout: str, model: dict[str, Any], ti
     changes = SMALL | model
     if "pp" not in layout:
         changes |= {"model.n_layers": 2}
-    for row in judged(with_layout(tiny.replace(changes), layout)):
+    for row in compared(with_layout(tiny.replace(changes), layout)):
         assert row.passed, row
 
 
 OUTSIDE = {
     "pp=4,schedule=zero-bubble": (8, "what the second half of a backward pass needs is not counted"),
-    "pp=2,schedule=interleaved,stages_per_rank=2": (4, "of a last stage so small, what is on its way is not counted"),
-    "dp=2,tp=2,pp=2,zero=3": (4, "the exchange of gradients is counted beside activations that are gone by then"),
+    "pp=2,schedule=interleaved,stages_per_rank=2": (
+        4,
+        "activations in transit to a small last stage are not counted",
+    ),
+    "dp=2,tp=2,pp=2,zero=3": (4, "buffers of gradients are counted together with activations that are freed by then"),
 }
 
 
@@ -126,14 +129,14 @@ OUTSIDE = {
     [pytest.param(name, n, marks=pytest.mark.xfail(strict=True, reason=why)) for name, (n, why) in OUTSIDE.items()],
 )
 def test_layouts_that_the_planner_predicts_wrongly(layout: str, layers: int, tiny: Recipe) -> None:
-    rows = judged(with_layout(tiny.replace(SMALL | {"model.n_layers": layers}), layout))
+    rows = compared(with_layout(tiny.replace(SMALL | {"model.n_layers": layers}), layout))
     assert all(row.passed for row in rows), rows
 
 
 @pytest.mark.slow
 def test_a_70b_model_on_512_ranks(tiny: Recipe) -> None:
     recipe = with_layout(tiny.replace(SMALL | LLAMA_70B | {"model.n_layers": 80}), "tp=8,pp=8,dp=8,zero=1")
-    for row in judged(recipe):
+    for row in compared(recipe):
         assert row.passed, row
 
 

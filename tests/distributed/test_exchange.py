@@ -9,8 +9,9 @@ import pytest
 import torch.distributed as dist
 from tests.distributed.in_threads import together
 
-from leaven.distributed.exchange import Exchange, NoReply
+from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
+from leaven.recipe.errors import ProcessLost
 
 
 def test_gather_and_broadcast() -> None:
@@ -54,7 +55,7 @@ def test_a_silent_first_process_is_an_error() -> None:
         exchange = Exchange(group, timedelta(seconds=0.05))
         if group.is_first:
             return "silent"
-        with pytest.raises(NoReply, match="rank 0 does not answer"):
+        with pytest.raises(ProcessLost, match="rank 0 does not answer"):
             exchange.broadcast(None)
         return "waited"
 

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,35 +32,19 @@ TWO = layout(dp=2, zero=1) | {"batch.micro_batch": 2, "stability.checkpoint_ever
 
 
 def run(recipe: Recipe, tokens: TokenSet, folder: Path, how: str = "") -> dict[str, Any]:
-    """A whole run, with a fault ``how`` on its second process."""
-    with join_process_group(recipe.layout, torch.device("cpu")) as group:
-        training: list[Training] = []
-        build = Training.__init__
+    """A whole run. Its second process stops after six steps or gets a nan after nine, as ``how`` says."""
+    issue, issued = Training.issue, [0]
 
-        def kept(self: Training, *arguments: Any, **named: Any) -> None:
-            build(self, *arguments, **named)
-            training.append(self)
+    def watched(training: Training) -> Callable[[], Step]:
+        issued.append(training.progress.step + 1)
+        if how == "nan" and group.rank == 1 and issued[-1] == 10 and issued.count(10) == 1:
+            with torch.no_grad():
+                training.sharded.leaves[0].fill_(torch.nan)
+        return issue(training)
 
-        Training.__init__ = kept  # type: ignore[method-assign]
-        injected = []
-
-        def on_step(step: Step) -> None:
-            if how == "nan" and group.rank == 1 and step.step == 9 and not injected:
-                injected.append(step)
-                with torch.no_grad():
-                    training[0].sharded.leaves[0].fill_(torch.nan)
-
-        try:
-            summary = train(
-                recipe,
-                tokens,
-                folder,
-                on_step=on_step,
-                stop=lambda: how == "stop" and group.rank == 1 and training[0].progress.step >= 6,
-                group=group,
-            )
-        finally:
-            Training.__init__ = build  # type: ignore[method-assign]
+    with join_process_group(recipe.layout, torch.device("cpu")) as group, patch.object(Training, "issue", watched):
+        stop = lambda: how == "stop" and group.rank == 1 and issued[-1] >= 6  # noqa: E731
+        summary = train(recipe, tokens, folder, stop=stop, group=group)
     return {"loss": summary.loss, "steps": summary.steps, "rollbacks": summary.rollbacks, "done": summary.finished}
 
 

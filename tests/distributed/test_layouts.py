@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.distributed.cases import assembled, train
-from tests.distributed.conftest import Alone
+from tests.distributed.conftest import SingleProcess
 from tests.distributed.pool import Pool
 
 from leaven.data.tokens import prepare
 from leaven.recipe.recipe import Recipe
 
-# Batches of 4, 6, 8 and 8 sequences of which three ranks, or micro-batches of 3, leave rests; every module but a few
-# has values of its own; the clip acts in every step.
+# Batches of 4, 6, 8 and 8 sequences, which neither 3 ranks nor micro-batches of 3 divide evenly. Some modules have
+# their own values, and clipping acts in every step.
 COMMON: dict[str, Any] = {
     "model.n_layers": 2,
     "model.n_heads": 4,
@@ -59,11 +59,16 @@ def layout(dp: int = 1, tp: int = 1, pp: int = 1, zero: int = 0, **more: Any) ->
 
 
 def differences(
-    ranks: Pool, alone: Alone, recipe: Recipe, changes: dict[str, Any], steps: int = 4, dtype: str = "float64"
+    ranks: Pool,
+    single_process: SingleProcess,
+    recipe: Recipe,
+    changes: dict[str, Any],
+    steps: int = 4,
+    dtype: str = "float64",
 ) -> dict[str, float]:
-    """The largest difference from one process in losses and validation (nats), norms (relative), parameters."""
+    """Return the largest differences from one process: losses and validation (nats), norms (relative), parameters."""
     plain = {key: value for key, value in changes.items() if not key.startswith("layout.")}
-    one = alone(recipe.replace(COMMON | plain), steps, dtype)
+    one = single_process(recipe.replace(COMMON | plain), steps, dtype)
     laid_out = recipe.replace(COMMON | changes)
     tokens = prepare(laid_out.data, laid_out.model.vocab_size)
     many = ranks(laid_out.layout.ranks, train, laid_out, tokens, steps, dtype)
@@ -108,10 +113,10 @@ SLOW = {"tp4", "pp4", "dp2 pp2 zero1 zero-bubble", "dp4 pp2 zero3 on two nodes"}
     "changes", [pytest.param(CASES[name], id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )
 def test_losses_norms_and_parameters_are_those_of_one_process(
-    changes: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe
+    changes: dict[str, Any], ranks: Pool, single_process: SingleProcess, tiny: Recipe
 ) -> None:
     # Parameters amplify: Adam divides gradients that are nearly 0 by their own size.
-    found = differences(ranks, alone, tiny, changes, steps=3 if changes.get("layout.tp", 1) > 1 else 4)
+    found = differences(ranks, single_process, tiny, changes, steps=3 if changes.get("layout.tp", 1) > 1 else 4)
     assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
     assert found["parameter"] < 1e-10, found
 
@@ -120,17 +125,17 @@ SHARED = layout(dp=2, tp=2, zero=2) | ONE
 STAGES = layout(dp=2, pp=2, zero=2) | ONE
 
 
-# What rounding makes of it in 3 steps, stated: partial sums of tensor ranks are rounded to the compute dtype.
+# Tensor-parallel ranks round partial sums to the compute dtype.
 @pytest.mark.parametrize(
     ("compute", "limit", "laid_out"),
     [("bf16", 2e-2, SHARED), ("fp16", 2e-2, STAGES)],
     ids=["bf16 tp", "fp16 pp"],
 )
 def test_lower_precision_differs_by_its_rounding(
-    compute: str, limit: float, laid_out: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe
+    compute: str, limit: float, laid_out: dict[str, Any], ranks: Pool, single_process: SingleProcess, tiny: Recipe
 ) -> None:
     changes = laid_out | {"precision.compute": compute}
-    found = differences(ranks, alone, tiny, changes, steps=2, dtype="float32")
+    found = differences(ranks, single_process, tiny, changes, steps=2, dtype="float32")
     assert found["loss"] < limit, found
 
 
@@ -141,10 +146,10 @@ def test_lower_precision_differs_by_its_rounding(
     "degrees", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str
 )
 def test_every_product_of_degrees(
-    degrees: tuple[int, int, int], family: str, zero: int, ranks: Pool, alone: Alone, tiny: Recipe
+    degrees: tuple[int, int, int], family: str, zero: int, ranks: Pool, single_process: SingleProcess, tiny: Recipe
 ) -> None:
     changes = {"llama": {}, "tied": TIED, "gpt": GPT, "bloom": BLOOM}[family] | layout(*degrees, zero) | ONE
-    found = differences(ranks, alone, tiny, changes)
+    found = differences(ranks, single_process, tiny, changes)
     assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
     assert found["parameter"] < 1e-10, found
 
@@ -162,8 +167,8 @@ def test_every_product_of_degrees(
     ids=str,
 )
 def test_compiled_layouts_are_the_same_model(
-    changes: dict[str, Any], ranks: Pool, alone: Alone, tiny: Recipe
+    changes: dict[str, Any], ranks: Pool, single_process: SingleProcess, tiny: Recipe
 ) -> None:
-    found = differences(ranks, alone, tiny, changes | {"layout.compile": True}, steps=3)
+    found = differences(ranks, single_process, tiny, changes | {"layout.compile": True}, steps=3)
     assert max(found["loss"], found["validation"], found["norm"]) < 1e-12, found
     assert found["parameter"] < 1e-10, found

@@ -29,14 +29,14 @@ class Held:
 
 
 def watched(recipe: Recipe) -> tuple[list[Held], int]:
-    """After each backward pass of a step, the second; and the parameters of the stage."""
+    """Return what a stage holds after each backward pass of the second step, and the number of its parameters."""
     seen: list[Held] = []
 
     class Watched(LeanStage):
         def backward_one_chunk(self, *arguments: Any, **named: Any) -> None:
             super().backward_one_chunk(*arguments, **named)
             whole = [each for each in self.submod.parameters() if not isinstance(each, DTensor)]
-            # One that is sharded has this process's share of the gradient as soon as there is one.
+            # A sharded parameter has a gradient only when the gradient is sharded too.
             shared = [each for each in self.submod.parameters() if isinstance(each, DTensor)]
             waiting = [each for each in whole if each.grad is not None] + [p for p in shared if p.grad is None]
             infos = [*self.args_recv_info.values(), *self.grad_recv_info.values()]
@@ -76,7 +76,7 @@ def test_a_buffer_is_freed_with_its_micro_batch(ranks: Pool, tiny: Recipe) -> No
 
 
 def after_forward(recipe: Recipe) -> set[str]:
-    """The parameters that are whole when the loss is there."""
+    """Return the names of the parameters that are gathered when the loss has been computed."""
     seen: set[str] = set()
     with join_process_group(recipe.layout, CPU) as group:
         model = sharded(recipe, group)

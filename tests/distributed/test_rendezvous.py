@@ -22,7 +22,7 @@ def test_each_start_has_a_prefix_of_its_own() -> None:
     store = HashStore()
     for _ in range(3):
         first, *others = met(store, 4)
-        assert not first.check(["address"])  # that of the dead
+        assert not first.check(["address"])  # the address of an earlier start
         first.set("address", "here")
         assert all(other.get("address") == b"here" for other in others)
 
@@ -30,7 +30,7 @@ def test_each_start_has_a_prefix_of_its_own() -> None:
 @pytest.mark.parametrize("dead", [[0], [1], [0, 2], [1, 2]])
 def test_a_rendezvous_that_died_is_ignored(dead: list[int]) -> None:
     store = HashStore()
-    with ThreadPoolExecutor(3) as threads:  # some came, and none was confirmed
+    with ThreadPoolExecutor(3) as threads:  # some ranks connect, and no proposal is confirmed
         tried = [threads.submit(private_store, store, rank, 3, SHORT) for rank in range(3) if rank not in dead]
         assert all(isinstance(attempt.exception(), TimeoutError) for attempt in tried)
     first, *others = met(store, 3)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.distributed.cases import resume, save
-from tests.distributed.conftest import Alone
+from tests.distributed.conftest import SingleProcess
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import (
     COMMON,
@@ -50,20 +50,25 @@ def test_any_layout_resumes_from_any_other(
     changes: dict[str, Any],
     chain: list[dict[str, Any]],
     ranks: Pool,
-    alone: Alone,
+    single_process: SingleProcess,
     tiny: Recipe,
     tmp_path: Path,
 ) -> None:
-    losses, expected = follow(ranks, alone, tiny, changes, chain, tmp_path)
+    losses, expected = follow(ranks, single_process, tiny, changes, chain, tmp_path)
     np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-12)
 
 
 def follow(
-    ranks: Pool, alone: Alone, tiny: Recipe, changes: dict[str, Any], chain: list[dict[str, Any]], folder: Path
+    ranks: Pool,
+    single_process: SingleProcess,
+    tiny: Recipe,
+    changes: dict[str, Any],
+    chain: list[dict[str, Any]],
+    folder: Path,
 ) -> tuple[list[float], list[float]]:
-    """The losses of two steps in each layout of a chain, and those of one process that goes through."""
+    """Return the losses of two steps in each layout of a chain, and the losses of one uninterrupted process."""
     changes = COMMON | ONE | changes
-    expected = alone(tiny.replace(changes), 2 * len(chain) - 1, "float64")["losses"]
+    expected = single_process(tiny.replace(changes), 2 * len(chain) - 1, "float64")["losses"]
     losses: list[float] = []
     for number, how in enumerate(chain):
         recipe = tiny.replace(changes | how)

@@ -1,8 +1,7 @@
 """Layouts with which torch or gloo would compute wrong results, hang or abort are refused before anything starts.
 
-Two more are held against one process in test_layouts.py, where all layouts evaluate between steps of a ramp: a
-schedule's own evaluation changes what it has noted down for training, and two schedules on the same stages lose
-gradients. Parameters that stay gathered under a pipeline, and buffers: test_lean_stage.py.
+test_layouts.py covers two more, because all its layouts evaluate between steps of a ramp: the evaluation of torch's
+schedules changes the state that they keep for training, and two schedules with the same stages lose gradients.
 """
 
 from typing import Any
@@ -29,7 +28,7 @@ FOUR = {"model.n_heads": 4, "model.n_kv_heads": 4, "model.d_head": 4, "model.n_l
 RAMP = {"batch.ramp": {"start_tokens": 64, "increment_tokens": 64, "over_tokens": 256}}
 
 REFUSED = {
-    # Ranks would take stretches of different lengths, and gloo aborts the process at the first collective.
+    # Ranks would have parts of different lengths, and gloo would abort the process at the first collective.
     "a sequence that tensor ranks cannot share": (
         layout(tp=4) | {"model.seq_len": 30, "batch.tokens": 240},
         r"tp=4: .*seq_len 30 are not all divisible by 4; tp of 1 or 2 works",
@@ -92,7 +91,7 @@ def test_a_wrong_number_of_processes_is_refused(processes: int, said: str, tiny:
 
 
 def schedules_built(recipe: Recipe) -> list[int]:
-    """The micro-batches that torch takes for the schedule of a recipe, asked for 1 to 40."""
+    """Return the numbers of micro-batches that are used when 1 to 40 are asked for. torch accepts each of them."""
     sizes = recipe.layout
     pretend(0, sizes.ranks)
     group = ProcessGroup(0, sizes.ranks, mesh_of(sizes, torch.device("cpu")))
@@ -132,7 +131,7 @@ def test_shape_inference_runs_no_extra_pass(ranks: Pool, tiny: Recipe) -> None:
 
 
 def test_recomputing_does_not_rename_parameters(tiny: Recipe) -> None:
-    """torch's wrapper for it does, and a parameter's initial value goes by its name."""
+    """torch's checkpoint wrapper renames them, but a parameter's initial value depends on its name."""
     names = []
     for recompute in ("none", "full"):
         recipe = tiny.replace({"layout.recompute": recompute})

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
-from leaven.distributed.pieces import whole
+from leaven.distributed.pieces import Piece, piece_of
 from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
@@ -33,6 +33,10 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXForCausalLM", GPT | {"bias": True, "norm_eps": 1e-4, "rope_theta": 300.0}),
     "bloom": ("BloomForCausalLM", BLOOM | {"bias": True, "tied_embeddings": True, "norm_eps": 1e-3}),
 }
+
+
+def whole(model: Transformer) -> list[Piece]:
+    return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
 
 
 def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> tuple[Recipe, ParameterTable]:

@@ -1,15 +1,11 @@
-"""Private functions of torch that leaven uses."""
+"""Kernels equal their definitions in float64; bf16 attention is compared with torch's kernel."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 
-from leaven.model.kernels import gate, softmax_backward
-
-SHAPES = [(3,), (4, 5), (2, 3, 4)]
-
-
-def tensors(seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+from leaven.model import kernels
+from leaven.model.kernels import causal_attention, gate, rms_norm, rotate
 
 
 def test_a_gated_adam_step_changes_nothing() -> None:
@@ -33,8 +29,91 @@ def test_a_gated_adam_step_changes_nothing() -> None:
     assert float(optimizer.state[gated]["step"]) == 1
 
 
-def test_softmax_backward() -> None:
-    scores, grad = (tensor.double() for tensor in (tensors(0)[1].requires_grad_(), tensors(1)[1]))
-    p = scores.softmax(-1)
-    (expected,) = torch.autograd.grad(p, scores, grad)
-    torch.testing.assert_close(softmax_backward(grad, p.detach()), expected)
+Case = tuple[torch.Tensor, ...]
+
+
+def case(heads: int, kv_heads: int, length: int, size: int = 6) -> Case:
+    """Queries, keys, values and the gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, n, length, size) for n in (heads, kv_heads, kv_heads, heads)]
+    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+    return (scale * q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ v
+
+
+def results(function: object, given: Case, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """The output and the three gradients."""
+    *inputs, gradient = (x.to(dtype) for x in given)
+    inputs = [x.requires_grad_() for x in inputs]
+    y = function(*inputs, scale=0.3)  # type: ignore[operator]
+    return [y.detach(), *torch.autograd.grad(y, inputs, gradient)]
+
+
+@pytest.mark.parametrize("length", [1, 5, 12])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (3, 1)])
+def test_output_and_gradients_in_float64(
+    heads: int, kv_heads: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", 4)
+    given = case(heads, kv_heads, length)
+    for ours, theirs in zip(results(causal_attention, given), results(whole, given), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_bf16_is_about_as_exact_as_the_kernel_of_torch() -> None:
+    """Scores are rounded once more than in torch's kernel: products on a CPU have the dtype of their factors."""
+    given = case(2, 2, 300, 32)
+    exact = results(whole, given)
+
+    def errors(function: object) -> list[float]:
+        found = results(function, given, torch.bfloat16)
+        return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, exact, strict=True)]
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+    for ours, theirs in zip(errors(causal_attention), errors(kernel), strict=True):
+        assert ours < 2 * theirs
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8), (2, 3, 4, 8)])
+def test_rms_norm_and_its_gradients(shape: tuple[int, ...]) -> None:
+    x, gain, g = random(*shape), random(8, seed=1), random(*shape, seed=2)
+    ours = rms_norm(x, gain, 0.1, torch.float64)
+    theirs = x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt() * gain
+    for a, b in zip(torch.autograd.grad(ours, (x, gain), g), torch.autograd.grad(theirs, (x, gain), g), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=0)
+
+
+def test_rms_norm_computes_in_the_dtype_of_its_gain() -> None:
+    x, gain, g = random(5, 8), random(8, seed=1).float().detach().requires_grad_(), random(5, 8, seed=2).bfloat16()
+    narrow = x.detach().bfloat16().requires_grad_()
+    y = rms_norm(narrow, gain, 1e-6, torch.bfloat16)
+    grads = torch.autograd.grad(y, (narrow, gain), g)
+    wide = narrow.detach().float().requires_grad_()
+    exact = torch.nn.functional.rms_norm(wide, (8,), gain, 1e-6)
+    assert torch.equal(y, exact.bfloat16())
+    expected = torch.autograd.grad(exact, (wide, gain), g.float())
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32]
+    torch.testing.assert_close(grads[0].float(), expected[0], rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(grads[1], expected[1])
+
+
+def test_rotation_is_a_complex_product_and_its_gradient_the_inverse() -> None:
+    x, angles = random(2, 5, 3, 8), random(5, 4, seed=1).detach()
+    y = rotate(x, angles.cos(), angles.sin())
+    pairs = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    expected = torch.cat((pairs.real, pairs.imag), dim=-1).transpose(1, 2)
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-14)
+    g = random(2, 3, 5, 8, seed=2)
+    (ours,), (theirs,) = torch.autograd.grad(y, x, g), torch.autograd.grad(expected, x, g)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-14)

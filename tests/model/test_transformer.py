@@ -42,7 +42,7 @@ FAMILIES = {
     },
     "bloom": {"norm": "layernorm", "activation": "gelu", "positions": "alibi", "bias": True, "n_kv_heads": 6},
     "squared_relu": {"activation": "squared_relu", "qk_norm": True, "norm": "layernorm"},
-    "wide heads": {"d_head": 8, "d_attention": 48},
+    "wide heads, relu": {"d_head": 8, "d_attention": 48, "activation": "relu"},
     "another eps": {"norm_eps": 0.03, "qk_norm": True},
 }
 families = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -158,15 +158,6 @@ def test_alibi_slopes_of_eight_and_twelve_heads() -> None:
     """8 heads: 1/2 ... 1/256 (Press et al. 2021, section 3); 12: those and every other one of 16."""
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
     assert alibi_slopes(12) == [2.0**-i for i in range(1, 9)] + [2.0**-i for i in (0.5, 1.5, 2.5, 3.5)]
-
-
-def test_dropout_acts_in_training_only() -> None:
-    model = Transformer(shape({"dropout": 0.5}))
-    tokens = torch.randint(0, 50, (1, 8))
-    model.eval()
-    assert torch.equal(model(tokens), model(tokens))
-    model.train()
-    assert not torch.equal(model(tokens), model(tokens))
 
 
 def test_initial_values_are_those_of_the_table(tiny: Recipe) -> None:

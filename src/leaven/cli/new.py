@@ -8,7 +8,7 @@ import typer
 from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, count_option, print_document, recipe_name, require_alone
-from leaven.data.corpus import estimated_tokens
+from leaven.data.sources import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.budget import size_for_time
 from leaven.planning.hardware import parse_cluster

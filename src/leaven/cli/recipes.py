@@ -212,7 +212,7 @@ def check(
 def _text_tokens(recipe: Recipe) -> int | None:
     """Return an estimate of the number of tokens in a recipe's files. Return None for remote files and for the
     built-in sample text."""
-    from leaven.data.corpus import estimated_tokens
+    from leaven.data.sources import estimated_tokens
 
     names = [source.source for source in recipe.data.sources]
     if "python-stdlib" in names:

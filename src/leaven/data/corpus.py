@@ -1,34 +1,33 @@
-"""Read the text of a recipe's source document by document, and split the documents into training and validation.
+"""Read the text of a recipe's sources document by document, and split the documents into training and validation.
 
 Whether a document is used for training or for validation depends only on its key, which consists of its path below
 the source and its line or row. Therefore no document is in both splits, and adding a document does not move another
 document between them. :meth:`Corpus.documents` states the exceptions for corpora of very few documents.
 """
 
+import json
 import os
-import sysconfig
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
-from leaven.data.hub import SCHEME, SourcePart, open_split
-from leaven.data.readers import SUFFIXES, Fault, File, suffix
-from leaven.data.survey import NAMED_FAULTS, Survey, SurveyCache, Tally, encode_key, key_place
+from leaven import storage
+from leaven.data.hub import SCHEME, SourcePart
+from leaven.data.readers import BrokenFile
+from leaven.data.sources import source_parts
 from leaven.recipe.data import DataSource
 from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
 
-# Tests are half of the standard library (33 MB in Python 3.11), and many distributions ship Python without them.
-# Without them, reading is faster and all machines have the same text. The encodings are tables that a model
-# learns at once; half of the validation text would consist of them.
-_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
-_MAGIC = frozenset("*?[")
+FORMAT = 1
+"""Version of the cache of surveys. Increase it when the same content would give a different survey."""
 
-SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
-"""1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
-the public domain; the selection is that of "tinyshakespeare" (Karpathy 2015, github.com/karpathy/char-rnn)."""
+NAMED_FAULTS = 3
+SAVE_EVERY_SECONDS = 30.0
 
 OnProgress = Callable[[str, int, int], None]
 """A function that is called with the name of a stage, the number of bytes processed and the total number of bytes."""
@@ -41,23 +40,36 @@ class Meter:
 
     def __init__(self, progress: OnProgress | None, stage: str, total: int) -> None:
         self._progress, self._stage, self._total = progress, stage, total
-        self._before = self._next = 0
+        self._done = self._next = 0
 
-    def at(self, done: int) -> None:
-        """Report that ``done`` bytes have been processed since the last call of :meth:`advance`."""
-        if self._progress and self._before + done >= self._next:
-            self._progress(self._stage, min(self._before + done, self._total), self._total)
-            self._next = self._before + done + REPORT_EVERY_BYTES
-
-    def advance(self, done: int) -> None:
-        """Add ``done`` bytes to the total that has been processed."""
-        self._before += done
-        self.at(0)
+    def advance(self, n_bytes: int) -> None:
+        """Add ``n_bytes`` to the bytes that have been processed."""
+        self._done += n_bytes
+        if self._progress and self._done >= self._next:
+            self._progress(self._stage, self._done, self._total)
+            self._next = self._done + REPORT_EVERY_BYTES
 
     def finish(self) -> None:
         """Report that the stage is complete, if any progress was reported."""
         if self._progress and self._next:
             self._progress(self._stage, self._total, self._total)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The counts and hashes of the documents of one part of a source: of a file or a split. Blank documents are left
+    out."""
+
+    documents: int
+    bytes: int  # of UTF-8 text
+    digest: str  # hash of the places and texts of all documents
+    lowest: int  # smallest hash of a key
+    highest: int  # largest hash of a key
+    corrupt: int  # number of lines or rows that cannot be read
+    # 1 if the file cannot be read to its end, else 0. Its text is not used, because all of it may be wrong: the
+    # checksum of a gzip file is at the end of the file.
+    broken: int
+    faults: tuple[str, ...]  # the first few faults, one line each
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,26 @@ class Corpus:
     source: str
     parts: tuple[SourcePart, ...]
     surveys: tuple[Survey, ...]  # one for each part
-    n_documents: int  # number of documents that are not blank
-    n_bytes: int  # number of UTF-8 bytes of these documents
-    fingerprint: str  # hash of all keys and texts
-    lowest: int  # smallest hash of a key
-    highest: int  # largest hash of a key
     skipped: str  # one line that says what could not be read, or ""
+
+    @property
+    def n_documents(self) -> int:
+        """The number of documents that are not blank."""
+        return sum(survey.documents for survey in self.surveys)
+
+    @property
+    def n_bytes(self) -> int:
+        """The number of UTF-8 bytes of these documents."""
+        return sum(survey.bytes for survey in self.surveys)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all keys and texts."""
+        content = blake2b(digest_size=16)
+        for part, survey in zip(self.parts, self.surveys, strict=True):
+            key = _encoded(part.key)
+            content.update(f"{len(key)} {survey.digest} ".encode() + key)
+        return content.hexdigest()
 
     def documents(self) -> Iterator[TextDocument]:
         """Yield every document, marked as training or validation.
@@ -94,30 +120,32 @@ class Corpus:
         Raises:
             InputError: if the content of a part has changed since the corpus was opened.
         """
+        single = self.n_documents == 1
+        lowest = min(survey.lowest for survey in self.surveys)
+        highest = max(survey.highest for survey in self.surveys)
         for part, survey in zip(self.parts, self.surveys, strict=True):
             if survey.broken:
                 continue
-            tally = Tally()
-            why = "its text is different"
-            for row in part.rows():
-                if isinstance(row, Fault):
-                    why = f"{row.where} {row.why}"
-                elif row[1] and not row[1].isspace():
-                    tally.add(*row)
-                    yield from self._split(part.key + row[0], row[1])
-            if tally.digest != survey.digest:
-                raise InputError(f"{part.key} changed while it was read ({why}); run the same command again")
-
-    def _split(self, key: str, text: str) -> Iterator[TextDocument]:
-        if self.n_documents == 1:
-            cut = max(int(len(text) * (1 - VALIDATION_SHARE)), 1)
-            cut = text.rfind("\n", 0, cut) + 1 or cut
-            yield TextDocument(key, text[:cut], validation=False)
-            yield TextDocument(key, text[cut:], validation=True)
-        else:
-            place = key_place(key)
-            under = place < VALIDATION_SHARE * 2**64
-            yield TextDocument(key, text, place == self.lowest or (under and place != self.highest))
+            digest, why = blake2b(digest_size=16), "its text is different"
+            try:
+                for place, text, _ in part.rows():
+                    if not text or text.isspace():
+                        continue
+                    _add(digest, place, text.encode())
+                    key = part.key + place
+                    if single:
+                        cut = max(int(len(text) * (1 - VALIDATION_SHARE)), 1)
+                        cut = text.rfind("\n", 0, cut) + 1 or cut
+                        yield TextDocument(key, text[:cut], validation=False)
+                        yield TextDocument(key, text[cut:], validation=True)
+                    else:
+                        number = _key_hash(key)
+                        under = number < VALIDATION_SHARE * 2**64
+                        yield TextDocument(key, text, number == lowest or (under and number != highest))
+            except BrokenFile as error:
+                why = f"it {error}"
+            if digest.hexdigest() != survey.digest:
+                raise InputError(f"{part.name} changed while it was read: {why}; run the same command again")
 
 
 def open_corpora(
@@ -126,13 +154,7 @@ def open_corpora(
     memory: Path | None = None,
     progress: OnProgress | None = None,
 ) -> list[Corpus]:
-    """Open a corpus for each source. A source is one of:
-
-    - ``python-stdlib``: the modules of the running Python's standard library, without its tests;
-    - ``tiny-shakespeare``: the plays that come with leaven (`SHAKESPEARE`);
-    - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each
-      line is a document, and in ``.parquet`` files each row;
-    - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
+    """Open a corpus for each source; :func:`leaven.data.sources.source_parts` says what a source can be.
 
     Every file or split is read once, to count its documents and to hash its text. The results are cached in the
     folder ``memory`` and reused until the file or split changes. Blank documents are left out.
@@ -142,50 +164,90 @@ def open_corpora(
             files cannot be read.
         OSError: if ``memory`` cannot be written.
     """
-    parts = [_parts(source) for source in sources]
+    parts = [tuple(source_parts(source)) for source in sources]
     meter = Meter(progress, "reading", sum(part.size for some in parts for part in some))
-    corpora = [
-        _survey(source, tuple(some), corrupt_share, memory, meter)
-        for source, some in zip(sources, parts, strict=True)
-    ]
+    corpora = []
+    for source, some in zip(sources, parts, strict=True):
+        at = source.source if source.source.startswith(SCHEME) else os.path.abspath(source.source)
+        name = blake2b(_encoded(f"{at} {source.text}"), digest_size=16).hexdigest()
+        surveys = _surveys(some, memory and memory / f"{name}.json", meter)
+        skipped = _skipped(source.source, surveys, corrupt_share)
+        if not any(survey.documents for survey in surveys):
+            raise InputError(
+                f"data.source {source.source!r} contains no text; {skipped or 'give files that contain text'}"
+            )
+        corpora.append(Corpus(source.source, some, tuple(surveys), skipped))
     meter.finish()
     return corpora
 
 
-def _survey(
-    source: DataSource, parts: tuple[SourcePart, ...], corrupt_share: float, memory: Path | None, meter: Meter
-) -> Corpus:
-    name = source.source
-    at = name if name.startswith(SCHEME) else os.path.abspath(name)
-    known = SurveyCache(memory and memory / f"{_hash(f'{at} {source.text}')}.json")
-    surveys = []
+def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> list[Survey]:
+    """Return the survey of each part, from the file ``path`` if the part has not changed since it was surveyed. A
+    broken part is surveyed again, because it may have been repaired without a change of its stamp."""
+    known: dict[str, Any] = {}
+    if path is not None:
+        try:
+            document = json.loads(path.read_bytes())
+            known = dict(document["parts"]) if document["format"] == FORMAT else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+    surveys: list[Survey] = []
+    changed, saved = False, time.monotonic()
     for part in parts:
-        size = part.size
-        surveys.append(known.survey(part, lambda done, size=size: meter.at(min(done, size))))  # type: ignore[misc]
-        meter.advance(size)
-    skipped = _skipped(name, surveys, corrupt_share)
-    n_documents = sum(survey.documents for survey in surveys)
-    if not n_documents:
-        raise InputError(f"data.source {name!r} contains no text; {skipped or 'give files that contain text'}")
-    known.save()
-    content = blake2b(digest_size=16)
-    for part, survey in zip(parts, surveys, strict=True):
-        key = encode_key(part.key)
-        content.update(f"{len(key)} {survey.digest} ".encode() + key)
-    return Corpus(
-        name,
-        parts,
-        tuple(surveys),
-        n_documents,
-        sum(survey.bytes for survey in surveys),
-        content.hexdigest(),
-        min(survey.lowest for survey in surveys),
-        max(survey.highest for survey in surveys),
-        skipped,
-    )
+        stamp = part.stamp()
+        found = _valid(known.get(part.key), stamp)
+        if found is None:
+            found, changed = _survey(part, meter), True
+        else:
+            meter.advance(part.size)
+        surveys.append(found)
+        known[part.key] = {"stamp": stamp, "survey": asdict(found)}
+        if path is not None and changed and (part is parts[-1] or time.monotonic() - saved > SAVE_EVERY_SECONDS):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            storage.write(path, json.dumps({"format": FORMAT, "parts": known}).encode())
+            changed, saved = False, time.monotonic()
+    return surveys
 
 
-def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
+def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
+    """Return the survey in an entry of the cache, or None if it does not belong to a part with this ``stamp``."""
+    try:
+        if stamp is None or entry["stamp"] != stamp or entry["survey"]["broken"]:
+            return None
+        return Survey(**entry["survey"] | {"faults": tuple(entry["survey"]["faults"])})
+    except (KeyError, TypeError):
+        return None
+
+
+def _survey(part: SourcePart, meter: Meter) -> Survey:
+    """Read a part from beginning to end, and return its counts and hashes."""
+    digest = blake2b(digest_size=16)
+    documents = n_bytes = corrupt = highest = 0
+    lowest, left = 2**64, part.size
+    faults: list[str] = []
+    try:
+        for place, text, fault in part.rows():
+            if fault:
+                corrupt += 1
+                if len(faults) < NAMED_FAULTS:
+                    faults.append(_line(f"{part.name}{place} {fault}"))
+            elif text and not text.isspace():
+                raw = text.encode()
+                _add(digest, place, raw)
+                documents, n_bytes = documents + 1, n_bytes + len(raw)
+                number = _key_hash(part.key + place)
+                lowest, highest = min(lowest, number), max(highest, number)
+                advanced = min(len(raw), left)  # text is longer than its compressed file
+                meter.advance(advanced)
+                left -= advanced
+    except BrokenFile as error:
+        return Survey(0, 0, "", 2**64, 0, corrupt=0, broken=1, faults=(_line(f"{part.name} {error}"),))
+    finally:
+        meter.advance(left)
+    return Survey(documents, n_bytes, digest.hexdigest(), lowest, highest, corrupt, 0, tuple(faults))
+
+
+def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> str:
     """Return a line that counts the documents and files that could not be read and names the first few, or "" if all
     could be read.
 
@@ -208,88 +270,22 @@ def _skipped(source: str, surveys: list[Survey], corrupt_share: float) -> str:
     return f"{unreadable} and were skipped: {named}"
 
 
-def _parts(source: DataSource) -> list[SourcePart]:
-    """Return the parts of a source: its files, or one split of a data set.
-
-    The key of a file that a pattern matches is its path below the last folder before the first wildcard:
-    ``b/c.txt`` for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
-    """
-    if source.source.startswith(SCHEME):
-        return [open_split(source.source, source.text)]
-    return [File(key, path, source.text) for key, path in _files(source.source)]
+def _add(digest: Any, place: str, raw: bytes) -> None:
+    """Add a document to the hash of a part."""
+    digest.update(f"{len(place)} {len(raw)} {place}".encode())
+    digest.update(raw)
 
 
-def _files(source: str) -> list[tuple[str, Path]]:
-    if source == "python-stdlib":
-        return _standard_library()
-    if source == "tiny-shakespeare":
-        return [(SHAKESPEARE.name, SHAKESPEARE)]
-    path = Path(source).expanduser()
-    if os.path.isdir(path):
-        raise InputError(
-            f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt'"
-        )
-    if os.path.exists(path):
-        found = [(path.name, path)]
-    elif _MAGIC & set(source):
-        found = _matches(path)
-        if not found:
-            raise InputError(
-                f"data.source {source!r} matches no file; check the pattern, which is relative to the current folder"
-            )
-    else:
-        raise InputError(
-            f"data.source {source!r} does not exist; give python-stdlib, tiny-shakespeare, hf://org/dataset, "
-            f"or a path or glob to {', '.join(SUFFIXES)} files"
-        )
-    for _, file in found:
-        if suffix(file) not in SUFFIXES:
-            raise InputError(f"{file} is not a {', '.join(SUFFIXES)} file; convert it or exclude it from data.source")
-    return found
+def _key_hash(key: str) -> int:
+    """Return the hash of a document's key as a number in [0, 2^64)."""
+    return int.from_bytes(blake2b(_encoded(key), digest_size=8).digest(), "big")
 
 
-BYTES_PER_TOKEN = 3.75
-"""Typical number of bytes of a token. With a BPE of a few thousand tokens, 10.7 MB of python-stdlib became 2.86 M
-tokens (docs/log.md)."""
-_UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
+def _encoded(key: str) -> bytes:
+    # A file name may not be valid UTF-8.
+    return key.encode(errors="surrogateescape")
 
 
-def estimated_tokens(source: str) -> int | None:
-    """Estimate the number of tokens of a source from the size of its files. Return None for an hf:// source.
-
-    Raises:
-        InputError: if the source does not name any file, or only empty files.
-    """
-    if source.startswith(SCHEME):
-        return None
-    size = sum(path.stat().st_size * _UNPACKED.get(path.suffix, 1.0) for _, path in _files(source))
-    if not size:
-        raise InputError(f"data.source {source!r} is empty; give files that contain text")
-    return max(round(size / BYTES_PER_TOKEN), 1)
-
-
-def _matches(pattern: Path) -> list[tuple[str, Path]]:
-    import glob
-
-    fixed = next(index for index, part in enumerate(pattern.parts) if _MAGIC & set(part))
-    root = Path(*pattern.parts[:fixed])
-    paths = (Path(name) for name in glob.glob(str(pattern), recursive=True))
-    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
-
-
-def _standard_library() -> list[tuple[str, Path]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
-        paths = (Path(folder, name) for name in names if name.endswith(".py"))
-        found += [(path.relative_to(root).as_posix(), path) for path in paths]
-    if not found:
-        raise InputError(
-            f"this Python has no source code of its standard library in {root}; set data.source to the path of a text"
-        )
-    return sorted(found)
-
-
-def _hash(text: str) -> str:
-    return blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
+def _line(message: str) -> str:
+    # A file name may be invalid UTF-8, but messages must be valid.
+    return message.encode(errors="replace").decode()

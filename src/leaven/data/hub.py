@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from leaven.data.readers import File, TextRow, column_rows, missing_column
+from leaven.data.readers import File, TextRow, column_rows, require_text_column
 from leaven.recipe.errors import InputError
 
 SCHEME = "hf://"
@@ -36,16 +36,9 @@ class HubSplit:
         return [self.dataset._fingerprint, len(self.dataset)]
 
     def rows(self) -> Iterator[TextRow]:
-        schema = self.dataset.features.arrow_schema
-        if (fault := missing_column(self.name, self.dataset.column_names, schema, self.text)) is not None:
-            yield fault
-            return
-        number = 0
+        require_text_column(self.dataset.features.arrow_schema, self.text)
         tables = self.dataset.select_columns([self.text]).with_format("arrow").iter(batch_size=256)
-        for table in tables:
-            for column in table.column(0).chunks:
-                yield from column_rows(self.name, column, number)
-                number += len(column)
+        return column_rows(chunk for table in tables for chunk in table.column(0).chunks)
 
 
 SourcePart = File | HubSplit
@@ -84,8 +77,7 @@ def open_split(source: str, text: str) -> HubSplit:
             revision = options.get("revision")
             found = datasets.load_dataset(place, options.get("config"), split=name, revision=revision)
     except Exception as error:  # datasets raises errors of many classes, also of the Hub and of Arrow
-        remedy = "check the name, the config and the split"
-        raise InputError(_why("data.source", source, error, remedy, "files of text")) from None
+        raise _cannot_open(f"data.source {source!r}", error, "files of text") from None
     return HubSplit(name, f"{source}:{name}", found, text)
 
 
@@ -114,8 +106,7 @@ def fetch_tokenizer(tokenizer: str) -> Path:
             return Path(fetch(local_files_only=True))
         return Path(fetch())
     except Exception as error:
-        remedy = "check the name; the model needs a tokenizer.json"
-        raise InputError(_why("data.tokenizer", tokenizer, error, remedy, "a tokenizer.json")) from None
+        raise _cannot_open(f"data.tokenizer {tokenizer!r}", error, "a tokenizer.json") from None
 
 
 def _parse(uri: str, setting: str, known: set[str]) -> tuple[str, dict[str, str]]:
@@ -129,13 +120,11 @@ def _parse(uri: str, setting: str, known: set[str]) -> tuple[str, dict[str, str]
     return place, options
 
 
-def _why(setting: str, uri: str, error: Exception, remedy: str, instead: str) -> str:
+def _cannot_open(what: str, error: Exception, instead: str) -> InputError:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     if isinstance(error, ConnectionError | LocalEntryNotFoundError):
-        return (
-            f"{setting} {uri!r} cannot be downloaded (the Hub cannot be reached) and is not in the local cache; "
-            f"connect to the network, or give {instead} on this machine"
-        )
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    return f"{setting} {uri!r} cannot be opened ({reason}); {remedy}"
+        reason = "the Hub cannot be reached, and there is no earlier download; connect to the network"
+    else:
+        reason = (str(error).strip().partition("\n")[0] or type(error).__name__) + "; check the name and the options"
+    return InputError(f"{what} cannot be opened: {reason}, or give {instead} on this machine")

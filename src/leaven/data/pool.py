@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -26,30 +26,34 @@ text takes several times as long."""
 _encoder: Encoder
 
 
-def processes_for(n_bytes: int) -> int:
-    """Return how many processes to encode ``n_bytes`` of text with: one per available core, or fewer if there is
-    little text."""
-    return max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
+def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, processes: int | None) -> Generator[Done]:
+    """Encode batches of text, and yield the results in the order of the batches. Close this generator to end its
+    processes.
 
-
-@contextmanager
-def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Work]], Iterator[Done]]]:
-    """Yield a function that encodes batches and returns the results in the same order.
-
-    If ``processes`` is 1, the function encodes in this process, with all cores. Otherwise ``processes`` new processes
-    are started.
+    ``n_bytes`` is the size of the text. ``processes`` is the number of processes; by default, there is one per core,
+    or fewer if there is little text. A single process is this process, which uses all cores.
 
     Raises:
         InputError: if one of the processes dies.
     """
+    processes = processes or max(1, min(cores(), n_bytes // BYTES_A_PROCESS))
     if processes == 1:
         with parallel_tokenizers():
-            yield lambda work: ((shard, encoder.encode(batch)) for shard, batch in work)
+            for shard, batch in work:
+                yield shard, encoder.encode(batch)
         return
     others = active_children()
     executor = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
+    waiting: deque[tuple[int, Future[tuple[Encoded, Encoded]]]] = deque()
     try:
-        yield lambda work: _in_order(executor, work, ahead=2 * processes)
+        for shard, batch in work:
+            with ctrl_c_blocked():  # submit may start a process
+                waiting.append((shard, executor.submit(_encode, batch)))
+            if len(waiting) >= 2 * processes:
+                number, future = waiting.popleft()
+                yield number, future.result()
+        for number, future in waiting:
+            yield number, future.result()
     except BrokenProcessPool:
         raise InputError(
             "a tokenising process died (it was killed or ran out of memory); finished shards are kept, so "
@@ -61,19 +65,6 @@ def encoding(encoder: Encoder, processes: int) -> Iterator[Callable[[Iterator[Wo
             if process not in others:
                 process.terminate()
         executor.shutdown(cancel_futures=True)
-
-
-def _in_order(executor: ProcessPoolExecutor, work: Iterator[Work], ahead: int) -> Iterator[Done]:
-    """Encode at most ``ahead`` batches at the same time, and yield the results in the order of the batches."""
-    waiting: deque[tuple[int, Future[tuple[Encoded, Encoded]]]] = deque()
-    for shard, batch in work:
-        with ctrl_c_blocked():  # submit may start a process
-            waiting.append((shard, executor.submit(_encode, batch)))
-        if len(waiting) >= ahead:
-            number, future = waiting.popleft()
-            yield number, future.result()
-    for number, future in waiting:
-        yield number, future.result()
 
 
 @contextmanager

@@ -9,20 +9,20 @@ is unfinished.
 import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter
-from leaven.data.pool import PieceBatch, encoding, processes_for
-from leaven.data.tokenizer import Encoded, Encoder, pieces
+from leaven.data.pool import PieceBatch, encode_in_order
+from leaven.data.tokenizer import Encoder, pieces
 
 SPLITS = ("train", "validation")
 BATCH_CHARACTERS = 2**22
@@ -62,6 +62,10 @@ class ShardFile:
     blake2b: str  # checksum of the file
 
 
+ShardRecord = dict[str, ShardFile]
+"""The records of the two files of a shard, by split."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """The tokens of a source."""
@@ -81,152 +85,103 @@ def shards(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
     Raises:
         OSError: if the folder cannot be written; finished shards are kept.
     """
-    found, _ = _open(folder, encoder.dtype)
+    found = _open(folder, encoder.dtype)
     if found is not None:
         return found
     folder.mkdir(parents=True, exist_ok=True)
+    damage: dict[Path, str] = {}
     with storage.lock(folder / ".lock"):
-        found, damage = _open(folder, encoder.dtype)
+        found = _open(folder, encoder.dtype)
         if found is None:
-            damage |= _build(folder, corpus, encoder, meter, processes or processes_for(corpus.n_bytes))
-            found, _ = _open(folder, encoder.dtype)
+            damage = _build(folder, corpus, encoder, meter, processes)
+            found = _open(folder, encoder.dtype)
     assert found is not None
     return replace(found, notes=tuple(f"{file} {why}; it was rebuilt" for file, why in damage.items()))
 
 
-def _open(folder: Path, dtype: np.dtype[Any]) -> tuple[Shards | None, dict[Path, str]]:
-    """Open the shards in a folder. Return them, and for each damaged file a phrase that says what is wrong with it.
-
-    The shards are None if the folder is unfinished or damaged.
-    """
+def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
+    """Open the shards in a folder. Return None if the folder is unfinished or damaged."""
     path = folder / "index.json"
     try:
         index = json.loads(path.read_bytes())
         written = path.stat().st_mtime_ns
-        records = [{split: ShardFile(**record[split]) for split in SPLITS} for record in index["shards"]]
+        records = [_record(entry) for entry in index["shards"]]
         fingerprint = index["fingerprint"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None, {}
-    damage, newest = {}, 0
-    for number, record in enumerate(records):
-        for split in SPLITS:
-            file = _file(folder, split, number)
-            touched = file.stat().st_mtime_ns if file.exists() else 0
-            # Sizes are always compared. Checksums are compared only for files modified after the index was written.
-            if why := _fault(file, record[split], dtype, checksum=touched >= written):
-                damage[file] = why
-            newest = max(newest, touched)
-    if damage:
-        return None, damage
+        return None
+    if any(_damage(folder, shard, record, dtype, written) for shard, record in enumerate(records)):
+        return None
+    files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
+    newest = max((file.stat().st_mtime_ns for file in files), default=0)
     if newest >= written:  # modified after the index, but the checksums match
         with suppress(PermissionError):  # the cache belongs to another user
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (
-        ShardedTokens([_map(_file(folder, split, n), record[split], dtype) for n, record in enumerate(records)])
+        ShardedTokens([_map(folder, split, shard, record, dtype) for shard, record in enumerate(records)])
         for split in SPLITS
     )
-    sizes = {split: sum(record[split].bytes for record in records) for split in SPLITS}
-    return Shards(train, validation, sizes["train"], sizes["validation"], fingerprint, ()), {}
+    train_bytes, validation_bytes = (sum(record[split].bytes for record in records) for split in SPLITS)
+    return Shards(train, validation, train_bytes, validation_bytes, fingerprint, ())
 
 
-def _fault(file: Path, record: ShardFile, dtype: np.dtype[Any], *, checksum: bool) -> str:
-    """Return a phrase that says what is wrong with a file of a shard, or "" if nothing is wrong."""
-    size = record.tokens * dtype.itemsize
-    if not file.exists():
-        return "was missing"
-    if (found := file.stat().st_size) != size:
-        return f"had {found:,} of {size:,} bytes"
-    if checksum and _checksum(_map(file, record, dtype)) != record.blake2b:
-        return "had a wrong checksum"
-    return ""
-
-
-def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int) -> dict[Path, str]:
+def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, processes: int | None) -> dict[Path, str]:
     """Write the missing shards of a folder, and then its index. The caller must hold the lock of the folder.
 
     Return the files that were complete before and are damaged now, each with a phrase that says what is wrong.
     """
-    records, damage = _finished(folder, encoder.dtype)
+    records: dict[int, ShardRecord] = {}
+    for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
+        with suppress(KeyError, TypeError):
+            records[entry["shard"]] = _record(entry)
+    damage: dict[Path, str] = {}
+    for shard, record in list(records.items()):
+        if found := _damage(folder, shard, record, encoder.dtype):
+            damage |= found
+            del records[shard]
     for remains in (*folder.glob(".*.tmp"), folder / "index.json"):
         remains.unlink(missing_ok=True)
-    count = 0
 
-    def work() -> Iterator[tuple[int, PieceBatch]]:
-        nonlocal count
+    def missing() -> Iterator[tuple[int, PieceBatch]]:
         for number, batch in enumerate(_batches(corpus)):
             shard = number // SHARD_BATCHES
-            count = shard + 1
             if shard in records:
                 meter.advance(sum(len(piece.text.encode()) for piece in batch))
             else:
                 yield shard, batch
 
-    with encoding(encoder, processes) as encode:
-        for shard, done in groupby(encode(work()), key=lambda result: result[0]):
-            with ExitStack() as files:
-                written = {
-                    split: _ShardWriter(files.enter_context(storage.replacing(_file(folder, split, shard))))
-                    for split in SPLITS
-                }
-                for _, sides in done:
-                    for split, encoded in zip(SPLITS, sides, strict=True):
-                        written[split].write(encoded)
-                    meter.advance(sum(encoded.bytes for encoded in sides))
-            records[shard] = {split: written[split].record() for split in SPLITS}
-            line = {"shard": shard} | {split: asdict(records[shard][split]) for split in SPLITS}
+    with closing(encode_in_order(encoder, missing(), corpus.n_bytes, processes)) as results:
+        for shard, done in groupby(results, key=lambda result: result[0]):
+            batches = []
+            for _, sides in done:
+                batches.append(sides)
+                meter.advance(sum(encoded.bytes for encoded in sides))
+            record = {}
+            for split, parts in zip(SPLITS, zip(*batches, strict=True), strict=True):
+                checksum = blake2b(digest_size=16)
+                with storage.replacing(_file(folder, split, shard)) as file:
+                    for part in parts:
+                        file.write(part.ids.data)
+                        checksum.update(part.ids.data)
+                record[split] = ShardFile(
+                    tokens=sum(len(part.ids) for part in parts),
+                    documents=sum(part.documents for part in parts),
+                    bytes=sum(part.bytes for part in parts),
+                    blake2b=checksum.hexdigest(),
+                )
+            records[shard] = record
+            line = {"shard": shard} | {split: asdict(record[split]) for split in SPLITS}
             storage.append_json(folder / "shards.jsonl", line, sync=True)
-    parts = [
-        (split, _map(_file(folder, split, shard), records[shard][split], encoder.dtype))
-        for split in SPLITS
-        for shard in range(count)
-    ]
+    ordered = [records[shard] for shard in sorted(records)]
     index = {
         "source": corpus.source,
         "vocab_size": encoder.vocab_size,
         "end_of_text": encoder.end_of_text,
         "dtype": encoder.dtype.name,
-        "fingerprint": _fingerprint(parts),
-        "shards": [{split: asdict(records[shard][split]) for split in SPLITS} for shard in range(count)],
+        "fingerprint": _fingerprint(folder, ordered, encoder.dtype),
+        "shards": [{split: asdict(record[split]) for split in SPLITS} for record in ordered],
     }
     storage.write(folder / "index.json", json.dumps(index, indent=1).encode())
     return damage
-
-
-def _finished(folder: Path, dtype: np.dtype[Any]) -> tuple[dict[int, dict[str, ShardFile]], dict[Path, str]]:
-    """Find the shards that are complete. Return their records by shard number, and the damaged files, each with a
-    phrase that says what is wrong."""
-    records: dict[int, dict[str, ShardFile]] = {}
-    for entry in storage.read_json_lines(folder / "shards.jsonl").documents:
-        with suppress(KeyError, TypeError):
-            records[entry["shard"]] = {split: ShardFile(**entry[split]) for split in SPLITS}
-    damage = {}
-    for shard, record in list(records.items()):
-        for split in SPLITS:
-            file = _file(folder, split, shard)
-            if why := _fault(file, record[split], dtype, checksum=True):
-                damage[file] = why
-                records.pop(shard, None)
-    return records, damage
-
-
-class _ShardWriter:
-    """A writer of one file of a shard. It also counts and hashes what it writes."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._hash = blake2b(digest_size=16)
-        self._tokens = self._documents = self._bytes = 0
-
-    def write(self, encoded: Encoded) -> None:
-        raw = encoded.ids.tobytes()
-        self._file.write(raw)
-        self._hash.update(raw)
-        self._tokens += len(encoded.ids)
-        self._documents += encoded.documents
-        self._bytes += encoded.bytes
-
-    def record(self) -> ShardFile:
-        return ShardFile(self._tokens, self._documents, self._bytes, self._hash.hexdigest())
 
 
 def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
@@ -244,24 +199,52 @@ def _batches(corpus: Corpus) -> Iterator[PieceBatch]:
         yield batch
 
 
+def _record(entry: dict[str, Any]) -> ShardRecord:
+    return {split: ShardFile(**entry[split]) for split in SPLITS}
+
+
+def _damage(
+    folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
+) -> dict[Path, str]:
+    """Return for each damaged file of a shard a phrase that says what is wrong with it. The checksum is compared only
+    for a file that was modified at ``checked_ns`` or later."""
+    damage = {}
+    for split in SPLITS:
+        file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize
+        if not file.exists():
+            damage[file] = "was missing"
+        elif (found := file.stat()).st_size != size:
+            damage[file] = f"had {found.st_size:,} of {size:,} bytes"
+        elif found.st_mtime_ns >= checked_ns and record[split].blake2b != _checksum(
+            _map(folder, split, shard, record, dtype)
+        ):
+            damage[file] = "had a wrong checksum"
+    return damage
+
+
 def _file(folder: Path, split: str, shard: int) -> Path:
     return folder / f"{split}-{shard:05d}.bin"
 
 
-def _map(file: Path, record: ShardFile, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # An empty file cannot be mapped.
-    return np.memmap(file, dtype=dtype, mode="r") if record.tokens else np.zeros(0, dtype)
+def _map(folder: Path, split: str, shard: int, record: ShardRecord, dtype: np.dtype[Any]) -> NDArray[Any]:
+    if not record[split].tokens:
+        return np.zeros(0, dtype)  # an empty file cannot be mapped
+    return np.memmap(_file(folder, split, shard), dtype=dtype, mode="r")
 
 
 def _checksum(tokens: NDArray[Any]) -> str:
     return blake2b(tokens.data, digest_size=16).hexdigest()
 
 
-def _fingerprint(parts: list[tuple[str, NDArray[Any]]]) -> str:
+def _fingerprint(folder: Path, records: list[ShardRecord], dtype: np.dtype[Any]) -> str:
     """Return a hash of the tokens of both splits. The tokens are hashed as one sequence of 32-bit numbers for each
     split, so it does not matter where they are cut into shards."""
-    hashes = {split: blake2b(digest_size=16) for split in SPLITS}
-    for split, tokens in parts:
-        for first in range(0, len(tokens), 2**20):
-            hashes[split].update(tokens[first : first + 2**20].astype("<u4").data)
-    return blake2b(b"".join(hashes[split].digest() for split in SPLITS), digest_size=16).hexdigest()
+    of_splits = blake2b(digest_size=16)
+    for split in SPLITS:
+        content = blake2b(digest_size=16)
+        for shard, record in enumerate(records):
+            tokens = _map(folder, split, shard, record, dtype)
+            for first in range(0, len(tokens), 2**20):
+                content.update(tokens[first : first + 2**20].astype("<u4").data)
+        of_splits.update(content.digest())
+    return of_splits.hexdigest()

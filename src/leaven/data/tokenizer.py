@@ -153,17 +153,14 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
     """
     for corpus in corpora:
         stride = -(-corpus.n_bytes * len(corpora) // TRAINING_BYTES)
-        number = done = 0
+        number = 0
         for document in corpus.documents():
-            if document.validation:
-                continue
             for piece in pieces(document):
-                if number % stride == 0:
-                    yield piece.text
-                number += 1
-                done += len(piece.text.encode())
-                meter.at(done)
-        meter.advance(corpus.n_bytes)
+                if not piece.validation:
+                    if number % stride == 0:
+                        yield piece.text
+                    number += 1
+                meter.advance(len(piece.text.encode()))
 
 
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
@@ -199,7 +196,7 @@ def bytes_by_token(tokenizer: Path) -> NDArray[np.int64] | None:
     exact except for the space that some of them add before a text. Return None for all other tokenizers, because
     their tokens do not determine the text.
     """
-    given: Tokenizer = _library("computing bits per byte needs").Tokenizer.from_file(str(tokenizer))
+    given: Tokenizer = _library().Tokenizer.from_file(str(tokenizer))
     decoder = given.decoder.__getstate__().decode() if given.decoder else ""
     vocabulary: dict[str, int] = given.get_vocab(with_added_tokens=False)
     if '"ByteLevel"' in decoder:
@@ -229,9 +226,11 @@ def bits_per_byte_factor(tokenizer: Path, targets: NDArray[np.int64]) -> float |
     return targets.size / n_bytes / math.log(2) if n_bytes else None
 
 
-def _library(what: str = "turning text into tokens needs") -> Any:
+def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise InputError(f"{what} the package tokenizers; run: pip install 'leaven[train]'") from None
+        raise InputError(
+            "tokens and bits per byte need the package tokenizers; run: pip install 'leaven[train]'"
+        ) from None
     return tokenizers

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from leaven import storage
 from leaven.data.corpus import Corpus, Meter, OnProgress, open_corpora
-from leaven.data.mixture import Mixture
 from leaven.data.shards import ShardedTokens, Shards, shards
-from leaven.data.stream import Stream, validation_windows
+from leaven.data.stream import Mixture, Stream, validation_windows
 from leaven.data.tokenizer import Encoder, given_tokenizer, train_tokenizer
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
@@ -163,11 +162,11 @@ def _tokenizer(
         return found
     folder.mkdir(parents=True, exist_ok=True)
     with storage.lock(folder / ".lock"):
-        if (found := _kept(folder, name)) is not None:
-            return found
-        path, encoder = _keep(folder, train_tokenizer(corpora, vocab_size, progress))
-        storage.write(name, path.parent.name.encode())
-    return path, encoder
+        found = _kept(folder, name)
+        if found is None:
+            found = _keep(folder, train_tokenizer(corpora, vocab_size, progress))
+            storage.write(name, found[0].parent.name.encode())
+    return found
 
 
 def _keep(folder: Path, tokenizer: "Tokenizer") -> tuple[Path, Encoder]:

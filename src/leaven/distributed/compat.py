@@ -50,10 +50,10 @@ def quiet_about_views() -> None:
     warnings.filterwarnings("ignore", message=".*FSDP2-wrapped module .* returned a view tensor")
 
 
-def local_place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape of this process's part of a tensor, and the offset of that part in the whole tensor."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(offset)
+def local_offset(tensor: DTensor) -> tuple[int, ...]:
+    """Return the offset of this process's part of a tensor in the whole tensor."""
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(offset)
 
 
 def pretend(rank: int, size: int) -> None:

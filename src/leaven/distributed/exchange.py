@@ -16,10 +16,6 @@ T = TypeVar("T")
 _LONGEST_PAUSE = 0.5  # s between two polls of the store
 
 
-class NoReply(ProcessLost):
-    """Raised when the first process does not answer."""
-
-
 class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which then sends one answer to
     all processes.
@@ -62,14 +58,14 @@ class Exchange:
         """Send the JSON value of the first process to all processes, and return this value. This ends the round.
 
         Raises:
-            NoReply: if the first process does not answer within twice the timeout.
+            ProcessLost: if the first process does not answer within twice the timeout.
         """
         key = self._key("answer")
         if self.group.size > 1 and self.group.is_first:
             self._store.set(key, json.dumps(value))
         elif self.group.size > 1:
             if not self._wait([key], 2):
-                raise NoReply("rank 0 does not answer; it may have been killed, so look at its output")
+                raise ProcessLost("rank 0 does not answer; it may have been killed, so look at its output")
             value = json.loads(self._store.get(key))
         self._round += 1
         return value

@@ -8,10 +8,10 @@ counted or written twice in any layout.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from leaven.distributed.compat import local_place
+from leaven.distributed.compat import local_offset
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,7 @@ def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this process is not in the mesh of the tensor"
     first = all(place == 0 for place, how in zip(coordinate, placements, strict=True) if isinstance(how, Replicate))
-    _, offset = local_place(tensor)
-    return Piece(name, tensor.to_local(), tuple(tensor.shape), offset, owned and first)
-
-
-def whole(model: nn.Module) -> list[Piece]:
-    """Return this process's pieces of all parameters of a model."""
-    return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
+    return Piece(name, tensor.to_local(), tuple(tensor.shape), local_offset(tensor), owned and first)
 
 
 def cut(tensor: Tensor, offset: tuple[int, ...], shape: tuple[int, ...] | torch.Size) -> Tensor:

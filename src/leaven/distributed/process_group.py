@@ -180,10 +180,8 @@ def _is_connection_error(error: BaseException | None) -> bool:
 
 def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
     """Return a message that says what this process was waiting for and which process has the oldest heartbeat."""
-    collective = next(
-        (frame.name for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.name in _COLLECTIVES),
-        "a collective",
-    )
+    frames, library = traceback.extract_tb(error.__traceback__), os.path.join("torch", "distributed")
+    collective = next((frame.name for frame in reversed(frames) if library in frame.filename), "a collective")
     heartbeats = {}
     with suppress(Exception):  # the process that serves the store may have ended
         for other in range(group.size):
@@ -198,20 +196,3 @@ def _describe_loss(group: ProcessGroup, error: RuntimeError) -> str:
         seconds, activity = heartbeats[last]
         message += f"; rank {last} is behind: its last heartbeat, {seconds:.0f} s ago, was {activity}"
     return f"{message} ({str(error).partition(chr(10))[0][:200]})"
-
-
-_COLLECTIVES = {
-    "all_reduce",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "recv",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "send",
-    "wait",
-    "wait_tensor",
-}

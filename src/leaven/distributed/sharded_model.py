@@ -75,32 +75,27 @@ class ShardedModel:
             )
             for number in stage_numbers(layout, group.rank_along("pp"))
         ]
-        self.held = self._find_held(table)
+        self.held: list[Held] = []
+        with torch.no_grad():
+            for stage in self.stages:
+                for name, parameter in stage.model.named_parameters():
+                    # Both the first and the last stage have a tied embedding; the first stage owns it.
+                    piece = piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")
+                    leaf = parameter if piece.local is parameter else nn.Parameter(piece.local)
+                    self.held.append(Held(table[name], piece, parameter, leaf))
+        place = {row.name: number for number, row in enumerate(table.rows)}
+        self.held.sort(key=lambda held: place[held.row.name])
         if device.type != "meta":  # meta tensors have no values
             initialise_pieces(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]
         self.leaves = [held.leaf for held in self.held]
         self._table_rows = len(table.rows)
-        place = {row.name: number for number, row in enumerate(table.rows)}
         self.of_held = torch.tensor([place[row.name] for row in self.rows], device=device)
         self._owned = torch.tensor([held.piece.owned for held in self.held], device=device)
         self._pipeline = Pipeline(self.stages, layout, group, device) if layout.pp > 1 else None
         self._both_ends = _both_ends(group) if layout.pp > 1 and shape.tied_embeddings else None
         # All tensor-parallel ranks compute the same loss, so only the first counts it.
         self._counts_loss = self.stages[-1].ends and group.rank_along("tp") == 0
-
-    def _find_held(self, table: ParameterTable) -> list[Held]:
-        found: dict[str, Held] = {}
-        for stage in self.stages:
-            parameters = dict(stage.model.named_parameters())
-            for piece in pieces(stage):
-                parameter = parameters[piece.name]
-                leaf = parameter if piece.local is parameter else nn.Parameter(piece.local)
-                row = table[piece.name]
-                # A rank with both ends of the pipeline would have a tied embedding twice.
-                assert piece.name not in found
-                found[piece.name] = Held(row, piece, parameter, leaf)
-        return [found[row.name] for row in table.rows if row.name in found]
 
     @property
     def pieces(self) -> list[Piece]:
@@ -160,11 +155,9 @@ class ShardedModel:
 
     def total(self, loss: Tensor) -> Tensor:
         """Return the sum of all processes' losses, a scalar. Each process passes the loss of its own samples."""
-        return (
-            loss
-            if self.group is SINGLE_PROCESS
-            else self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
-        )
+        if self.group is SINGLE_PROCESS:
+            return loss
+        return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
         """Return a tensor for each group of tensors. It contains the 2-norms of the group over all processes, one for
@@ -262,23 +255,18 @@ def build_stage(
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     if layout.compile:
         for block in stage.layers:
-            compile_block(block, whole=layout.tp == 1)
+            if layout.tp == 1:
+                block.compile()
+                continue
+            # FSDP's hooks on attention and MLP are not compiled, and a DTensor that passes through one of these hooks
+            # inside a compiled block loses the layout of its gradient.
+            for name in _MATRICES:
+                module = getattr(block, name)
+                module.forward = torch.compile(module.forward)
     if group.mesh is not None:
         shard(stage, group, layout.zero)
     stage.to_empty(device=device)
     return stage
-
-
-def compile_block(block: nn.Module, whole: bool) -> None:
-    """Compile a whole block, or attention and MLP separately. With tensor parallelism, compile them separately:
-    FSDP's hooks on attention and MLP are not compiled, and a DTensor that passes through one of these hooks inside a
-    compiled block loses the layout of its gradient."""
-    if whole:
-        block.compile()
-        return
-    for name in _MATRICES:
-        module = getattr(block, name)
-        module.forward = torch.compile(module.forward)
 
 
 def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
@@ -315,17 +303,6 @@ def units(stage: nn.Module) -> list[FSDPModule]:
     return [module for module in stage.modules() if isinstance(module, FSDPModule)]
 
 
-@torch.no_grad()
-def pieces(stage: Stage) -> list[Piece]:
-    """Return this process's pieces of the stage's parameters. Both the first and the last stage have a tied
-    embedding; the first stage owns it."""
-    return [
-        piece_of(name, parameter, owned=stage.begins or name != "embedding.weight")
-        for name, parameter in stage.model.named_parameters()
-    ]
-
-
-@torch.no_grad()
 def initialise_pieces(held: list[Piece], table: ParameterTable, seed: int) -> None:
     """Fill this process's pieces of the parameters with initial values. The values are the same as in a run with a
     single process."""

@@ -8,7 +8,6 @@ sequence. The forward pass of a layer has two all-gathers (into attention and in
 reduce-scatters.
 """
 
-from collections.abc import Callable
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any
@@ -117,28 +116,28 @@ def _gathered_first(arguments: int) -> ParallelStyle:
     )
 
 
-BLOCK: dict[str, Callable[[], ParallelStyle]] = {
-    "norm.attention": partial(LocalNorm, Replicate()),
-    "attention": lambda: _gathered_first(3),
-    "attention.query": ColwiseParallel,
-    "attention.key": ColwiseParallel,
-    "attention.value": ColwiseParallel,
-    "attention.out": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
-    "norm.query": partial(LocalNorm, Replicate()),
-    "norm.key": partial(LocalNorm, Replicate()),
-    "norm.mlp": partial(LocalNorm, Replicate()),
-    "mlp": lambda: _gathered_first(1),
-    "mlp.gate": ColwiseParallel,
-    "mlp.in": ColwiseParallel,
-    "mlp.out": lambda: RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+BLOCK: dict[str, ParallelStyle] = {
+    "norm.attention": LocalNorm(Replicate()),
+    "attention": _gathered_first(3),
+    "attention.query": ColwiseParallel(),
+    "attention.key": ColwiseParallel(),
+    "attention.value": ColwiseParallel(),
+    "attention.out": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
+    "norm.query": LocalNorm(Replicate()),
+    "norm.key": LocalNorm(Replicate()),
+    "norm.mlp": LocalNorm(Replicate()),
+    "mlp": _gathered_first(1),
+    "mlp.gate": ColwiseParallel(),
+    "mlp.in": ColwiseParallel(),
+    "mlp.out": RowwiseParallel(output_layouts=Shard(SEQUENCE)),
 }
 
-ENDS: dict[str, Callable[[], ParallelStyle]] = {
-    "embedding": VocabularySlice,
-    "positions": PositionTable,
-    "norm.embedding": partial(LocalNorm, Replicate()),
-    "norm.final": partial(LocalNorm, Replicate()),
-    "unembedding": ColwiseParallel,  # splits the rows, so the vocabulary; the loss expects this
+ENDS: dict[str, ParallelStyle] = {
+    "embedding": VocabularySlice(),
+    "positions": PositionTable(),
+    "norm.embedding": LocalNorm(Replicate()),
+    "norm.final": LocalNorm(Replicate()),
+    "unembedding": ColwiseParallel(),  # splits the rows, so the vocabulary; the loss expects this
 }
 
 
@@ -147,27 +146,18 @@ def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
     must be on the meta device."""
     quiet_about_views()
     model = stage.model
-    by_head = (
-        dict.fromkeys(("norm.query", "norm.key"), partial(LocalNorm, Shard(0)))
-        if model.shape.qk_norm_per_head
-        else {}
-    )
+    by_head = dict.fromkeys(("norm.query", "norm.key"), LocalNorm(Shard(0))) if model.shape.qk_norm_per_head else {}
     for block in stage.layers:
         _apply(block, mesh, BLOCK | by_head)
         if model.shape.positions == "alibi":
             _slice_bias(block, mesh)
     _apply(model, mesh, ENDS)
-    group = mesh.get_group()
-
-    def loss(hidden_BtD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor:
-        return sharded_cross_entropy(hidden_BtD, weight_VD, targets_BT, group, **how)
-
-    stage.loss, stage.readout = loss, lambda weight: weight.to_local()  # type: ignore[attr-defined]
+    stage.loss = partial(sharded_cross_entropy, group=mesh.get_group())
 
 
-def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, Callable[[], ParallelStyle]]) -> None:
+def _apply(module: nn.Module, mesh: DeviceMesh, table: dict[str, ParallelStyle]) -> None:
     there = dict(module.named_modules())
-    parallelize_module(module, mesh, {name: style() for name, style in table.items() if name in there})
+    parallelize_module(module, mesh, {name: style for name, style in table.items() if name in there})
 
 
 def _slice_bias(block: nn.Module, mesh: DeviceMesh) -> None:

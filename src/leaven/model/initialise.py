@@ -26,19 +26,13 @@ def build_model(
         multipliers = {row.name: row.multiplier for row in table.rows}
         model = Transformer(shape, multipliers, table.attention_scale)
     model.to_empty(device=device)
-    initialise(model, table, seed)
+    for name, parameter in model.named_parameters():
+        row = table[name]
+        fill(parameter, name, row.init_mean, row.init_std, seed)
     return model
 
 
 @torch.no_grad()
-def initialise(model: Transformer, table: ParameterTable, seed: int) -> None:
-    """Initialise every parameter from its row of the parameter table."""
-    parameters = dict(model.named_parameters())
-    for row in table.rows:
-        fill(parameters.pop(row.name), row.name, row.init_mean, row.init_std, seed)
-    assert not parameters, f"the parameter table has no rows for {sorted(parameters)}"
-
-
 def fill(
     piece: Tensor,
     name: str,

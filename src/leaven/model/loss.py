@@ -33,32 +33,62 @@ def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     return documents_BT, windows[:, 1:].masked_fill(ends_BT, IGNORED)
 
 
+class WholeVocabulary:
+    """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
+
+    def gather(self, hidden_ND: Tensor) -> Tensor:
+        """Return the hidden states of all tokens."""
+        return hidden_ND
+
+    def scatter(self, grad_ND: Tensor) -> Tensor:
+        """Return the gradient of the hidden states that were passed to :meth:`gather`."""
+        return grad_ND
+
+    def loss(
+        self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a chunk, a scalar, and its gradient with respect to the logits, multiplied by
+        ``weight``, (n, V). The gradient is None without ``learns``. This method may overwrite the logits."""
+        counts_n = targets_n != IGNORED
+        targets_n1 = targets_n.clamp(min=0)[:, None]
+        log_p_nV = torch.log_softmax(logits_nV, -1, dtype=weight.dtype)
+        loss = -log_p_nV.gather(1, targets_n1)[:, 0].masked_fill(~counts_n, 0).sum()
+        if not learns:
+            return loss, None
+        # d loss / d logits = softmax - one-hot. The result overwrites the log-probabilities and then the logits.
+        g_nV = log_p_nV.exp_().scatter_add_(1, targets_n1, log_p_nV.new_full(targets_n1.shape, -1.0))
+        return loss, torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
+
+
 def cross_entropy(
-    hidden_ND: Tensor,
+    hidden: Tensor,
     weight_VD: Tensor,
-    targets_N: Tensor,
+    targets: Tensor,
     *,
     multiplier: float = 1.0,
     factor: Tensor | float = 1.0,
     compute: torch.dtype | None = None,
     repeatable: bool = False,
+    vocabulary: WholeVocabulary | None = None,
 ) -> Tensor:
-    """Return ``factor`` times the loss, a scalar in nats.
+    """Return ``factor`` times the loss, a scalar in nats, of hidden states (..., D) and targets (...).
 
     The loss is the sum of -log softmax(multiplier x hidden . weight)[target] over all tokens whose target is not
     `IGNORED`.
 
-    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden_ND``), so the logits are rounded to
+    Products are computed in the dtype ``compute`` (default: the dtype of ``hidden``), so the logits are rounded to
     this dtype once (docs/concepts/choices.md measures the effect). Everything else is computed in fp32 or wider.
     ``factor`` is applied before gradients are rounded to ``compute``, as a loss scale must be. With ``repeatable``,
     the backward pass may run twice, for example to compute the gradients of inputs and weights separately. This needs
-    memory for a second gradient of the weight.
+    memory for a second gradient of the weight. ``vocabulary`` says how processes share the tokens and the vocabulary.
     """
     if not torch.is_grad_enabled():
         # Without this, the gradient of the weight, which is most of the work, would be computed and not used.
         weight_VD = weight_VD.detach()
-    arguments = hidden_ND, weight_VD, targets_N, multiplier, factor, compute, repeatable
-    total: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    how = multiplier, factor, compute, repeatable, vocabulary or WholeVocabulary()
+    total: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), weight_VD, targets.flatten(), *how
+    )
     return total
 
 
@@ -66,20 +96,22 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 (torch passes by position)
         ctx: Any,
-        hidden_ND: Tensor,
+        own_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
         multiplier: float,
         factor: Tensor | float,
         compute: torch.dtype | None,
         repeatable: bool,
+        vocabulary: WholeVocabulary,
     ) -> Tensor:
-        compute = compute or hidden_ND.dtype
+        compute = compute or own_ND.dtype
         wide = torch.promote_types(compute, torch.float32)
         w_VD = weight_VD.to(compute)
         # ``factor`` is a number on the host or a tensor on the device. It must not be narrower than the loss.
         weight = torch.as_tensor(factor, dtype=wide)
-        learns = hidden_ND.requires_grad or weight_VD.requires_grad
+        learns = own_ND.requires_grad or weight_VD.requires_grad
+        hidden_ND = vocabulary.gather(own_ND)
         grad_hidden_ND = torch.empty_like(hidden_ND) if learns else None
         grad_weight_VD = torch.zeros_like(weight_VD) if learns else None
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
@@ -87,21 +119,14 @@ class _CrossEntropy(torch.autograd.Function):
         for first in range(0, len(hidden_ND), size):
             part = slice(first, first + size)
             # Multiplying the hidden values is cheaper than multiplying the logits, which are many more.
-            h_nD, targets_n = (hidden_ND[part] * multiplier).to(compute), targets_N[part]
-            logits_nV = F.linear(h_nD, w_VD)
-            counts_n = targets_n != IGNORED
-            targets_n1 = targets_n.clamp(min=0)[:, None]
-            log_p_nV = torch.log_softmax(logits_nV, -1, dtype=wide)
-            total -= log_p_nV.gather(1, targets_n1)[:, 0].masked_fill(~counts_n, 0).sum()
-            if grad_hidden_ND is None or grad_weight_VD is None:
-                continue
-            # d loss / d logits = softmax - one-hot. The result overwrites the log-probabilities and then the logits.
-            g_nV = log_p_nV.exp_().scatter_add_(1, targets_n1, log_p_nV.new_full((len(h_nD), 1), -1.0))
-            g_nV = torch.mul(g_nV, (counts_n * weight)[:, None], out=logits_nV)
-            grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
-            grad_weight_VD += g_nV.T @ h_nD
+            h_nD = (hidden_ND[part] * multiplier).to(compute)
+            loss, g_nV = vocabulary.loss(F.linear(h_nD, w_VD), targets_N[part], weight, learns)
+            total += loss
+            if grad_hidden_ND is not None and grad_weight_VD is not None and g_nV is not None:
+                grad_hidden_ND[part] = (g_nV @ w_VD) * multiplier
+                grad_weight_VD += g_nV.T @ h_nD
         ctx.repeatable = repeatable
-        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
+        ctx.save_for_backward(None if grad_hidden_ND is None else vocabulary.scatter(grad_hidden_ND), grad_weight_VD)
         return total * factor
 
     @staticmethod
@@ -109,4 +134,4 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
         grad_weight_VD = grad_weight_VD * grad if ctx.repeatable else grad_weight_VD.mul_(grad)
-        return grad_hidden_ND * grad, grad_weight_VD, None, None, None, None, None
+        return grad_hidden_ND * grad, grad_weight_VD, None, None, None, None, None, None

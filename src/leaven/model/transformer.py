@@ -7,14 +7,12 @@ for cosines and sines), V vocabulary.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from leaven.model.attention import causal_attention
-from leaven.model.elementwise import rms_norm, rotate
+from leaven.model.kernels import causal_attention, rms_norm, rotate
 from leaven.model.loss import cross_entropy
 from leaven.recipe.shape import ModelShape
 
@@ -239,18 +237,15 @@ class Positions:
             slopes_H = torch.tensor(alibi_slopes(shape.n_heads), device=device, dtype=torch.float64)
             bias_HTT = slopes_H[:, None, None] * distance_TT
             self.bias_HTT = bias_HTT.masked_fill(distance_TT > 0, -torch.inf).to(like.device, like.dtype)
-        if documents_BT is not None:
-            self._isolate(documents_BT)
-
-    def _isolate(self, documents_BT: Tensor) -> None:
-        apart_B1TT = documents_BT[:, None, :, None] != documents_BT[:, None, None, :]
+        if documents_BT is None:
+            return
         if self.cos_TE is not None and self.sin_TE is not None:
             within_BT = places(documents_BT, documents_BT)
             self.cos_TE, self.sin_TE = self.cos_TE[within_BT], self.sin_TE[within_BT]
-        if self.bias_HTT is None:
-            self.bias_HTT = (~apart_B1TT).tril()
-        else:
-            self.bias_HTT = self.bias_HTT.masked_fill(apart_B1TT, -torch.inf)
+        same_B1TT = documents_BT[:, None, :, None] == documents_BT[:, None, None, :]
+        self.bias_HTT = (
+            same_B1TT.tril() if self.bias_HTT is None else self.bias_HTT.masked_fill(~same_B1TT, -torch.inf)
+        )
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
         """Return queries or keys as (B, H, T, E), rotated by the angles of their positions."""
@@ -287,16 +282,6 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
     return nn.LayerNorm(size, eps=shape.norm_eps, bias=shape.bias if bias is None else bias)
 
 
-class LossFunction(Protocol):
-    """A function like :func:`leaven.model.loss.cross_entropy`, but for hidden states (B, T, D) and targets (B, T)."""
-
-    def __call__(self, hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor: ...
-
-
-def whole_loss(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, /, **how: Any) -> Tensor:
-    return cross_entropy(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), **how)
-
-
 class Stage(nn.Module):
     """A part of a model: the layers ``first`` to ``last - 1``. The first stage also has the embedding, and the last
     stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
@@ -305,7 +290,8 @@ class Stage(nn.Module):
         dtype: the dtype of matrix products.
         splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
 
-    ``factor`` multiplies the loss; set it before a forward pass.
+    ``factor`` multiplies the loss; set it before a forward pass. ``loss`` is a function like
+    :func:`leaven.model.loss.cross_entropy`.
     """
 
     def __init__(
@@ -331,8 +317,7 @@ class Stage(nn.Module):
                 del model.unembedding
         self.model, self.dtype = model, dtype
         self.factor: Tensor | float = 1.0
-        self.loss: LossFunction = whole_loss
-        self.readout: Callable[[Tensor], Tensor] = lambda weight: weight
+        self.loss: Callable[..., Tensor] = cross_entropy
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -356,7 +341,7 @@ class Stage(nn.Module):
         assert targets_BT is not None
         loss = self.loss(
             hidden_BTD,
-            self.readout(model.readout),
+            model.readout,
             targets_BT,
             multiplier=model.logit_multiplier,
             factor=self.factor,

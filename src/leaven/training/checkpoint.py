@@ -420,7 +420,7 @@ class CheckpointManager:
         earlier than others.
 
         Raises:
-            NoReply: if the first process does not report the result.
+            ProcessLost: if the first process does not report the result.
         """
         if self._writing is None or not (wait or self._writing.done()):
             return None

@@ -25,7 +25,7 @@ from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup, mesh_
 from leaven.distributed.sharded_model import build_stage
 from leaven.model import transformer
 from leaven.model.loss import CHUNK_ELEMENTS
-from leaven.model.transformer import LossFunction, Stage
+from leaven.model.transformer import Stage
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.verification.allocation_tracker import AllocationTracker, BytesByPart
@@ -93,7 +93,7 @@ def two_steps(training: Training, tracker: AllocationTracker, step: Callable[[],
     return StepMemory(tracker.now(), tracker.peak())
 
 
-def _within(tracker: AllocationTracker, part: str, loss: LossFunction) -> LossFunction:
+def _within(tracker: AllocationTracker, part: str, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def counted(*arguments: Any, **how: Any) -> Tensor:
         with tracker.within(part):
             return loss(*arguments, **how)

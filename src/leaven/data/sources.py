@@ -1,0 +1,103 @@
+"""Find the files or the data set that a source of a recipe names."""
+
+import glob
+import os
+import sysconfig
+from pathlib import Path
+
+from leaven.data.hub import SCHEME, SourcePart, open_split
+from leaven.data.readers import SUFFIXES, File
+from leaven.recipe.data import DataSource
+from leaven.recipe.errors import InputError
+
+# Tests are half of the standard library (33 MB in Python 3.11), and many distributions ship Python without them.
+# Without them, reading is faster and all machines have the same text. The encodings are tables that a model
+# learns at once; half of the validation text would consist of them.
+_NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
+_MAGIC = frozenset("*?[")
+
+SHAKESPEARE = Path(__file__).with_name("shakespeare.jsonl.gz")
+"""1.1 MB of Shakespeare's plays, the same text on every machine, in 133 documents of whole speeches. The plays are in
+the public domain; the selection is that of "tinyshakespeare" (Karpathy 2015, github.com/karpathy/char-rnn)."""
+
+BYTES_PER_TOKEN = 3.75
+"""Typical number of bytes of a token. With a BPE of a few thousand tokens, 10.7 MB of python-stdlib became 2.86 M
+tokens (docs/log.md)."""
+_UNPACKED = {".gz": 3.0, ".zst": 3.0, ".parquet": 2.0}
+
+
+def source_parts(source: DataSource) -> list[SourcePart]:
+    """Return the parts of a source: one split of a data set, or files sorted by key. A source is one of:
+
+    - ``python-stdlib``: the modules of the running Python's standard library, without its tests;
+    - ``tiny-shakespeare``: the plays that come with leaven (`SHAKESPEARE`);
+    - a path or glob: a ``.txt`` file is one document; in ``.jsonl``, ``.jsonl.gz`` and ``.jsonl.zst`` files each
+      line is a document, and in ``.parquet`` files each row;
+    - ``hf://org/dataset``: see :mod:`leaven.data.hub`.
+
+    The key of a file that a pattern matches is its path below the last folder before the first wildcard:
+    ``b/c.txt`` for the file ``/a/b/c.txt`` and the pattern ``/a/*/*.txt``.
+
+    Raises:
+        InputError: if there is no such source, or it contains files of another format.
+    """
+    if source.source.startswith(SCHEME):
+        return [open_split(source.source, source.text)]
+    return [File(key, path, source.text) for key, path in _files(source.source)]
+
+
+def estimated_tokens(source: str) -> int | None:
+    """Estimate the number of tokens of a source from the size of its files. Return None for an hf:// source.
+
+    Raises:
+        InputError: if the source does not name any file, or only empty files.
+    """
+    if source.startswith(SCHEME):
+        return None
+    size = sum(path.stat().st_size * _UNPACKED.get(path.suffix, 1.0) for _, path in _files(source))
+    if not size:
+        raise InputError(f"data.source {source!r} is empty; give files that contain text")
+    return max(round(size / BYTES_PER_TOKEN), 1)
+
+
+def _files(source: str) -> list[tuple[str, Path]]:
+    """Return the key and path of each file of a source, sorted by key."""
+    if source == "python-stdlib":
+        return _standard_library()
+    if source == "tiny-shakespeare":
+        return [(SHAKESPEARE.name, SHAKESPEARE)]
+    path = Path(source).expanduser()
+    if os.path.isdir(path):
+        raise InputError(
+            f"data.source {source!r} is a folder; give a pattern of the files in it, for example '{source}/**/*.txt'"
+        )
+    if os.path.exists(path):
+        found = [(path.name, path)]
+    else:
+        fixed = next((n for n, part in enumerate(path.parts) if _MAGIC & set(part)), len(path.parts))
+        root = Path(*path.parts[:fixed])
+        paths = (Path(name) for name in glob.glob(str(path), recursive=True))
+        found = sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+    if not found:
+        raise InputError(
+            f"data.source {source!r} matches no file; give python-stdlib, tiny-shakespeare, hf://org/dataset, or a "
+            f"path or glob, relative to the current folder, of {', '.join(SUFFIXES)} files"
+        )
+    for _, file in found:
+        if not file.name.endswith(SUFFIXES):
+            raise InputError(f"{file} is not a {', '.join(SUFFIXES)} file; convert it or exclude it from data.source")
+    return found
+
+
+def _standard_library() -> list[tuple[str, Path]]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _NOT_LIBRARY]
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        found += [(path.relative_to(root).as_posix(), path) for path in paths]
+    if not found:
+        raise InputError(
+            f"this Python has no source code of its standard library in {root}; set data.source to the path of a text"
+        )
+    return sorted(found)
