@@ -32,9 +32,14 @@ LEAST_WEIGHT = 1e-6
 _TOKEN_WEIGHT = 0.125
 
 
+def ratio(a: float, b: float) -> float:
+    """Return the factor between two values, at least 1; infinite if exactly one of them is 0."""
+    return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)
+
+
 def size_ratio(run: PublishedRun, params: int) -> float:
     """Return the factor between the sizes of a run and of a model, at least 1."""
-    return max(run.params_total / params, params / run.params_total)
+    return ratio(run.params_total, params)
 
 
 def of_size(params: int) -> list[PublishedRun]:
