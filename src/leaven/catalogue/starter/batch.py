@@ -126,7 +126,7 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         },
     )
     if not (ramps and shares):
-        draft.amend("batch.tokens", no_ramp=about)
+        draft.why["batch.tokens"] += f"; no ramp: {about}"
         draft.step("ramp", voters, "no ramp", about=about, no_share=ramps, steps=_steps(draft, at))
         return
     # Starts below 1/16 of the batch are not among the choices, because a small batch limits data parallelism.

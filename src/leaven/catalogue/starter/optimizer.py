@@ -166,7 +166,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
     decay = draft.document["hyperparameters"]["weight_decay"]
     off = max(by_tau / decay, decay / by_tau) if decay else math.inf
     if off > 2:
-        draft.spreads["weight decay"] = off
+        draft.uncertain["weight decay"] = {"spread": off, "by_tau": by_tau}
     _choose_init(draft, at)
     ends = draft.document["hyperparameters"].get("modules", {}).get("attention.out", {})
     width = run.arch.d_model if run and run.arch.d_model else at.model.d_model
@@ -217,7 +217,7 @@ def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
             "runs": scaled or None,
         }
         found = [*rules.values(), *(value / math.sqrt(model.d_model) for value in scaled.values())]
-        draft.spreads["init std"] = max(found) / min(found)
+        draft.uncertain["init std"] = {"spread": max(found) / min(found)}
     draft.decide("hyperparameters.init", "rule")
     draft.decide("hyperparameters.init_std", float(f"{std:.3g}"), message, **facts)
     ends = "end of a branch as the reference" if run and run.init_std and pre_norm else "end of a branch"

@@ -81,9 +81,13 @@ def starter(request: StarterRequest) -> Derivation:
     _choose_scaling(draft, scale, base)
     _choose_safeguards(draft, scale, base)
     try:
-        return Derivation(_with_defaults(draft), tuple(draft.steps), base.tuning)
+        recipe = Recipe.model_validate(draft.document)
     except ValidationError as error:
         raise InputError(f"these values cannot be combined in a recipe: {explain(error)}") from None
+    # The reasons for values that neither laws nor neighbours decide.
+    written, defaults = flatten(recipe.model_dump(mode="json", exclude_none=True)), constants("defaults")
+    others = {path: defaults[path] for path in written if path in defaults and path not in draft.why}
+    return Derivation(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning)
 
 
 def untuned(recipe: Recipe) -> Recipe:
@@ -200,19 +204,8 @@ def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase)
     draft.decide("stability.checkpoint_every_tokens", every)
     draft.decide("evaluation.every_tokens", often, share=often / tokens)
     draft.decide("evaluation.tokens", held_out, share=held_out / often)
-    decay = draft.decisions.get("hyperparameters.weight_decay")
-    by_tau = decay.facts.get("by_tau") if decay else None
     uncertain = [
-        sentence("uncertain", about, {"spread": spread, "by_tau": by_tau, "proxy": base.tuning.proxy is not None})
-        for about, spread in sorted(draft.spreads.items(), key=lambda item: -item[1])
+        sentence("uncertain", about, facts | {"proxy": base.tuning.proxy is not None})
+        for about, facts in sorted(draft.uncertain.items(), key=lambda item: -item[1]["spread"])
     ]
     draft.step("guards", uncertain="; ".join(uncertain) or None)
-
-
-def _with_defaults(draft: StarterDraft) -> Recipe:
-    """Return the finished recipe, with reasons also for the values that neither laws nor neighbours decide."""
-    recipe = draft.recipe()
-    defaults = constants("defaults")
-    values = flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"why"}))
-    left = {path: defaults[path] for path in values if path not in draft.decisions and path in defaults}
-    return recipe.replace({"why": recipe.why | left})
