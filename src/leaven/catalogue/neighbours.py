@@ -47,13 +47,11 @@ def of_size(params: int) -> list[PublishedRun]:
     return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
 
 
-def first_of_each(
-    runs: Iterable[PublishedRun], group: Callable[[PublishedRun], str] = lambda run: run.lineage.name
-) -> list[PublishedRun]:
-    """Return the first run of each lineage, or of each group that ``group`` names, in the order of ``runs``."""
+def first_of_each(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
+    """Return the first run of each lineage, in the order of ``runs``."""
     first: dict[str, PublishedRun] = {}
     for run in runs:
-        first.setdefault(group(run), run)
+        first.setdefault(run.lineage.name, run)
     return list(first.values())
 
 

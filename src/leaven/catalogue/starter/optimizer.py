@@ -1,12 +1,10 @@
 """Choose learning rate, schedule, moments, decay and initialisation of a starter recipe."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
-from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.schedules import cooldown_share, warmup_tokens
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
 from leaven.recipe.batch import Batch, BatchSchedule
@@ -76,24 +74,6 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
     return lr
 
 
-@dataclass(frozen=True)
-class _Warmup:
-    """The length of a published warm-up: in steps if the batch was constant, in tokens if it grew."""
-
-    steps: float
-    tokens: float | None
-
-    def __str__(self) -> str:
-        return f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_quantity(self.tokens)} tokens"
-
-
-def _warmup(run: PublishedRun) -> _Warmup | None:
-    tokens = warmup_tokens(run)
-    if not (tokens and run.batch_tokens):
-        return None
-    return _Warmup(tokens / run.batch_tokens, tokens if run.batch_grew else None)
-
-
 def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     """Choose the warm-up and the decay of the lr.
 
@@ -101,8 +81,14 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         InputError: if the warm-up of the reference run is longer than the whole run.
     """
     near, tokens = at.near, at.tokens
-    lengths: dict[str, _Warmup] = near.values(_warmup)
-    votes = near.middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
+    votes_by, lengths = {}, {}
+    for id, length in near.values(lambda run: (run.batch_tokens and warmup_tokens(run)) or None).items():
+        steps = length / near.table[id].batch_tokens
+        if near.table[id].batch_grew:  # then the warm-up counts in tokens, else in steps
+            votes_by[id], lengths[id] = length, f"{format_quantity(length)} tokens"
+        else:
+            votes_by[id], lengths[id] = steps * batch, f"{steps:,.0f} steps"
+    votes = near.middle(votes_by)
     wanted = votes.value
     own = near.reference is not None and near.reference.id in votes.by
     warmup = round(wanted if own else min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
