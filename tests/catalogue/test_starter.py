@@ -13,8 +13,7 @@ from leaven.catalogue.laws import find_law
 from leaven.catalogue.neighbours import middle, neighbours, size_ratio
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
-from leaven.catalogue.schedules import batch_ramps
-from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS
+from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, batch_ramps
 from leaven.catalogue.starter.decisions import Derivation
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.request import StarterRequest

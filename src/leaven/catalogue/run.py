@@ -1,6 +1,7 @@
 """One published training run: groups of values with their sources, and the same values under leaven's names."""
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -155,6 +156,22 @@ class PublishedRun(Part):
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
 
     @property
+    def stage_begins(self) -> list[float] | None:
+        """Return how many tokens the run had consumed before each stage of its batch, or None if not published."""
+        begins, steps = [0.0], 0
+        for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
+            if "from_tokens" in stage:
+                begins.append(stage["from_tokens"])
+            elif "from_fraction" in stage and self.tokens:
+                begins.append(stage["from_fraction"] * self.tokens)
+            elif "from_step" in stage:
+                begins.append(begins[-1] + (stage["from_step"] - steps) * before["tokens"])
+                steps = stage["from_step"]
+            else:
+                return None
+        return begins
+
+    @property
     def optimizer(self) -> Optimizer | None:
         return self.optim.optimizer if self.optim else None
 
@@ -199,6 +216,32 @@ class PublishedRun(Part):
         if schedule.warmup_steps is not None and tokens and batch and self.ramp is None:
             return schedule.warmup_steps * batch / tokens
         return schedule.warmup_fraction
+
+    @property
+    def warmup_tokens(self) -> float | None:
+        """Return the warm-up in tokens. A warm-up in steps is converted with the batches of those steps."""
+        if self.warmup_fraction is not None and self.tokens:
+            return self.warmup_fraction * self.tokens
+        steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
+        if not (steps and begins and self.ramp and self.ramp.stages):
+            return None
+        total, left = 0.0, float(steps)
+        for stage, begin, end in zip(self.ramp.stages, begins, [*begins[1:], math.inf], strict=True):
+            taken = min(left, (end - begin) / stage["tokens"])
+            total, left = total + taken * stage["tokens"], left - taken
+        return total
+
+    @property
+    def cooldown_share(self) -> float | None:
+        """Return the share of the run that the final cooldown took, or None if no wsd schedule is published."""
+        schedule = self.schedule
+        if schedule is None or schedule.shape != "wsd":
+            return None
+        if schedule.decay_fraction is not None:
+            return schedule.decay_fraction
+        if schedule.decay_steps and schedule.total_steps:
+            return schedule.decay_steps / schedule.total_steps
+        return schedule.decay_tokens / self.tokens if schedule.decay_tokens and self.tokens else None
 
     @property
     def decay(self) -> Decay | None:

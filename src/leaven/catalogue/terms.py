@@ -16,10 +16,6 @@ class _Term(NamedTuple):
     published: tuple[str, ...]  # the paths in a run's file that state this value
 
 
-def _warmup_tokens(run: PublishedRun) -> int | None:
-    return round(run.warmup_fraction * run.tokens) if run.warmup_fraction is not None and run.tokens else None
-
-
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
     """Return the first batch in tokens, and after how many tokens the batch has its full size.
 
@@ -54,7 +50,7 @@ _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
     "batch.ramp.start_tokens": lambda run: run.ramp_start_tokens,
     "batch.ramp.over_tokens": lambda run: run.ramp_tokens,
-    "schedule.warmup_tokens": _warmup_tokens,
+    "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
     "schedule.decay": lambda run: run.decay,
     "schedule.min_lr_ratio": lambda run: run.min_lr_ratio,
 }

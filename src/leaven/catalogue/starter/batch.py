@@ -1,15 +1,16 @@
 """Choose the batch of a starter recipe and the ramp up to that batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
-from leaven.catalogue.schedules import batch_ramps, repeated_growth
+from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
-from leaven.recipe.batch import Batch, BatchSchedule, Ramp
+from leaven.recipe.batch import Batch, BatchSchedule, BatchStage, Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.units import format_quantity
 
@@ -26,6 +27,63 @@ LARGEST_CONSTANT = 8_400_000
 larger batches reached them with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not state how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
+
+
+def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the starts and the lengths of published batch ramps, both by run id.
+
+    A start is the first batch as a share of the last; a length is a share of the run. Each family has one vote, its
+    largest run, because a team chooses its own ramp even if it copies a learning rate.
+    """
+    starts: dict[str, tuple[str, float]] = {}
+    lengths: dict[str, tuple[str, float]] = {}
+    for run in runs or load_runs():  # from small to large: the largest of a family is kept
+        ramp = run.ramp
+        if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
+            continue
+        if run.ramp_start:
+            starts[run.family] = run.id, run.ramp_start
+        if run.ramp_tokens and run.tokens:
+            lengths[run.family] = run.id, run.ramp_tokens / run.tokens
+        elif ramp.over_fraction_of_samples:
+            lengths[run.family] = run.id, ramp.over_fraction_of_samples
+    return dict(starts.values()), dict(lengths.values())
+
+
+def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[BatchStage, ...] | None:
+    """Return a run's batch growth, adapted to a run of ``tokens`` tokens that ends with batches of ``batch`` tokens.
+
+    Every increment or stage comes at the same share of the run. Batch sizes are multiples of ``unit``, which divides
+    ``batch``. If length, batch and sequence length are the published ones, so is the growth. Return None if too
+    little is published.
+    """
+    ramp, length = run.ramp, run.tokens
+    if not (run.batch_grew and ramp and length):
+        return None
+    longer = tokens / length
+    if ramp.stages:
+        begins = run.stage_begins
+        sizes = [max(round(stage["tokens"] / unit), 1) * unit for stage in ramp.stages]
+        if begins is None:
+            return None
+        return tuple(
+            BatchStage(from_tokens=round(begin * longer), tokens=size)
+            for begin, size in zip(begins, [*sizes[:-1], batch], strict=True)
+        )
+    seq_len = run.data.seq_len if run.data else None
+    if not (ramp.kind == "increments" and ramp.start_samples and ramp.n_increments and ramp.over_tokens and seq_len):
+        return None
+    start = max(round(ramp.start_samples * seq_len / unit), 1)
+    climb, count = batch // unit - start, ramp.n_increments
+    if climb <= 0:
+        return None
+    counts = [n for n in range(1, climb + 1) if climb % n == 0]
+    nearest = min(counts, key=lambda n: abs(math.log(n / count)))
+    return Ramp(
+        start_tokens=start * unit,
+        increment_tokens=climb // nearest * unit,
+        over_tokens=max(round(ramp.over_tokens * longer), 1),
+    )
 
 
 def batch_evidence(at: StarterScale) -> Evidence:

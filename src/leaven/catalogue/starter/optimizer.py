@@ -5,7 +5,6 @@ from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
-from leaven.catalogue.schedules import cooldown_share, warmup_tokens
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
@@ -82,7 +81,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     """
     near, tokens = at.near, at.tokens
     votes_by, lengths = {}, {}
-    for id, length in near.values(lambda run: (run.batch_tokens and warmup_tokens(run)) or None).items():
+    for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():
         steps = length / near.table[id].batch_tokens
         if near.table[id].batch_grew:  # then the warm-up counts in tokens, else in steps
             votes_by[id], lengths[id] = length, f"{format_quantity(length)} tokens"
@@ -123,7 +122,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
         draft.decide("schedule.min_lr_ratio", 0.0, "linear to zero", **facts)
         return
     draft.decide("schedule.decay", decay.value, votes=decay)
-    cooldowns = near.values(cooldown_share)
+    cooldowns = near.values(lambda run: run.cooldown_share)
     if decay.value == "wsd" and cooldowns:
         draft.decide("schedule.decay_ratio", float(f"{middle(cooldowns).value:.3g}"), runs=cooldowns)
     # A floor depends on the shape of its decay (linear: 0, cosine: 10%).
