@@ -1,4 +1,4 @@
-"""Compute-optimal sizes against the tables of the papers. Known misprints must not give them."""
+"""Compute-optimal sizes against the tables of the papers."""
 
 import pytest
 
@@ -75,12 +75,10 @@ def test_deepseeks_two_printed_laws_give_the_budget() -> None:
     assert found.tokens == pytest.approx(5.8316 * 1e20**0.4757, rel=1e-3)
 
 
-def test_llama_3_gives_its_published_point_but_its_printed_constants_do_not() -> None:
+def test_llama_3_gives_its_published_point() -> None:
     found = next(each for each in compute_optimal(3.8e25) if each.law == "Llama 3 2024")
     assert found.tokens == pytest.approx(16.55e12)
     assert found.params == pytest.approx(402e9, rel=0.06)  # its FLOPs have the attention, 6 N D has not
-    printed = 0.29 * 3.8e25**0.53
-    assert printed == pytest.approx(16.55e12 / 1.58, rel=0.01)
 
 
 def test_ranges() -> None:

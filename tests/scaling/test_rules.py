@@ -114,15 +114,6 @@ def test_tables_row_by_row(name: str, role: Role, alpha: float) -> None:
     assert found.attention == 1  # the head dimension is kept
 
 
-def test_complete_d_p_differs_from_the_printed_table_only_in_the_eps_of_the_final_norm() -> None:
-    for role in Role:
-        printed = [cell(0.75) for cell in PRINTED_COMPLETE_D_P[role][:3]]
-        found = moved("complete-d-p", role, 0.75)
-        values = [found.init_std**2, found.lr / math.sqrt(Q), found.eps * math.sqrt(Q)]
-        differs = [a for a, b in zip(values, printed, strict=True) if a != pytest.approx(b)]
-        assert differs == ([pytest.approx(1 / N)] if role in {Role.FINAL_NORM, Role.FINAL_BIAS} else [])
-
-
 def test_betas_keep_their_half_life_as_a_share_of_the_run_and_stay_in_range() -> None:
     found = moved("complete-d-p", Role.HIDDEN_WEIGHT)
     assert math.log(found.beta(0.9)) == pytest.approx(math.log(0.9) * Q)
