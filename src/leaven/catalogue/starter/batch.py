@@ -10,8 +10,9 @@ from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
-from leaven.recipe.batch import Batch, BatchSchedule, BatchStage, Ramp
+from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import flatten
 from leaven.recipe.units import format_quantity
 
 BATCH_TOKENS_EXPONENT = 0.46
@@ -50,12 +51,12 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
     return dict(starts.values()), dict(lengths.values())
 
 
-def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ramp | tuple[BatchStage, ...] | None:
+def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
     """Return a run's batch growth, adapted to a run of ``tokens`` tokens that ends with batches of ``batch`` tokens.
 
-    Every increment or stage comes at the same share of the run. Batch sizes are multiples of ``unit``, which divides
-    ``batch``. If length, batch and sequence length are the published ones, so is the growth. Return None if too
-    little is published.
+    The result is the ``ramp`` or the ``stages`` of a recipe's ``[batch]``. Every increment or stage comes at the same
+    share of the run. Batch sizes are multiples of ``unit``, which divides ``batch``. If length, batch and sequence
+    length are the published ones, so is the growth. Return None if too little is published.
     """
     ramp, length = run.ramp, run.tokens
     if not (run.batch_grew and ramp and length):
@@ -66,10 +67,8 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
         sizes = [max(round(stage["tokens"] / unit), 1) * unit for stage in ramp.stages]
         if begins is None:
             return None
-        return tuple(
-            BatchStage(from_tokens=round(begin * longer), tokens=size)
-            for begin, size in zip(begins, [*sizes[:-1], batch], strict=True)
-        )
+        begun = zip(begins, [*sizes[:-1], batch], strict=True)
+        return {"stages": [{"from_tokens": round(begin * longer), "tokens": size} for begin, size in begun]}
     seq_len = run.data.seq_len if run.data else None
     if not (ramp.kind == "increments" and ramp.start_samples and ramp.n_increments and ramp.over_tokens and seq_len):
         return None
@@ -79,11 +78,8 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> Ra
         return None
     counts = [n for n in range(1, climb + 1) if climb % n == 0]
     nearest = min(counts, key=lambda n: abs(math.log(n / count)))
-    return Ramp(
-        start_tokens=start * unit,
-        increment_tokens=climb // nearest * unit,
-        over_tokens=max(round(ramp.over_tokens * longer), 1),
-    )
+    increment, over = climb // nearest * unit, max(round(ramp.over_tokens * longer), 1)
+    return {"ramp": Ramp(start_tokens=start * unit, increment_tokens=increment, over_tokens=over).model_dump()}
 
 
 def batch_evidence(at: StarterScale) -> Evidence:
@@ -145,18 +141,12 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     shares = [n for n in range(2, MOST_INCREMENTS + 1) if sequences % (n * ranks) == 0]
     if run:
         if growth := repeated_growth(run, at.tokens, batch, ranks * seq_len):
-            if isinstance(growth, Ramp):
-                for key, value in growth.model_dump().items():
-                    draft.decide(f"batch.ramp.{key}", value, "growth of the reference")
-            else:
-                draft.decide("batch.stages", [stage.model_dump() for stage in growth], "growth of the reference")
-            sizes = [
-                f"{format_quantity(size)} from {format_quantity(begin)}"
-                for begin, size in Batch.model_validate(draft.document["batch"]).sizes
-            ]
+            for path, value in flatten({"batch": growth}).items():
+                draft.decide(path, value, "growth of the reference")
+            sizes = [f"{format_quantity(size)} from {format_quantity(begin)}" for begin, size in draft.batches.sizes]
             first_and_last = sizes if len(sizes) <= 4 else [sizes[0], "...", sizes[-1]]
-            sources = near.sources([run.id])
-            draft.step("ramp", sources, "growth of the reference", sizes=first_and_last, steps=_steps(draft, at))
+            steps = draft.batches.first_step_at(at.tokens)
+            draft.step("ramp", near.sources([run.id]), "growth of the reference", sizes=first_and_last, steps=steps)
             return
         own_starts, own_lengths = batch_ramps([run])
         ramps = bool(run.batch_grew and own_starts and own_lengths)
@@ -185,28 +175,18 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     )
     if not (ramps and shares):
         draft.why["batch.tokens"] += f"; no ramp: {about}"
-        draft.step("ramp", voters, "no ramp", about=about, no_share=ramps, steps=_steps(draft, at))
+        draft.step(
+            "ramp", voters, "no ramp", about=about, no_share=ramps, steps=draft.batches.first_step_at(at.tokens)
+        )
         return
     # Starts below 1/16 of the batch are not among the choices, because a small batch limits data parallelism.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
-    ramp = Ramp(start_tokens=first, increment_tokens=first, over_tokens=max(round(length * at.tokens), 1))
-    for key in ("start_tokens", "increment_tokens", "over_tokens"):
-        draft.decide(
-            f"batch.ramp.{key}",
-            getattr(ramp, key),
-            part=part,
-            length=length,
-            starts=starts,
-            lengths=lengths,
-            about=about,
-        )
-    draft.step("ramp", [*starts, *lengths, *voters], steps=_steps(draft, at))
-
-
-def _steps(draft: StarterDraft, at: StarterScale) -> int:
-    """Return the number of steps of the run, including those of its ramp."""
-    return BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(at.tokens)
+    over = max(round(length * at.tokens), 1)
+    facts: dict[str, Any] = {"part": part, "length": length, "starts": starts, "lengths": lengths, "about": about}
+    for key, tokens in {"start_tokens": first, "increment_tokens": first, "over_tokens": over}.items():
+        draft.decide(f"batch.ramp.{key}", tokens, **facts)
+    draft.step("ramp", [*starts, *lengths, *voters], steps=draft.batches.first_step_at(at.tokens))
 
 
 def _divisible(sequences: int, gpus: int) -> int:

@@ -16,6 +16,7 @@ from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import DerivationRow
+from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
 
@@ -115,6 +116,11 @@ class StarterDraft:
     steps: list[DerivationRow] = field(default_factory=list)
     uncertain: dict[str, dict[str, float]] = field(default_factory=dict)  # facts about values whose sources differ
     _open: dict[str, dict[str, Any]] = field(default_factory=dict)  # facts of the values since the last step, by path
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """Return the batch of every step, from the values of ``[batch]`` that are decided."""
+        return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
         """Set a value. ``message`` is the key of the message with its reason; the default is the value's path."""

@@ -6,7 +6,6 @@ from typing import Any
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
-from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.shape import BRANCH_ENDS
@@ -101,7 +100,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         warmup,
         own=own,
         votes=votes,
-        steps=BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup),
+        steps=draft.batches.first_step_at(warmup),
         lengths=lengths,
         longest=LONGEST_WARMUP if wanted > warmup != round(wanted) else None,
         shortest=SHORTEST_WARMUP if wanted < warmup != round(wanted) else None,
