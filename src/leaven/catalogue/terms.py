@@ -3,17 +3,11 @@
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe, flatten
-
-
-class _Term(NamedTuple):
-    of_run: Callable[[PublishedRun], Any]
-    of_recipe: Callable[[Recipe], Any]
-    published: tuple[str, ...]  # the paths in a run's file that state this value
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
@@ -66,22 +60,16 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 }
 
 
-def reader(path: str) -> Callable[[Any], Any]:
-    """Return a function that reads the value at a dotted path, or None if a part of the path is missing."""
-
-    def read(source: Any) -> Any:
-        for name in path.split("."):
-            source = getattr(source, name, None)
-        return source
-
-    return read
-
-
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
-TERMS = {
-    path: _Term(_OF_RUN.get(path) or reader(published[0]), _OF_RECIPE.get(path) or reader(path), tuple(published))
-    for path, published in _DATA["published"].items()
-}
+TERMS: dict[str, list[str]] = _DATA["published"]
+"""The paths of a recipe, each with the paths in a run's file that state the same value."""
+
+
+def read(source: Any, path: str) -> Any:
+    """Return the value at a dotted path, or None if a part of the path is missing."""
+    for name in path.split("."):
+        source = getattr(source, name, None)
+    return source
 
 
 def diff_in_terms(
@@ -109,9 +97,12 @@ def diff_in_terms(
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
     """Return the known values of a run or recipe, by the paths of a recipe."""
-    values = {
-        path: term.of_run(of) if isinstance(of, PublishedRun) else term.of_recipe(of) for path, term in TERMS.items()
-    }
+    values: dict[str, Any] = {}
+    for path, published in TERMS.items():
+        if isinstance(of, PublishedRun):
+            values[path] = _OF_RUN[path](of) if path in _OF_RUN else read(of, published[0])
+        else:
+            values[path] = _OF_RECIPE[path](of) if path in _OF_RECIPE else read(of, path)
     return {path: value for path, value in values.items() if value is not None}
 
 
@@ -127,7 +118,7 @@ def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
             if not counted and path.partition(".")[0] not in left_out["parts_of_a_recipe"]:
                 yield path, value
         return
-    taken = {path for term in TERMS.values() for path in term.published} | {*left_out["follow_from_others"]}
+    taken = {path for published in TERMS.values() for path in published} | {*left_out["follow_from_others"]}
     for path, value in of.flat().items():
         passed = path in taken or path.partition(".")[0] in left_out["parts_of_a_run"]
         # The start and the length of a ramp are terms.

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
 from leaven.catalogue.runs import load_runs
-from leaven.catalogue.terms import reader
+from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
@@ -77,7 +77,7 @@ class Check:
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the hidden matrices have"
         elif self.setting:
-            value = reader(self.setting)(case.recipe)
+            value = read(case.recipe, self.setting)
         if self.hidden and self.trained and (row := farthest(case.rows, self.hidden, self.trained)):
             facts |= {"least": self.trained[0], "most": self.trained[1]}
             if (own := getattr(row, self.hidden)) != value:
@@ -85,7 +85,7 @@ class Check:
         return replace(
             self,
             value=value,
-            of_run=reader(self.run) if self.run else self.of_run,
+            of_run=lambda run: read(run, self.run) if self.run else None,
             suggestions=[*(case.at_base(self.hidden or "", value) for value in self.wanted), *self.set],
             facts=facts,
             sure=bool(case.neighbours) or self.far_from_runs != "note",
