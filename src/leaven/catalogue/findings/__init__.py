@@ -71,19 +71,19 @@ def find(check: Check, case: Case) -> FindingRow | None:
     severity: Severity = "note"
     alike: list[str] = []
     runs = list(read.runs or ())
-    if value is not None and read.usual and read.outside and read.far:
-        if _within(check, value, read.usual):
+    if value is not None and read.usual:
+        low, high = usual = read.range(read.usual)
+        if _within(check, value, usual):
             return None
-        low, high = read.usual
         beyond = (value, math.inf) if value > high else (-math.inf, value)
         valued = [(run, own) for run in case.runs if (own := read.of_run(run)) is not None]
         did_so = [run.id for run, own in valued if _within(check, own, beyond)]
         alike = [id for id in did_so if id in case.alike]
         if read.runs is None:
-            runs = first_of_each(run for run, own in valued if _within(check, own, read.usual))[:VOTES]
+            runs = first_of_each(run for run, own in valued if _within(check, own, usual))[:VOTES]
         factor = ratio(_distance(check, value), _distance(check, high if value > high else low))
-        if not alike and read.sure and not _within(check, value, read.outside):
-            severity = "outside" if _within(check, value, read.far) else "far outside"
+        if not alike and read.sure and not _within(check, value, read.range(read.outside)):
+            severity = "outside" if _within(check, value, read.range(read.far)) else "far outside"
         elif check.untried(value):
             severity = "outside"
     else:

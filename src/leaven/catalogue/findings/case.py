@@ -52,9 +52,10 @@ class Check:
     reads: str  # the values of a recipe that the check reads
     path: str  # path of the value to which a finding refers
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
-    usual: Bounds | None = None  # beyond this range a value is a note,
-    outside: Bounds | None = None  # beyond this one outside,
-    far: Bounds | None = None  # and beyond this one far outside
+    usual: Sequence[Any] = ()  # beyond this range a value is a note,
+    outside: Sequence[Any] = ()  # beyond this one outside,
+    far: Sequence[Any] = ()  # and beyond this one far outside
+    otherwise: Mapping[str, Any] = field(default_factory=dict)  # limits for some recipes: `usual`, `outside`, `far`
     trained: Bounds | None = None  # beyond this range even a value that a search found is outside
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
     hidden: str | None = None  # compare this quantity of the hidden matrices, for example beta1
@@ -91,12 +92,23 @@ class Check:
             sure=bool(case.neighbours) or self.far_from_runs != "note",
         )
 
-    def limited(self, usual: Bounds | float, outside: Bounds | float, far: Bounds | float) -> "Check":
-        """Return the check with other limits; a single number is the upper end of a range without a lower end."""
-        usual, outside, far = (
-            limit if isinstance(limit, tuple) else (-math.inf, limit) for limit in (usual, outside, far)
-        )
-        return replace(self, usual=usual, outside=outside, far=far)
+    def alternative(self) -> "Check":
+        """Return the check with its other limits."""
+        return replace(self, **self.otherwise)
+
+    def range(self, limit: Sequence[Any]) -> Bounds:
+        """Return a limit as two numbers. An end such as ``1.5 most`` or ``least / 2`` is computed from the facts."""
+
+        def number(end: float | str) -> float:
+            if not isinstance(end, str):
+                return end
+            product, _, divisor = end.partition(" / ")
+            factor, _, name = product.rpartition(" ")
+            value: float = self.facts[name]
+            return float(factor or 1) * value / float(divisor or 1)
+
+        low, high = map(number, limit)
+        return low, high
 
     def untried(self, value: float | None) -> bool:
         """Return whether a value is beyond the range in which runs have trained well."""

@@ -31,12 +31,10 @@ def size(check: Check, case: Case) -> Check | None:
         return None
     nearest = case.runs[0]
     side = "larger" if nearest.params_total > case.params else "smaller"
-    return replace(
-        check.limited(case.published(attrgetter("params_total")), math.inf, math.inf),
-        value=float(case.params),
-        runs=[nearest],
-        facts={"nearest": nearest.id, "apart": size_ratio(nearest, case.params), "side": side},
-    )
+    least, most = case.published(attrgetter("params_total"))
+    apart = size_ratio(nearest, case.params)
+    facts = {"least": least, "most": most, "nearest": nearest.id, "apart": apart, "side": side}
+    return replace(check, value=float(case.params), runs=[nearest], facts=facts)
 
 
 def lr(check: Check, case: Case) -> Check | None:
@@ -51,20 +49,16 @@ def lr(check: Check, case: Case) -> Check | None:
     known = case.near(attrgetter("peak_lr"))
     if not known:
         return None
-    middle, lowest, highest = median(known), known[0], known[-1]
+    middle = median(known)
     lrs = [row.lr for row in case.rows if row.role in (Role.HIDDEN_WEIGHT, Role.EMBEDDING, Role.TIED_EMBEDDING)]
     value = case.hidden("lr")
     value = min(middle, max(value, *lrs)) if value < middle else max(middle, min(value, *lrs))
-    low, high = min(lowest, middle / 3), max(highest, 3 * middle)
     results = evaluate(case.params, case.tokens, params_non_embedding=case.recipe.model.params_non_embedding)
     laws = [result.lr for result in results if result.lr and not result.form_of]
-    return replace(
-        check.limited((lowest, highest), (low, high), (low / 3, high * 3)),
-        value=value,
-        suggestions=[case.at_base("lr", middle)],
-        runs=case.neighbours,
-        facts={"middle": middle, "times": value / middle, "least": min(laws), "most": max(laws)},
-    )
+    facts = {"middle": middle, "times": value / middle, "least": min(laws), "most": max(laws)}
+    facts |= {"lowest": known[0], "highest": known[-1]}
+    facts |= {"lower": min(known[0], middle / 3), "upper": max(known[-1], 3 * middle)}
+    return replace(check, value=value, suggestions=[case.at_base("lr", middle)], runs=case.neighbours, facts=facts)
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
@@ -73,13 +67,14 @@ def qk_norm(check: Check, case: Case) -> Check | None:
     if case.recipe.model.qk_norm or not without:
         return None
     highest = max(run.peak_lr or 0.0 for run in without)
+    unstable = [f"{run.id}: {what}; {action}" for run, what, action in _unstable("without qk-norm")]
     return replace(
-        check.limited(highest, 1.5 * highest, 5 * highest),
+        check,
         value=case.hidden("lr"),
         of_run=lambda run: None if run.arch.qk_norm else run.peak_lr,
         suggestions=[{"model.qk_norm": True}, case.at_base("lr", highest, math.floor)],
         runs=without,
-        facts={"unstable": [f"{run.id}: {what}; {action}" for run, what, action in _unstable("without qk-norm")]},
+        facts={"highest": highest, "unstable": unstable},
     )
 
 
@@ -102,7 +97,8 @@ def z_loss(check: Check, case: Case) -> Check | None:
     if not (len(without) > 1 and value > 1.5 * highest and users):
         return None
     suggestions = [case.at_base("lr", highest, math.floor)]
-    return replace(check.limited(highest, math.inf, math.inf), value=value, suggestions=suggestions, runs=users[:5])
+    facts = {"highest": highest}
+    return replace(check, value=value, suggestions=suggestions, runs=users[:5], facts=facts)
 
 
 def beta2(check: Check, case: Case) -> Check:
@@ -112,7 +108,7 @@ def beta2(check: Check, case: Case) -> Check:
     """
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     if case.batch <= _SMALL_BATCH:
-        check = check.limited((0.94, 0.999), (0.9, 0.9995), (0.8, 0.99995))
+        check = check.alternative()
     facts = {"usual": known.count(0.95), "known": len(known), "batch": case.batch}
     return replace(check, facts={**check.facts, **facts})
 
@@ -156,12 +152,11 @@ def timescale(check: Check, case: Case) -> Check | None:
         return tau / power_lines_tau(run.params_total, run.tokens)
 
     tau, best = case.batch / (case.hidden("lr") * decay * case.tokens), power_lines_tau(case.params, case.tokens)
-    low, high = 1 / 3, 5.0
-    by = tau / best / min(max(tau / best, low), high)  # to the nearest end of the usual range
+    by = tau / best / min(max(tau / best, check.usual[0]), check.usual[1])  # to the nearest end of the usual range
     inside = math.ceil if by > 1 else math.floor
     fitted = find_law("Power Lines 2025 timescale").fitted
     return replace(
-        check.limited((low, high), (1 / 5, 12.0), (1 / 20, 50.0)),
+        check,
         value=tau / best,
         of_run=of_run,
         suggestions=[
@@ -194,7 +189,7 @@ def decay_of_embeddings(check: Check, case: Case) -> Check | None:
 def clip(check: Check, case: Case) -> Check:
     written = case.recipe.hyperparameters.grad_clip
     if written.limit and written.mode != "global":
-        other = replace(check, usual=None, of_run=lambda run: None)
+        other = replace(check, usual=(), of_run=lambda run: None)
         return replace(other, value=written.limit, facts={"other": written.mode})
     facts = {"limit": written.limit or None, "off": not written.limit}
     return replace(check, value=written.limit or math.inf, facts=facts)
@@ -203,7 +198,7 @@ def clip(check: Check, case: Case) -> Check:
 def tokens_per_parameter(check: Check, case: Case) -> Check:
     value, most = case.tokens / case.params, case.published(attrgetter("tokens_per_parameter"))[1]
     return replace(
-        check.limited((16.0, most), (5.0, 1.5 * most), (1.0, 5 * most)),
+        check,
         value=value,
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
         facts={"few": value < _CHINCHILLA, "most": most},
@@ -247,7 +242,7 @@ def batch(check: Check, case: Case) -> Check | None:
     if not known:
         return None
     return replace(
-        check.limited(known[-1], 3 * known[-1], 10 * known[-1]),
+        check,
         suggestions=[case.with_batch(median(known)), case.with_batch(known[-1])],
         runs=case.neighbours,
         facts={"least": known[0], "most": known[-1]},
@@ -271,13 +266,13 @@ def critical_batch(check: Check, case: Case) -> Check:
         return run.batch_tokens / median(_critical_batches(run.params_total, run.tokens).values())
 
     laws = _critical_batches(case.params, case.tokens, case.recipe.model.params_non_embedding)
-    middle, most = median(laws.values()), case.published(of_run)[1]
+    middle = median(laws.values())
     return replace(
-        check.limited(1.0, most, 4 * most),
+        check,
         value=case.batch / middle,
         of_run=of_run,
         suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
-        facts={"laws": laws, "batch": case.batch},
+        facts={"laws": laws, "batch": case.batch, "most": case.published(of_run)[1]},
     )
 
 
@@ -289,15 +284,14 @@ def no_ramp(check: Check, case: Case) -> Check | None:
         """Return the batch of a run that had its full batch from the first step, else None."""
         return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
-    most, start = case.published(of_run)[1], case.sequences(case.batch / 8)
-    over = round(0.03 * case.tokens)
+    start, over = case.sequences(case.batch / 8), round(0.03 * case.tokens)
     ramp = {"start_tokens": start, "increment_tokens": case.batch - start, "over_tokens": over}
     return replace(
-        check.limited(4.2e6, most, 4 * most),
+        check,
         of_run=of_run,
         suggestions=[{"batch.ramp": ramp}],
         runs=[run for run in case.runs if run.ramp_start and (run.batch_tokens or 0) >= 2e6][:5],
-        facts={"most": most},
+        facts={"most": case.published(of_run)[1]},
     )
 
 
@@ -308,7 +302,7 @@ def ramp_start(check: Check, case: Case) -> Check | None:
     tenth, least = case.sequences(case.batch / 10), case.published(attrgetter("ramp_start"))[0]
     start = {"batch.ramp.start_tokens": case.batch - 9 * tenth, "batch.ramp.increment_tokens": tenth}
     return replace(
-        check.limited((least, 1.0), (least / 2, 1.0), (least / 10, 1.0)),
+        check,
         value=ramp.start_tokens / case.batch,
         suggestions=[start],
         facts={"start": ramp.start_tokens, "least": least},
@@ -337,15 +331,15 @@ def warm_up(check: Check, case: Case) -> Check:
     """
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
-    least, far = (0.0, 0.0) if taken >= _STEPS_OF_WARMUP else (0.001, 0.0001)
+    shortest = 0.0 if taken >= _STEPS_OF_WARMUP else 0.001
     hundredth = round(0.01 * case.tokens)
     usual = min(hundredth, batches.tokens_at_step(_STEPS_OF_WARMUP))
     others = (usual, math.ceil(0.001 * case.tokens), hundredth)
     return replace(
-        check.limited((0.001, 0.1), (least, longest), (far, max(0.5, longest))),
+        check,
         value=value / case.tokens,
         suggestions=[{"schedule.warmup_tokens": tokens} for tokens in others],
-        facts={"steps": taken},
+        facts={"steps": taken, "shortest": shortest, "longest": longest, "most": max(0.5, longest)},
     )
 
 
@@ -396,18 +390,18 @@ def residual_std(check: Check, case: Case) -> Check | None:
             return None
         return std / run.init_std * math.sqrt(2 * n_layers)
 
-    ends, share, most = 2 * case.recipe.model.n_layers, case.residual_std / case.init_std, case.published(of_run)[1]
+    ends, share = 2 * case.recipe.model.n_layers, case.residual_std / case.init_std
     value, modules = share * math.sqrt(ends), case.recipe.hyperparameters.modules
     written = {module: modules[module].init_std if module in modules else 1.0 for module in BRANCH_ENDS}
     other = {
         f"hyperparameters.modules.{module}.init_std": float(f"{std / value:.2g}") for module, std in written.items()
     }
     return replace(
-        check.limited(3.0, most, 3 * most),
+        check,
         value=value,
         of_run=of_run,
         suggestions=[other],
-        facts={"share": share, "ends": ends},
+        facts={"share": share, "ends": ends, "most": case.published(of_run)[1]},
     )
 
 
@@ -438,12 +432,12 @@ def precision(check: Check, case: Case) -> Check | None:
 def aspect_ratio(check: Check, case: Case) -> Check:
     model = case.recipe.model
     near = [run.aspect for run in case.runs if size_ratio(run, case.params) <= FACTOR and run.aspect]
-    low, high = case.published(attrgetter("aspect"))
+    least, most = case.published(attrgetter("aspect"))
     return replace(
-        check.limited((min(near), max(near)), (low, high), (low / 2, 2 * high)),
+        check,
         value=model.d_model / model.n_layers,
         suggestions=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
-        facts={"least": low, "most": high},
+        facts={"least": least, "most": most, "near_least": min(near), "near_most": max(near)},
     )
 
 
@@ -457,12 +451,9 @@ def head_size(check: Check, case: Case) -> Check:
 
 def mlp_ratio(check: Check, case: Case) -> Check:
     model = case.recipe.model
-    if model.gated:
-        check, usual = check.limited((2.6, 3.6), (2.0, 5.5), (1.0, 8.0)), 8 / 3
-    else:
-        check, usual = check.limited((3.9, 4.1), (3.0, 6.0), (2.0, 10.0)), 4.0
+    usual = 8 / 3 if model.gated else 4.0
     return replace(
-        check,
+        check if model.gated else check.alternative(),
         value=model.d_ff / model.d_model,
         of_run=lambda run: run.mlp_ratio if bool(run.arch.gated) is model.gated else None,
         suggestions=[{"model.d_ff": max(round(model.d_model * usual / 64) * 64, 64)}],
