@@ -7,12 +7,12 @@ what is compared, and a test in ``tests/catalogue`` with a fault that the check 
 import math
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from leaven.catalogue.findings import quantities
-from leaven.catalogue.findings.case import VOTES, Bounds, Case, Check, Suggestion
+from leaven.catalogue.findings.case import VOTES, Case, Check, Suggestion
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import first_of_each, ratio
 from leaven.documents.catalogue import FindingRow, Severity
@@ -67,28 +67,33 @@ def find(check: Check, case: Case) -> FindingRow | None:
     read = _read(check, case)
     if read is None:
         return None
+    valued = [(run, own) for run in case.runs if (own := read.of_run(run)) is not None]
+    known = [own for _, own in valued]
+    facts = ({"least": min(known), "most": max(known)} if known else {}) | read.facts
     value, low, high, factor = read.value, None, None, None
     severity: Severity = "note"
     alike: list[str] = []
     runs = list(read.runs or ())
     if value is not None and read.usual:
-        low, high = usual = read.range(read.usual)
+        usual, outside, far = (
+            tuple(_end(end, facts) for end in ends) for ends in (read.usual, read.outside, read.far)
+        )
         if _within(check, value, usual):
             return None
+        low, high = usual
         beyond = (value, math.inf) if value > high else (-math.inf, value)
-        valued = [(run, own) for run in case.runs if (own := read.of_run(run)) is not None]
         did_so = [run.id for run, own in valued if _within(check, own, beyond)]
         alike = [id for id in did_so if id in case.alike]
         if read.runs is None:
             runs = first_of_each(run for run, own in valued if _within(check, own, usual))[:VOTES]
         factor = ratio(_distance(check, value), _distance(check, high if value > high else low))
-        if not alike and read.sure and not _within(check, value, read.range(read.outside)):
-            severity = "outside" if _within(check, value, read.range(read.far)) else "far outside"
+        if not alike and read.sure and not _within(check, value, outside):
+            severity = "outside" if _within(check, value, far) else "far outside"
         elif check.untried(value):
             severity = "outside"
     else:
-        did_so = [run.id for run in case.runs if read.of_run(run)]
-    says = "; ".join(filled(read.message, {"value": value, "low": low, "high": high} | read.facts))
+        did_so = [run.id for run, own in valued if own]
+    says = "; ".join(filled(read.message, facts | {"value": value, "low": low, "high": high}))
     if _MEASURED.match(case.recipe.why.get(read.path, "")):  # a measured value is a note, not a fault
         severity = severity if check.untried(value) else "note"
         says = f"{says}; a search found this value, see [why]"
@@ -118,6 +123,15 @@ def _read(check: Check, case: Case) -> Check | None:
     return function(read, case) if function else read
 
 
+def _end(written: float | str, facts: Mapping[str, float]) -> float:
+    """Return an end of a limit; an end in words, such as ``1.5 most`` or ``least / 2``, is computed from facts."""
+    if not isinstance(written, str):
+        return written
+    product, _, divisor = written.partition(" / ")
+    factor, _, name = product.rpartition(" ")
+    return float(factor or 1) * facts[name] / float(divisor or 1)
+
+
 def _distance(check: Check, value: float) -> float:
     """Return the number that is compared with limits: 1 / (1 - beta) steps for a beta, else the value itself."""
     if check.hidden not in ("beta1", "beta2"):
@@ -125,7 +139,7 @@ def _distance(check: Check, value: float) -> float:
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
 
 
-def _within(check: Check, value: float, bounds: Bounds) -> bool:
+def _within(check: Check, value: float, bounds: Sequence[float]) -> bool:
     """Return whether a value is within bounds, with a tolerance because published values are rounded."""
     least, most = (_distance(check, bound) for bound in bounds)
     return (least if least <= 0 else least / _ROUNDING) <= _distance(check, value) <= most * _ROUNDING

@@ -68,7 +68,8 @@ class Check:
     value: float | None = None  # the value of the recipe
     of_run: OfRun = lambda run: None  # the value of a published run
     suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
-    facts: dict[str, Any] = field(default_factory=dict)  # fields of the message besides `value`, `low` and `high`
+    # Fields of the message, besides `value`, `low`, `high` and the extremes of `of_run`: `least` and `most`.
+    facts: dict[str, Any] = field(default_factory=dict)
     runs: Iterable[PublishedRun] | None = None  # runs to name; by default the nearest with a usual value
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
@@ -80,7 +81,7 @@ class Check:
         elif self.setting:
             value = read(case.recipe, self.setting)
         if self.hidden and self.trained and (row := farthest(case.rows, self.hidden, self.trained)):
-            facts |= {"least": self.trained[0], "most": self.trained[1]}
+            facts["trained"] = f"{self.trained[0]:g} to {self.trained[1]:g}"
             if (own := getattr(row, self.hidden)) != value:
                 value, facts["where"] = own, f"{row.module} has"
         return replace(
@@ -95,20 +96,6 @@ class Check:
     def alternative(self) -> "Check":
         """Return the check with its other limits."""
         return replace(self, **self.otherwise)
-
-    def range(self, limit: Sequence[Any]) -> Bounds:
-        """Return a limit as two numbers. An end such as ``1.5 most`` or ``least / 2`` is computed from the facts."""
-
-        def number(end: float | str) -> float:
-            if not isinstance(end, str):
-                return end
-            product, _, divisor = end.partition(" / ")
-            factor, _, name = product.rpartition(" ")
-            value: float = self.facts[name]
-            return float(factor or 1) * value / float(divisor or 1)
-
-        low, high = map(number, limit)
-        return low, high
 
     def untried(self, value: float | None) -> bool:
         """Return whether a value is beyond the range in which runs have trained well."""

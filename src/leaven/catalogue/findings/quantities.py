@@ -31,9 +31,7 @@ def size(check: Check, case: Case) -> Check | None:
         return None
     nearest = case.runs[0]
     side = "larger" if nearest.params_total > case.params else "smaller"
-    least, most = case.published(attrgetter("params_total"))
-    apart = size_ratio(nearest, case.params)
-    facts = {"least": least, "most": most, "nearest": nearest.id, "apart": apart, "side": side}
+    facts = {"nearest": nearest.id, "apart": size_ratio(nearest, case.params), "side": side}
     return replace(check, value=float(case.params), runs=[nearest], facts=facts)
 
 
@@ -201,7 +199,7 @@ def tokens_per_parameter(check: Check, case: Case) -> Check:
         check,
         value=value,
         suggestions=[case.with_tokens(math.floor(most if value > most else _CHINCHILLA) * case.params)],
-        facts={"few": value < _CHINCHILLA, "most": most},
+        facts={"few": value < _CHINCHILLA},
     )
 
 
@@ -217,7 +215,6 @@ def steps(check: Check, case: Case) -> Check:
         value=float(case.recipe.steps),
         of_run=of_run,
         suggestions=[*batches, case.with_tokens(10_000 * case.batch)],
-        facts={"fewest": case.published(of_run)[0]},
     )
 
 
@@ -272,7 +269,7 @@ def critical_batch(check: Check, case: Case) -> Check:
         value=case.batch / middle,
         of_run=of_run,
         suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
-        facts={"laws": laws, "batch": case.batch, "most": case.published(of_run)[1]},
+        facts={"laws": laws, "batch": case.batch},
     )
 
 
@@ -291,7 +288,6 @@ def no_ramp(check: Check, case: Case) -> Check | None:
         of_run=of_run,
         suggestions=[{"batch.ramp": ramp}],
         runs=[run for run in case.runs if run.ramp_start and (run.batch_tokens or 0) >= 2e6][:5],
-        facts={"most": case.published(of_run)[1]},
     )
 
 
@@ -299,13 +295,13 @@ def ramp_start(check: Check, case: Case) -> Check | None:
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None
-    tenth, least = case.sequences(case.batch / 10), case.published(attrgetter("ramp_start"))[0]
+    tenth = case.sequences(case.batch / 10)
     start = {"batch.ramp.start_tokens": case.batch - 9 * tenth, "batch.ramp.increment_tokens": tenth}
     return replace(
         check,
         value=ramp.start_tokens / case.batch,
         suggestions=[start],
-        facts={"start": ramp.start_tokens, "least": least},
+        facts={"start": ramp.start_tokens},
     )
 
 
@@ -401,7 +397,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
         value=value,
         of_run=of_run,
         suggestions=[other],
-        facts={"share": share, "ends": ends, "most": case.published(of_run)[1]},
+        facts={"share": share, "ends": ends},
     )
 
 
@@ -432,12 +428,11 @@ def precision(check: Check, case: Case) -> Check | None:
 def aspect_ratio(check: Check, case: Case) -> Check:
     model = case.recipe.model
     near = [run.aspect for run in case.runs if size_ratio(run, case.params) <= FACTOR and run.aspect]
-    least, most = case.published(attrgetter("aspect"))
     return replace(
         check,
         value=model.d_model / model.n_layers,
         suggestions=[{"model.n_layers": max(round(model.d_model / 80), 1)}],
-        facts={"least": least, "most": most, "near_least": min(near), "near_most": max(near)},
+        facts={"near_least": min(near), "near_most": max(near)},
     )
 
 
