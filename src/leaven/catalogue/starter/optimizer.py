@@ -151,15 +151,12 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
     off = max(by_tau / decay, decay / by_tau) if decay else math.inf
     if off > 2:
         draft.uncertain["weight decay"] = {"spread": off, "by_tau": by_tau}
-    _choose_init(draft, at)
-    ends = draft.document["hyperparameters"].get("modules", {}).get("attention.out", {})
+    ends = _choose_init(draft, at)
     width = run.arch.d_model if run and run.arch.d_model else at.model.d_model
     draft.step(
         "adam, init",
         [*near.sources(voters), "Power Lines 2025 timescale: arXiv 2505.13738", INITS["mt-nlg"].source],
-        tau=tau,
-        by_tau=by_tau,
-        ends=ends.get("init_std", 1.0),
+        ends=ends,
         width=width,
         rules=_init_rules(width),
     )
@@ -175,7 +172,8 @@ def _init_rules(width: int) -> dict[str, float]:
     }
 
 
-def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
+def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
+    """Choose the init std, and return its multiplier for the matrices that end a branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # One large std everywhere is fine with norms on the branches' outputs (OLMo 2: 0.02), but not in pre-norm blocks.
@@ -207,3 +205,4 @@ def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
     ends = "end of a branch as the reference" if run and run.init_std and pre_norm else "end of a branch"
     for module in BRANCH_ENDS if residual != 1 else ():
         draft.decide(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), ends, **facts)
+    return float(f"{residual:.4g}")
