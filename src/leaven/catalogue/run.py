@@ -6,26 +6,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from leaven.catalogue.groups import (
-    BatchRamp,
-    Hardware,
-    Instability,
-    Lineage,
-    NormPlacement,
-    Optim,
-    Optimizer,
-    Parallel,
-    Params,
-    PublishedArchitecture,
-    PublishedBatch,
-    PublishedData,
-    PublishedInit,
-    PublishedPrecision,
-    PublishedSchedule,
-    PublishedThroughput,
-    Texts,
-    TunedBase,
-)
+from leaven.catalogue import groups
+from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.documents.catalogue import RunSummary
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import flatten
@@ -89,21 +71,21 @@ class PublishedRun(Part):
     status: Literal["succeeded", "succeeded-with-interventions"]
     params_total: int
     params_active: int
-    lineage: Lineage
-    params: Params
-    arch: PublishedArchitecture
-    data: PublishedData | None = None
-    batch: PublishedBatch | None = None
-    optim: Optim | None = None
-    schedule: PublishedSchedule | None = None
-    init: PublishedInit | None = None
-    precision: PublishedPrecision | None = None
-    parallel: Parallel | None = None
-    hardware: Hardware | None = None
-    throughput: PublishedThroughput | None = None
-    tuning: TunedBase | None = None  # only for bases that leaven tuned itself
-    instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
-    notes: Texts = ()
+    lineage: groups.Lineage
+    params: groups.Params
+    arch: groups.PublishedArchitecture
+    data: groups.PublishedData | None = None
+    batch: groups.PublishedBatch | None = None
+    optim: groups.Optim | None = None
+    schedule: groups.PublishedSchedule | None = None
+    init: groups.PublishedInit | None = None
+    precision: groups.PublishedPrecision | None = None
+    parallel: groups.Parallel | None = None
+    hardware: groups.Hardware | None = None
+    throughput: groups.PublishedThroughput | None = None
+    tuning: groups.TunedBase | None = None  # only for bases that leaven tuned itself
+    instabilities: Annotated[tuple[groups.Instability, ...], Field(strict=False)] = ()
+    notes: groups.Texts = ()
 
     @property
     def tokens(self) -> int | None:
@@ -120,7 +102,7 @@ class PublishedRun(Part):
         return bool(self.batch and self.batch.rampup and self.batch.rampup.kind == "none")
 
     @property
-    def ramp(self) -> BatchRamp | None:
+    def ramp(self) -> groups.BatchRamp | None:
         """Return how the batch grew, or None if it did not grow or if that is not known."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
