@@ -52,15 +52,15 @@ class Check:
     reads: str  # the values of a recipe that the check reads
     path: str  # path of the value to which a finding refers
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
-    usual: Sequence[Any] = ()  # beyond this range a value is a note,
-    outside: Sequence[Any] = ()  # beyond this one outside,
-    far: Sequence[Any] = ()  # and beyond this one far outside
-    otherwise: Mapping[str, Any] = field(default_factory=dict)  # limits for some recipes: `usual`, `outside`, `far`
+    usual: Sequence[float | str] = ()  # a value beyond this range gives a note
+    outside: Sequence[float | str] = ()  # a value beyond this range is outside
+    far: Sequence[float | str] = ()  # a value beyond this range is far outside
+    otherwise: Mapping[str, Any] = field(default_factory=dict)  # these three limits for some recipes
     trained: Bounds | None = None  # beyond this range even a value that a search found is outside
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
-    hidden: str | None = None  # compare this quantity of the hidden matrices, for example beta1
-    setting: str | None = None  # or compare the recipe's value at this path
-    run: str | None = None  # with the value at this path in a published run
+    hidden: str | None = None  # the compared quantity of the hidden matrices, for example beta1
+    setting: str | None = None  # or the path of the compared value in the recipe
+    run: str | None = None  # path of the same value in a published run
     wanted: Sequence[float] = ()  # suggested values for the hidden matrices
     set: Sequence[Suggestion] = ()  # suggested changes of the recipe, by path
     far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
@@ -75,7 +75,7 @@ class Check:
 
     def read(self, case: "Case") -> "Check":
         """Return the check with the values, the suggestions and the facts that its entry in ``checks.toml`` names."""
-        value, facts = self.value, dict(self.facts)
+        value, facts = None, {}
         if self.hidden:
             value, facts["where"] = case.hidden(self.hidden), "the hidden matrices have"
         elif self.setting:
@@ -92,10 +92,6 @@ class Check:
             facts=facts,
             sure=bool(case.neighbours) or self.far_from_runs != "note",
         )
-
-    def alternative(self) -> "Check":
-        """Return the check with its other limits."""
-        return replace(self, **self.otherwise)
 
     def untried(self, value: float | None) -> bool:
         """Return whether a value is beyond the range in which runs have trained well."""

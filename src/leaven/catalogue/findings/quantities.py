@@ -106,7 +106,7 @@ def beta2(check: Check, case: Case) -> Check:
     """
     known = [run.optim.beta2 for run in case.runs if run.optim and run.optim.beta2]
     if case.batch <= _SMALL_BATCH:
-        check = check.alternative()
+        check = replace(check, **check.otherwise)
     facts = {"usual": known.count(0.95), "known": len(known), "batch": case.batch}
     return replace(check, facts={**check.facts, **facts})
 
@@ -150,7 +150,8 @@ def timescale(check: Check, case: Case) -> Check | None:
         return tau / power_lines_tau(run.params_total, run.tokens)
 
     tau, best = case.batch / (case.hidden("lr") * decay * case.tokens), power_lines_tau(case.params, case.tokens)
-    by = tau / best / min(max(tau / best, check.usual[0]), check.usual[1])  # to the nearest end of the usual range
+    low, high = map(float, check.usual)
+    by = tau / best / min(max(tau / best, low), high)  # to the nearest end of the usual range
     inside = math.ceil if by > 1 else math.floor
     fitted = find_law("Power Lines 2025 timescale").fitted
     return replace(
@@ -448,7 +449,7 @@ def mlp_ratio(check: Check, case: Case) -> Check:
     model = case.recipe.model
     usual = 8 / 3 if model.gated else 4.0
     return replace(
-        check if model.gated else check.alternative(),
+        check if model.gated else replace(check, **check.otherwise),
         value=model.d_ff / model.d_model,
         of_run=lambda run: run.mlp_ratio if bool(run.arch.gated) is model.gated else None,
         suggestions=[{"model.d_ff": max(round(model.d_model * usual / 64) * 64, 64)}],
