@@ -16,7 +16,7 @@ from typing import Any
 
 from leaven.catalogue.run import Kind, PublishedRun, Stack, same_lr_meaning
 from leaven.catalogue.runs import listed, load_runs
-from leaven.catalogue.terms import terms
+from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError
 
@@ -188,10 +188,6 @@ class Neighbours:
     def table(self) -> dict[str, PublishedRun]:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
-    @cached_property
-    def _terms(self) -> dict[str, dict[str, Any]]:
-        return {id: terms(run) for id, run in self.table.items()}
-
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
         """Return the known values of the runs that vote, by run id.
 
@@ -201,7 +197,7 @@ class Neighbours:
         known = {
             id: value
             for id, run in self.table.items()
-            if (value := self._terms[id].get(what) if isinstance(what, str) else what(run)) is not None
+            if (value := term(run, what) if isinstance(what, str) else what(run)) is not None
         }
         if self.reference and self.reference.id in known:
             return {self.reference.id: known[self.reference.id]}

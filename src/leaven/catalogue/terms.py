@@ -95,15 +95,16 @@ def diff_in_terms(
     ]
 
 
+def term(of: PublishedRun | Recipe, path: str) -> Any:
+    """Return the value of a run or recipe at one of `TERMS`, or None if it is not known."""
+    if isinstance(of, PublishedRun):
+        return _OF_RUN[path](of) if path in _OF_RUN else read(of, TERMS[path][0])
+    return _OF_RECIPE[path](of) if path in _OF_RECIPE else read(of, path)
+
+
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
     """Return the known values of a run or recipe, by the paths of a recipe."""
-    values: dict[str, Any] = {}
-    for path, published in TERMS.items():
-        if isinstance(of, PublishedRun):
-            values[path] = _OF_RUN[path](of) if path in _OF_RUN else read(of, published[0])
-        else:
-            values[path] = _OF_RECIPE[path](of) if path in _OF_RECIPE else read(of, path)
-    return {path: value for path, value in values.items() if value is not None}
+    return {path: value for path in TERMS if (value := term(of, path)) is not None}
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
