@@ -37,16 +37,11 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 L2_DECAY = "adam, L2 decay"
-# Values of a run that are not simply read at one path of its file.
+# Values of a run that are not simply read at the first of these paths.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
-    "model.d_head": lambda run: run.arch.head_dim,
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
-    "batch.ramp.start_tokens": lambda run: run.ramp_start_tokens,
-    "batch.ramp.over_tokens": lambda run: run.ramp_tokens,
     "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
-    "schedule.decay": lambda run: run.decay,
-    "schedule.min_lr_ratio": lambda run: run.min_lr_ratio,
 }
 # Values of a recipe that are not simply read at the path itself.
 _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
@@ -62,7 +57,7 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]
-"""The paths of a recipe, each with the paths in a run's file that state the same value."""
+"""The paths of a recipe, each with the paths in a run that state the same value; the first is read."""
 
 
 def read(source: Any, path: str) -> Any:
