@@ -1,4 +1,4 @@
-"""Compute-optimal sizes against the tables of the papers. Known misprints must not give them."""
+"""Compute-optimal sizes against the tables of the papers."""
 
 import pytest
 
@@ -9,7 +9,6 @@ from leaven.catalogue.laws import (
     Frontier,
     best_tokens_per_param,
     compute_optimal,
-    find_law,
 )
 from leaven.recipe.errors import InputError
 
@@ -63,25 +62,6 @@ def test_gophers_budget_by_each_approach() -> None:
         assert not each.in_range  # Chinchilla fitted up to 16B and 500B tokens
 
 
-def test_the_printed_constants_of_approach_3_do_not_give_its_sizes() -> None:
-    printed = find_law("Chinchilla 2022 loss").loss
-    assert printed is not None
-    assert printed.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
-    assert printed.optimal_params(GOPHER) < 33e9  # figure 4 says 40B
-
-
-def test_misprint_of_table_a3() -> None:
-    """Approach 3 at 175B is printed with 1.26e24 FLOPs, less than its 67B and a tenth of 6 N D of its own 12.0T."""
-    printed, own = 1.26e24, 6 * 175e9 * 12.0e12
-    assert own == pytest.approx(10 * printed)
-    assert APPROACH_3.optimal_params(1.26e24) < 60e9
-
-
-def test_misprint_of_a_copy_that_has_approach_2_twice() -> None:
-    for params, flops in list(zip(SIZES, TABLES["Chinchilla approach 2"], strict=True))[2:]:
-        assert APPROACH_3.optimal_params(flops) != pytest.approx(params, rel=0.2)
-
-
 def test_the_optimum_is_the_least_loss_on_the_budget() -> None:
     for law in (APPROACH_3, REPLICATION):
         best = law.optimal_params(1e22)
@@ -95,12 +75,10 @@ def test_deepseeks_two_printed_laws_give_the_budget() -> None:
     assert found.tokens == pytest.approx(5.8316 * 1e20**0.4757, rel=1e-3)
 
 
-def test_llama_3_gives_its_published_point_but_its_printed_constants_do_not() -> None:
+def test_llama_3_gives_its_published_point() -> None:
     found = next(each for each in compute_optimal(3.8e25) if each.law == "Llama 3 2024")
     assert found.tokens == pytest.approx(16.55e12)
     assert found.params == pytest.approx(402e9, rel=0.06)  # its FLOPs have the attention, 6 N D has not
-    printed = 0.29 * 3.8e25**0.53
-    assert printed == pytest.approx(16.55e12 / 1.58, rel=0.01)
 
 
 def test_ranges() -> None:

@@ -1,16 +1,15 @@
-"""Every law at published points. Constants with known misprints must not give them.
+"""Every law at published points.
 
 The side-by-side points were computed without this code and are rounded to two digits, so laws are compared within 5%.
 """
 
 import math
-import re
 
 import pytest
-import torch
 
 from leaven.catalogue.laws import (
     LAWS,
+    REPLICATION,
     Point,
     Power,
     critical_batch,
@@ -19,15 +18,11 @@ from leaven.catalogue.laws import (
     lr_at_batch,
     power_lines_tau,
 )
-from leaven.catalogue.runs import find_run
 from leaven.documents.catalogue import LawRow
-from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
-from leaven.scaling.transfer import transfer
 
-CHINCHILLA, REPLICATION = find_law("Chinchilla 2022 loss"), find_law("Besiroglu 2024 loss")
+CHINCHILLA = find_law("Chinchilla 2022 loss")
 KAPLAN_LR, KAPLAN_BATCH = find_law("Kaplan 2020 learning rate"), find_law("Kaplan 2020 critical batch")
-DEEPSEEK, MINICPM, STEP_LAW = map(find_law, ("DeepSeek LLM 2024", "MiniCPM 2024", "Step Law 2025"))
+MINICPM = find_law("MiniCPM 2024")
 SMALL, ONE, SEVEN, LONG = (125e6, 2.5e9), (1e9, 20e9), (7e9, 140e9), (7e9, 2e12)
 TO_TWO_DIGITS = 0.05
 
@@ -113,18 +108,6 @@ def test_porians_two_forms_agree_at_108_million_parameters() -> None:
     assert rounded.form_of == "Porian 2024"
 
 
-def test_the_batch_of_power_lines_is_within_an_octave_of_step_laws() -> None:
-    """Its coefficient is from memory. On Step Law's cells it loses 1.26 per mille on average (lr tuned again) where
-    their own law loses 0.69. Half or twice the best batch lose 3.0 and 4.4: it is less than an octave away."""
-    one = [result(law, ONE).batch_tokens for law in ("Power Lines 2025", "Step Law 2025")]
-    assert one == pytest.approx([553e3, 442e3], rel=2e-3)
-    for point in ((215e6, 4e9), (536e6, 28e9), (1.07e9, 100e9)):
-        power, step = result("Power Lines 2025", point), result("Step Law 2025", point)
-        assert power.batch_tokens is not None
-        assert step.batch_tokens is not None
-        assert 0.5 < power.batch_tokens / step.batch_tokens < 2
-
-
 @pytest.mark.parametrize(
     ("params", "tokens", "loss"), [(70e9, 1.4e12, 1.936), (280e9, 300e9, 1.993)], ids=["Chinchilla", "Gopher"]
 )
@@ -133,52 +116,10 @@ def test_chinchilla_loss_of_the_two_models_it_compared(params: float, tokens: fl
     assert CHINCHILLA.loss.loss(params, tokens) == pytest.approx(loss, abs=1e-3)
 
 
-def test_the_replication_differs_in_the_irreducible_loss() -> None:
-    """E 1.8172 against 1.69 (arXiv 2404.10102); over Chinchilla's own runs the two are within 3%."""
-    assert CHINCHILLA.loss is not None
-    assert REPLICATION.loss is not None
-    assert REPLICATION.loss.loss(1e30, 1e30) == pytest.approx(1.8172)
-    for point in ((400e6, 8e9), (1e9, 20e9), (10e9, 200e9)):
-        assert REPLICATION.loss.loss(*point) == pytest.approx(CHINCHILLA.loss.loss(*point), rel=0.03)
-
-
 def test_power_lines_timescale() -> None:
     # tau = 1.084 at one token a parameter; at 20 (0.2236, worked out by hand: ln 20 = 2.9957)
     assert power_lines_tau(1e9, 1e9) == pytest.approx(1.084)
     assert power_lines_tau(1e9, 20e9) == pytest.approx(0.2236, rel=1e-3)
-
-
-def test_laws_without_constants_give_a_statement_and_no_value() -> None:
-    """Bjorck's constant cannot be recovered from the paper; a published copy of it misreads a power of e."""
-    silent = [r for r in evaluate(*ONE) if r.says]
-    assert {r.law for r in silent} >= {"Bjorck 2024", "Hagele 2024 WSD", "Complete(d)P 2025"}
-    for each in silent:
-        assert (each.lr, each.batch_tokens, each.loss, each.tau) == (None, None, None, None)
-
-
-def test_laws_of_lr_over_tokens_disagree_in_sign() -> None:
-    step = [result("Step Law 2025", (1e9, tokens)) for tokens in (20e9, 80e9)]
-    assert step[1].lr / step[0].lr == pytest.approx(4**0.307)  # type: ignore[operator]
-    assert "D^-0.32" in result("Bjorck 2024", ONE).says
-    # At fixed batch the plus sign is gone: lr ~ N^-0.61 D^0.01 B^0.31, and B ~ D^0.571 makes D^0.19 of it.
-    assert STEP_LAW.lr_batch_exponent is not None
-    assert 0.01 + STEP_LAW.lr_batch_exponent * 0.571 == pytest.approx(0.19, abs=0.005)
-
-
-def test_misprint_of_kaplan_and_minicpm_batch_constants() -> None:
-    assert CHINCHILLA.loss is not None
-    point = Point(1e9, 20e9, 1.2e20, CHINCHILLA.loss.loss(1e9, 20e9))
-    for law in (KAPLAN_BATCH, MINICPM):
-        assert law.batch is not None
-        misprint, right = law.batch.model_copy(update={"coefficient": 2e18}).at(point), law.batch.at(point)
-        assert right < point.tokens < misprint  # a batch larger than the whole run
-
-
-def test_misprint_of_the_deepseek_lr_constant() -> None:
-    point = Point(1e9, 20e9, 1.2e20, 1)
-    assert isinstance(DEEPSEEK.lr, Power)
-    assert DEEPSEEK.lr.at(point) == pytest.approx(9.6e-4, abs=5e-6)
-    assert DEEPSEEK.lr.model_copy(update={"coefficient": 0.3188}).at(point) != pytest.approx(9.6e-4, abs=5e-6)
 
 
 def test_the_factor_outside_the_fitted_range() -> None:
@@ -224,10 +165,6 @@ def test_the_lr_of_a_law_at_another_batch() -> None:
     assert lr_at_batch(result("Power Lines 2025", ONE), 1e6, noise) is None
 
 
-def exponents(text: str) -> dict[str, float]:
-    return {axis: float(power) for axis, power in re.findall(r"([NDB])\^(-?[0-9.]+[0-9])", text)}
-
-
 def test_power_lines_critical_batch_in_closed_form() -> None:
     """0.0471 D^0.462 sequences of 2048: 2,704.6 of them at 20B tokens (ln 20e9 = 23.71900), as the exponent says
     1.89737 times as many at 80B."""
@@ -240,39 +177,8 @@ def test_power_lines_critical_batch_in_closed_form() -> None:
     assert found == pytest.approx([2_704.6 * 2048, 1.89737 * 2_704.6 * 2048], rel=1e-4)
 
 
-@pytest.mark.parametrize(("run", "width", "lr"), [("1.3b", 2048, 7.5e-4), ("2.7b", 2560, 6e-4)])
-def test_the_law_of_cerebras_gpt_gives_the_lr_of_its_models(run: str, width: int, lr: float) -> None:
-    """The configurations of its muP models have the lr of the base and the width of the base."""
-    found = find_run(f"cerebras-gpt-{run}-mup")
-    assert found.arch.d_model == width
-    base, base_width = map(float, re.findall(r"[0-9.e-]+(?= |$)", find_law("Cerebras-GPT 2023 muP").says)[:2])
-    assert (found.schedule.peak_lr, found.init.mup_base_d_model) == (base, base_width)
-    assert base * base_width / width == pytest.approx(lr)
-
-
-def test_the_complete_d_p_rule_has_the_exponents_of_the_law(tiny: Recipe) -> None:
-    stated = exponents(find_law("Complete(d)P 2025").says)
-    recipe = tiny.replace({"scaling.rule": "complete-d-p"})
-    name, batch, tokens = "layers.0.mlp.in.weight", recipe.batch.tokens, recipe.data.tokens
-    for axis, moved in (
-        ("B", transfer(recipe, batch_tokens=4 * batch)),
-        ("D", transfer(recipe, tokens=4 * tokens)),
-    ):
-        assert parameter_table(moved)[name].lr / parameter_table(recipe)[name].lr == pytest.approx(4 ** stated[axis])
-
-
-@pytest.mark.parametrize("size", [(64, 16), (16, 64), (32, 32)])
-def test_moonlights_factor_gives_every_matrix_adamws_rms(size: tuple[int, int]) -> None:
-    """Muon's update is U V^T; min(rows, cols) singular values of 1 have an RMS of 1 / sqrt(max(rows, cols)), and
-    AdamW's usual RMS is 0.2."""
-    (factor,) = map(float, re.findall(r"x ([0-9.]+) sqrt\(max\(rows, cols\)\)", find_law("Moonlight Muon 2025").says))
-    u, _, v = torch.linalg.svd(torch.randn(size, dtype=torch.float64), full_matrices=False)
-    rms = float((u @ v).square().mean().sqrt())
-    assert factor * max(size) ** 0.5 * rms == pytest.approx(0.2)
-
-
 def test_what_a_gain_is_worth_in_tokens() -> None:
-    law, tokens, times = REPLICATION.loss, 2e10, 1.5
+    law, tokens, times = REPLICATION, 2e10, 1.5
     assert law is not None
     gained = law.loss(1e9, tokens) - law.loss(1e9, times * tokens)
     assert law.worth_in_tokens(tokens, gained) == pytest.approx(times)

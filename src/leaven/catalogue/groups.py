@@ -6,7 +6,7 @@ A value that is unknown is left out, never guessed. Fields have the names of the
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from leaven.recipe.base import Part
 
@@ -60,10 +60,8 @@ class Params(PublishedGroup):
     shape_excess: int | None = None  # the count that the shape gives, minus the published count
 
 
-class LayerwiseScaling(BaseModel):
+class LayerwiseScaling(Part):
     """Layer sizes that grow from the first layer to the last (OpenELM, arXiv 2404.14619, section 2.1)."""
-
-    model_config = Part.model_config
 
     ffn_multipliers: _Pair  # d_ff / d_model of the first and the last layer
     qkv_multipliers: _Pair  # width of the queries / d_model of the first and the last layer
@@ -145,13 +143,11 @@ class PublishedData(PublishedGroup):
     note: str | None = None
 
 
-class BatchRamp(BaseModel):
+class BatchRamp(Part):
     """How the batch of a run grew.
 
     The kind ``none`` means that it did not grow. Without a ramp it is not known whether the batch grew.
     """
-
-    model_config = Part.model_config
 
     kind: Literal["none", "increments", "linear", "stages"]
     start_samples: int | None = None

@@ -205,14 +205,13 @@ def find_law(name: str) -> Law:
     return next(law for law in LAWS if law.name == name)
 
 
-def _loss_law(name: str) -> LossLaw:
-    law = next(frontier.sizes for frontier in FRONTIERS if frontier.name == name)
-    assert isinstance(law, LossLaw)
-    return law
-
-
-APPROACH_3 = _loss_law("Chinchilla approach 3")
-REPLICATION = _loss_law("Besiroglu 2024 replication")
+# The loss laws by which the optima of all frontiers are compared; both are about the text of Chinchilla.
+APPROACH_3, REPLICATION = (
+    frontier.sizes
+    for name in ("Chinchilla approach 3", "Besiroglu 2024 replication")
+    for frontier in FRONTIERS
+    if frontier.name == name and isinstance(frontier.sizes, LossLaw)
+)
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
@@ -234,8 +233,7 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
     loss = chinchilla.loss(params, tokens)
     results = []
     for law in LAWS:
-        counted = params_non_embedding if law.params_definition == "non-embedding" else params
-        n = params if counted is None else counted
+        n = (params_non_embedding or params) if law.params_definition == "non-embedding" else params
         point = Point(n, tokens, 6 * n * tokens, loss)
         batch = law.batch.at(point) if law.batch else None
         results.append(

@@ -97,13 +97,13 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the filled-in parts of a message in ``messages.toml``."""
+    """Return the filled-in parts of a message of ``catalogue/messages.toml``."""
     return filled(templates()[section][key], facts)
 
 
-def sentence(section: str, key: str, facts: Mapping[str, Any]) -> str:
-    """Return a filled-in message of ``messages.toml`` as one line."""
-    return "; ".join(parts(section, key, facts))
+def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Path(__file__).parent) -> str:
+    """Return a filled-in message of a folder's ``messages.toml`` as one line."""
+    return "; ".join(filled(templates(folder)[section][key], facts))
 
 
 def constants(section: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from leaven.catalogue.run import Kind, PublishedRun, Stack, same_lr_meaning
 from leaven.catalogue.runs import listed, load_runs
-from leaven.catalogue.terms import terms
+from leaven.catalogue.terms import term
 from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError
 
@@ -32,9 +32,14 @@ LEAST_WEIGHT = 1e-6
 _TOKEN_WEIGHT = 0.125
 
 
+def ratio(a: float, b: float) -> float:
+    """Return the factor between two values, at least 1; infinite if exactly one of them is 0."""
+    return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)
+
+
 def size_ratio(run: PublishedRun, params: int) -> float:
     """Return the factor between the sizes of a run and of a model, at least 1."""
-    return max(run.params_total / params, params / run.params_total)
+    return ratio(run.params_total, params)
 
 
 def of_size(params: int) -> list[PublishedRun]:
@@ -42,13 +47,11 @@ def of_size(params: int) -> list[PublishedRun]:
     return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
 
 
-def first_of_each(
-    runs: Iterable[PublishedRun], group: Callable[[PublishedRun], str] = lambda run: run.lineage.name
-) -> list[PublishedRun]:
-    """Return the first run of each lineage, or of each group that ``group`` names, in the order of ``runs``."""
+def first_of_each(runs: Iterable[PublishedRun]) -> list[PublishedRun]:
+    """Return the first run of each lineage, in the order of ``runs``."""
     first: dict[str, PublishedRun] = {}
     for run in runs:
-        first.setdefault(group(run), run)
+        first.setdefault(run.lineage.name, run)
     return list(first.values())
 
 
@@ -185,10 +188,6 @@ class Neighbours:
     def table(self) -> dict[str, PublishedRun]:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
-    @cached_property
-    def _terms(self) -> dict[str, dict[str, Any]]:
-        return {id: terms(run) for id, run in self.table.items()}
-
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
         """Return the known values of the runs that vote, by run id.
 
@@ -198,7 +197,7 @@ class Neighbours:
         known = {
             id: value
             for id, run in self.table.items()
-            if (value := self._terms[id].get(what) if isinstance(what, str) else what(run)) is not None
+            if (value := term(run, what) if isinstance(what, str) else what(run)) is not None
         }
         if self.reference and self.reference.id in known:
             return {self.reference.id: known[self.reference.id]}

@@ -9,8 +9,6 @@ estimates over many pairs, then divide.
 """
 
 import math
-from collections.abc import Iterable
-from statistics import fmean
 from typing import Any
 
 
@@ -30,17 +28,6 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
     return (small_squared - big_squared) / (1 / small - 1 / big)
 
 
-def noise_scale(small: float, big: float, squares: Iterable[tuple[float, float]]) -> float | None:
-    """Return B_simple in tokens from pairs (|G_small|^2, |G_big|^2): the ratio of the averages of the two estimates.
-
-    Return None if the estimate of |G|^2 is not above 0, which means that there are too few pairs for this much noise.
-    """
-    pairs = list(squares)
-    signal = fmean(squared_gradient(small, each, big, whole) for each, whole in pairs)
-    noise = fmean(gradient_noise(small, each, big, whole) for each, whole in pairs)
-    return noise / signal if signal > 0 else None
-
-
 def tokens_over_least(batch: float, critical: float) -> float:
     """Return the tokens needed to reach a loss at batch B, relative to the smallest batch.
 
@@ -56,11 +43,6 @@ def steps_over_least(batch: float, critical: float) -> float:
     They are S / S_min = 1 + B_crit / B.
     """
     return 1 + critical / batch
-
-
-def sgd_lr(batch: float, noise: float) -> float:
-    """Return the best lr of SGD at batch B, relative to the largest batch: 1 / (1 + B_noise / B) (section 2.2)."""
-    return 1 / (1 + noise / batch)
 
 
 def surge_lr(batch: float, noise: float) -> float:

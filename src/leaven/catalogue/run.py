@@ -1,30 +1,13 @@
 """One published training run: groups of values with their sources, and the same values under leaven's names."""
 
 import math
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from leaven.catalogue.groups import (
-    BatchRamp,
-    Hardware,
-    Instability,
-    Lineage,
-    NormPlacement,
-    Optim,
-    Optimizer,
-    Parallel,
-    Params,
-    PublishedArchitecture,
-    PublishedBatch,
-    PublishedData,
-    PublishedInit,
-    PublishedPrecision,
-    PublishedSchedule,
-    PublishedThroughput,
-    Texts,
-    TunedBase,
-)
+from leaven.catalogue import groups
+from leaven.catalogue.groups import NormPlacement, Optimizer
 from leaven.documents.catalogue import RunSummary
 from leaven.recipe.base import Part
 from leaven.recipe.recipe import flatten
@@ -88,21 +71,21 @@ class PublishedRun(Part):
     status: Literal["succeeded", "succeeded-with-interventions"]
     params_total: int
     params_active: int
-    lineage: Lineage
-    params: Params
-    arch: PublishedArchitecture
-    data: PublishedData | None = None
-    batch: PublishedBatch | None = None
-    optim: Optim | None = None
-    schedule: PublishedSchedule | None = None
-    init: PublishedInit | None = None
-    precision: PublishedPrecision | None = None
-    parallel: Parallel | None = None
-    hardware: Hardware | None = None
-    throughput: PublishedThroughput | None = None
-    tuning: TunedBase | None = None  # only for bases that leaven tuned itself
-    instabilities: Annotated[tuple[Instability, ...], Field(strict=False)] = ()
-    notes: Texts = ()
+    lineage: groups.Lineage
+    params: groups.Params
+    arch: groups.PublishedArchitecture
+    data: groups.PublishedData | None = None
+    batch: groups.PublishedBatch | None = None
+    optim: groups.Optim | None = None
+    schedule: groups.PublishedSchedule | None = None
+    init: groups.PublishedInit | None = None
+    precision: groups.PublishedPrecision | None = None
+    parallel: groups.Parallel | None = None
+    hardware: groups.Hardware | None = None
+    throughput: groups.PublishedThroughput | None = None
+    tuning: groups.TunedBase | None = None  # only for bases that leaven tuned itself
+    instabilities: Annotated[tuple[groups.Instability, ...], Field(strict=False)] = ()
+    notes: groups.Texts = ()
 
     @property
     def tokens(self) -> int | None:
@@ -119,7 +102,7 @@ class PublishedRun(Part):
         return bool(self.batch and self.batch.rampup and self.batch.rampup.kind == "none")
 
     @property
-    def ramp(self) -> BatchRamp | None:
+    def ramp(self) -> groups.BatchRamp | None:
         """Return how the batch grew, or None if it did not grow or if that is not known."""
         return self.batch.rampup if self.batch and not self.constant_batch else None
 
@@ -153,6 +136,22 @@ class PublishedRun(Part):
         if self.ramp is None:
             return None
         return self.ramp.stages[-1].get("from_tokens") if self.ramp.stages else self.ramp.over_tokens
+
+    @property
+    def stage_begins(self) -> list[float] | None:
+        """Return how many tokens the run had consumed before each stage of its batch, or None if not published."""
+        begins, steps = [0.0], 0
+        for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
+            if "from_tokens" in stage:
+                begins.append(stage["from_tokens"])
+            elif "from_fraction" in stage and self.tokens:
+                begins.append(stage["from_fraction"] * self.tokens)
+            elif "from_step" in stage:
+                begins.append(begins[-1] + (stage["from_step"] - steps) * before["tokens"])
+                steps = stage["from_step"]
+            else:
+                return None
+        return begins
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -199,6 +198,32 @@ class PublishedRun(Part):
         if schedule.warmup_steps is not None and tokens and batch and self.ramp is None:
             return schedule.warmup_steps * batch / tokens
         return schedule.warmup_fraction
+
+    @property
+    def warmup_tokens(self) -> float | None:
+        """Return the warm-up in tokens. A warm-up in steps is converted with the batches of those steps."""
+        if self.warmup_fraction is not None and self.tokens:
+            return self.warmup_fraction * self.tokens
+        steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
+        if not (steps and begins and self.ramp and self.ramp.stages):
+            return None
+        total, left = 0.0, float(steps)
+        for stage, begin, end in zip(self.ramp.stages, begins, [*begins[1:], math.inf], strict=True):
+            taken = min(left, (end - begin) / stage["tokens"])
+            total, left = total + taken * stage["tokens"], left - taken
+        return total
+
+    @property
+    def cooldown_share(self) -> float | None:
+        """Return the share of the run that the final cooldown took, or None if no wsd schedule is published."""
+        schedule = self.schedule
+        if schedule is None or schedule.shape != "wsd":
+            return None
+        if schedule.decay_fraction is not None:
+            return schedule.decay_fraction
+        if schedule.decay_steps and schedule.total_steps:
+            return schedule.decay_steps / schedule.total_steps
+        return schedule.decay_tokens / self.tokens if schedule.decay_tokens and self.tokens else None
 
     @property
     def decay(self) -> Decay | None:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import DifferenceRow
 from leaven.recipe.errors import InputError
@@ -71,16 +69,6 @@ def _load(folder: Path) -> tuple[PublishedRun, ...]:
 def _read(path: Path) -> PublishedRun:
     try:
         return PublishedRun.model_validate(tomllib.loads(path.read_text(encoding="utf-8")) | {"id": path.stem})
-    except ValidationError as error:
-        raise InputError(f"{path.name}: {_explain(error)}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path.name}: {error}") from None
-
-
-def _explain(error: ValidationError) -> str:
-    """Return all errors in one line, each with its field: ``optim.beta2: Input should be a valid number``."""
-    found = []
-    for one in error.errors(include_url=False):
-        where = ".".join(map(str, one["loc"]))
-        found.append(f"{where}: {one['msg']}" if where else one["msg"].removeprefix("Value error, "))
-    return "; ".join(found)
+    except ValueError as error:  # not TOML, or a wrong value
+        error.add_note(f"in {path.name}, see leaven.catalogue.groups")
+        raise

@@ -4,8 +4,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import closest, listed
@@ -35,8 +34,7 @@ _PROPERTIES = (
 )
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """A condition such as ``optim.beta2 >= 0.99``.
 
     A run without that value never meets the condition, not even with ``!=``.
@@ -45,39 +43,6 @@ class Condition:
     path: str
     operator: str
     text: str  # the value to compare with
-
-    def matches(self, values: Sequence[Any]) -> list[bool]:
-        """Return for each of the runs' values whether it meets the condition.
-
-        Raises:
-            InputError: if the condition's text cannot be compared with these values.
-        """
-        wanted, compare = self._wanted(values), _OPERATORS[self.operator]
-        return [compare(value.lower() if isinstance(value, str) else value, wanted) for value in values]
-
-    def _wanted(self, values: Sequence[Any]) -> Any:
-        """Return the condition's text, converted to the type of the runs' values."""
-        path, text = self.path, self.text
-        match values[0]:
-            case bool():
-                if text.lower() not in ("true", "false") or self.operator not in ("=", "!="):
-                    raise InputError(f"{path} is true or false; write {path}=true or {path}=false")
-                return text.lower() == "true"
-            case int() | float():
-                try:
-                    number = float(text)
-                except ValueError:
-                    return parse_quantity(text)
-                if math.isnan(number):
-                    raise InputError(f"{text} cannot be compared; write {path}{self.operator}NUMBER")
-                return number
-            case str():
-                if self.operator == "=" and text.lower() not in map(str.lower, values):
-                    raise InputError(
-                        f"no run has {path} {text!r}; did you mean {listed(closest(text, set(values)))}?"
-                    )
-                return text.lower()
-        raise InputError(f"{path} is a list, which cannot be compared; leave this condition out")
 
 
 def parse_condition(written: str) -> Condition:
@@ -117,18 +82,42 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
         InputError: if no run has the path of a condition, or the value that it requires.
     """
     known = {run.id: values(run) for run in runs}
-    kept = {run.id for run in runs}
+    kept = list(runs)
     for condition in conditions:
-        path = condition.path
+        path, compare = condition.path, _OPERATORS[condition.operator]
         found = {id: own[path] for id, own in known.items() if path in own}
         if not found:
             paths = {each for own in known.values() for each in own}
             raise InputError(
                 f"no published run has a value {path!r}; did you mean {listed(_closest_paths(path, paths))}?"
             )
-        matches = condition.matches(list(found.values()))
-        kept &= {id for id, met in zip(found, matches, strict=True) if met}
-    return [run for run in runs if run.id in kept]
+        wanted = _wanted(condition, list(found.values()))
+        met = {id for id, own in found.items() if compare(own.lower() if isinstance(own, str) else own, wanted)}
+        kept = [run for run in kept if run.id in met]
+    return kept
+
+
+def _wanted(condition: Condition, values: Sequence[Any]) -> Any:
+    """Return the condition's text, converted to the type of the runs' values."""
+    path, operator, text = condition
+    match values[0]:
+        case bool():
+            if text.lower() not in ("true", "false") or operator not in ("=", "!="):
+                raise InputError(f"{path} is true or false; write {path}=true or {path}=false")
+            return text.lower() == "true"
+        case int() | float():
+            try:
+                number = float(text)
+            except ValueError:
+                return parse_quantity(text)
+            if math.isnan(number):
+                raise InputError(f"{text} cannot be compared; write {path}{operator}NUMBER")
+            return number
+        case str():
+            if operator == "=" and text.lower() not in map(str.lower, values):
+                raise InputError(f"no run has {path} {text!r}; did you mean {listed(closest(text, set(values)))}?")
+            return text.lower()
+    raise InputError(f"{path} is a list, which cannot be compared; leave this condition out")
 
 
 def values(run: PublishedRun) -> dict[str, Any]:
@@ -141,7 +130,5 @@ def _closest_paths(path: str, known: set[str]) -> list[str]:
     """Return the three known paths most similar to ``path``, in any group if ``path`` names none."""
     if "." in path:
         return closest(path, known)
-    by_last: dict[str, list[str]] = {}
-    for one in sorted(known):
-        by_last.setdefault(one.rpartition(".")[2], []).append(one)
-    return [one for last in closest(path, by_last) for one in by_last[last]][:3]
+    keys = closest(path, {one.rpartition(".")[2] for one in known})
+    return [one for key in keys for one in sorted(known) if one.rpartition(".")[2] == key][:3]

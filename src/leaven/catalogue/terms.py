@@ -3,21 +3,11 @@
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import RecipeDifference
 from leaven.recipe.recipe import Recipe, flatten
-
-
-class _Term(NamedTuple):
-    of_run: Callable[[PublishedRun], Any]
-    of_recipe: Callable[[Recipe], Any]
-    published: tuple[str, ...]  # the paths in a run's file that state this value
-
-
-def _warmup_tokens(run: PublishedRun) -> int | None:
-    return round(run.warmup_fraction * run.tokens) if run.warmup_fraction is not None and run.tokens else None
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
@@ -47,16 +37,11 @@ def _optimizer(recipe: Recipe) -> str:
 
 
 L2_DECAY = "adam, L2 decay"
-# Values of a run that are not simply read at one path of its file.
+# Values of a run that are not simply read at the first of these paths.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
-    "model.d_head": lambda run: run.arch.head_dim,
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
-    "batch.ramp.start_tokens": lambda run: run.ramp_start_tokens,
-    "batch.ramp.over_tokens": lambda run: run.ramp_tokens,
-    "schedule.warmup_tokens": _warmup_tokens,
-    "schedule.decay": lambda run: run.decay,
-    "schedule.min_lr_ratio": lambda run: run.min_lr_ratio,
+    "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
 }
 # Values of a recipe that are not simply read at the path itself.
 _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
@@ -70,22 +55,16 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 }
 
 
-def reader(path: str) -> Callable[[Any], Any]:
-    """Return a function that reads the value at a dotted path, or None if a part of the path is missing."""
-
-    def read(source: Any) -> Any:
-        for name in path.split("."):
-            source = getattr(source, name, None)
-        return source
-
-    return read
-
-
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
-TERMS = {
-    path: _Term(_OF_RUN.get(path) or reader(published[0]), _OF_RECIPE.get(path) or reader(path), tuple(published))
-    for path, published in _DATA["published"].items()
-}
+TERMS: dict[str, list[str]] = _DATA["published"]
+"""The paths of a recipe, each with the paths in a run that state the same value; the first is read."""
+
+
+def read(source: Any, path: str) -> Any:
+    """Return the value at a dotted path, or None if a part of the path is missing."""
+    for name in path.split("."):
+        source = getattr(source, name, None)
+    return source
 
 
 def diff_in_terms(
@@ -111,12 +90,16 @@ def diff_in_terms(
     ]
 
 
+def term(of: PublishedRun | Recipe, path: str) -> Any:
+    """Return the value of a run or recipe at one of `TERMS`, or None if it is not known."""
+    if isinstance(of, PublishedRun):
+        return _OF_RUN[path](of) if path in _OF_RUN else read(of, TERMS[path][0])
+    return _OF_RECIPE[path](of) if path in _OF_RECIPE else read(of, path)
+
+
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
     """Return the known values of a run or recipe, by the paths of a recipe."""
-    values = {
-        path: term.of_run(of) if isinstance(of, PublishedRun) else term.of_recipe(of) for path, term in TERMS.items()
-    }
-    return {path: value for path, value in values.items() if value is not None}
+    return {path: value for path in TERMS if (value := term(of, path)) is not None}
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
@@ -131,7 +114,7 @@ def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
             if not counted and path.partition(".")[0] not in left_out["parts_of_a_recipe"]:
                 yield path, value
         return
-    taken = {path for term in TERMS.values() for path in term.published} | {*left_out["follow_from_others"]}
+    taken = {path for published in TERMS.values() for path in published} | {*left_out["follow_from_others"]}
     for path, value in of.flat().items():
         passed = path in taken or path.partition(".")[0] in left_out["parts_of_a_run"]
         # The start and the length of a ramp are terms.

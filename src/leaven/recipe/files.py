@@ -3,7 +3,7 @@
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -112,28 +112,20 @@ def explain(error: ValidationError) -> str:
 
 def _suggestion(keys: list[str]) -> str:
     """Return a hint for an unknown key: the known key most similar to it, or all known keys of its table."""
-    part: Any = Recipe
+    part: type[BaseModel] = Recipe
     for key in keys[:-1]:
-        field = part.model_fields.get(key) if _is_part(part) else None
-        if field is None:
-            # The key is a free name (of a module), so the part is the value type of the mapping.
-            continue
-        candidates = [field.annotation, *_all_args(field.annotation)]
-        part = next((candidate for candidate in candidates if _is_part(candidate)), None)
-    known = list(part.model_fields) if _is_part(part) else []
-    close = get_close_matches(keys[-1], known, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        if field := part.model_fields.get(key):  # other keys are names of modules or numbers in a list
+            part = next(_parts(field.annotation), part)
+    close = get_close_matches(keys[-1], part.model_fields, n=1)
+    return f"did you mean {close[0]}?" if close else f"there are {', '.join(part.model_fields)}"
 
 
-def _is_part(candidate: Any) -> bool:
-    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
-
-
-def _all_args(annotation: Any) -> list[Any]:
-    found = []
+def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the parts of a recipe that a type annotation contains."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
     for argument in get_args(annotation):
-        found += [argument, *_all_args(argument)]
-    return found
+        yield from _parts(argument)
 
 
 def render(recipe: Recipe, template: str = "") -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from leaven.catalogue.messages import filled, templates
+from leaven.catalogue.messages import sentence
 from leaven.recipe.init_std import COMPARED, INITS
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Parameter
@@ -28,11 +28,17 @@ class ModuleStart:
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     """Return one entry for each module, or two entries (first and last block) if its blocks differ."""
     by_module: dict[str, list[ParameterRow]] = {}
+    depth = recipe.model.n_layers
     for row in matrices(table):
         by_module.setdefault(row.module, []).append(row)
     found: list[ModuleStart] = []
     for rows in by_module.values():
-        lines = [_start(recipe, row) for row in rows]
+        lines = []
+        for row in rows:
+            parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
+            published = {name: init.std(parameter, depth, recipe.model.gated) for name, init in COMPARED.items()}
+            layer = "" if row.layer is None else str(row.layer)
+            lines.append(ModuleStart(row.module, layer, row.init_std, published))
         if len({(line.std, *line.published.values()) for line in lines}) > 1:
             found += (lines[0], lines[-1])
         else:
@@ -41,29 +47,17 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     return found
 
 
-def _start(recipe: Recipe, row: ParameterRow) -> ModuleStart:
-    parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
-    shape = recipe.model
-    published = {name: init.std(parameter, shape.n_layers, shape.gated) for name, init in COMPARED.items()}
-    return ModuleStart(row.module, "" if row.layer is None else str(row.layer), row.init_std, published)
+def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
+    """Return the published inits with their distances from the recipe's init, nearest first.
 
-
-@dataclass(frozen=True)
-class Distance:
-    """The distance between a published init and the recipe's init."""
-
-    init: str
-    octaves: float  # mean over the modules in which neither std is 0
-
-
-def distances(found: Sequence[ModuleStart]) -> list[Distance]:
-    """Return the distances of all published inits from the recipe's init, nearest first."""
+    A distance is the mean in octaves over the modules in which neither std is 0.
+    """
     away = []
     for name in COMPARED:
         pairs = [(start.std, start.published[name]) for start in found if start.std and start.published[name]]
         if pairs:
-            away.append(Distance(name, fmean(abs(math.log2(own / theirs)) for own, theirs in pairs)))
-    return sorted(away, key=lambda each: each.octaves)
+            away.append({"init": name, "octaves": fmean(abs(math.log2(own / theirs)) for own, theirs in pairs)})
+    return sorted(away, key=lambda each: each["octaves"])
 
 
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
@@ -84,7 +78,7 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
     named = INITS.get(tuned.init)
 
     def why(message: str, **facts: Any) -> str:
-        return "; ".join(filled(templates(Path(__file__).parent)["show"][message], facts))
+        return sentence("show", message, facts, Path(__file__).parent)
 
     return {
         "name": recipe.name,
@@ -116,7 +110,7 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
                 source=named and named.source,
             ),
             "usual_std": usual_std(model.d_model),
-            "nearest": [asdict(each) for each in distances(found)],
+            "nearest": _nearest(found),
             "starts": [asdict(start) for start in found],
             "published": {name: {"std": init.text, "source": init.source} for name, init in COMPARED.items()},
         },

@@ -14,7 +14,7 @@ from typing import Any
 from leaven.catalogue.findings import CHECKS
 from leaven.catalogue.findings.case import farthest
 from leaven.catalogue.laws import batches, critical_batch, evaluate, power_lines_tau
-from leaven.catalogue.messages import filled, templates
+from leaven.catalogue.messages import sentence
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
@@ -71,8 +71,8 @@ def dropped(before: Recipe, after: Recipe) -> list[Caution]:
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> Caution:
     """Return a warning. ``message`` is the key of its text, by default ``about``."""
-    template = templates(Path(__file__).parent)["warnings"][message or about]
-    return Caution(about, value, limit, "; ".join(filled(template, {"value": value, "limit": limit} | facts)))
+    facts |= {"value": value, "limit": limit}
+    return Caution(about, value, limit, sentence("warnings", message or about, facts, Path(__file__).parent))
 
 
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:

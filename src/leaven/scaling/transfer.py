@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.catalogue.messages import filled, templates
+from leaven.catalogue.messages import sentence, templates
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
@@ -25,6 +25,7 @@ from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
+_MESSAGES = Path(__file__).parent
 # Intervals of a run, in tokens.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
@@ -191,7 +192,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     transferred = {path: why for path, why in tuned.why.items() if path.startswith(values) or path in searched}
     for path in searched & counts.keys():
         facts = {"study": tuned.why[path], "factor": counts[path]}
-        transferred[path] = "; ".join(filled(templates(Path(__file__).parent)["transfer like"]["moved"], facts))
+        transferred[path] = sentence("transfer like", "moved", facts, _MESSAGES)
     reasons = {path: why for path, why in _reasons(tuned, moved).items() if path.startswith(values)}
     return moved.replace({"why": kept | transferred | reasons})
 
@@ -290,8 +291,8 @@ def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
         facts[name] = {"before": old, "after": new, "kept": old == new}
     always = ("hyperparameters", "hyperparameters.grad_clip", "scaling.base")
     return {
-        path: "; ".join(filled(message, facts))
-        for path, message in templates(Path(__file__).parent)["transfer"].items()
+        path: sentence("transfer", path, facts, _MESSAGES)
+        for path in templates(_MESSAGES)["transfer"]
         if path in always or _at(before, path) != _at(after, path)
     }
 

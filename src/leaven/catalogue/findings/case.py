@@ -1,24 +1,24 @@
-"""Prepare a recipe and the published runs for the checks, and compose the changes that a check suggests.
+"""Define a check and the recipe that it reads, and compose the changes that a check suggests.
 
 Values of the recipe are compared after the scaling rule has been applied to them, because a published run states the
 values that were applied to its matrices.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Literal
 
-from leaven.catalogue.laws import batches, evaluate
-from leaven.catalogue.neighbours import neighbours, size_ratio
+from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
 from leaven.catalogue.runs import load_runs
+from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
-OfRun = Callable[[PublishedRun], float | None]
+OfRun = Callable[[PublishedRun], Any]  # a number or None, a truth value for a check without limits
 Bounds = tuple[float, float]
 Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
@@ -29,34 +29,11 @@ VOTES = 5
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
-class CheckedRow(Protocol):
-    """A row of the resolved parameter table: the values of one parameter that a check can read."""
-
-    @property
-    def role(self) -> Role: ...
-    @property
-    def module(self) -> str: ...
-    @property
-    def init_std(self) -> float: ...
-    @property
-    def lr(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def multiplier(self) -> float: ...
-
-
-def farthest(rows: Sequence[CheckedRow], quantity: str, bounds: Bounds) -> CheckedRow | None:
-    """Return the row whose value is farthest outside the bounds, or None if all are inside."""
+def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
+    """Return the row of a parameter table whose value is farthest outside the bounds, or None if all are inside."""
     low, high = bounds
 
-    def beyond(row: CheckedRow) -> float:
+    def beyond(row: Any) -> float:
         value: float = getattr(row, quantity)
         return max(low - value, value - high)
 
@@ -64,12 +41,69 @@ def farthest(rows: Sequence[CheckedRow], quantity: str, bounds: Bounds) -> Check
     return worst if beyond(worst) > 0 else None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """A check of ``checks.toml``; :meth:`read` and a function of `quantities` add what it compares in a recipe.
+
+    A check without limits always gives a note: the choice has caused trouble in published runs.
+    """
+
+    name: str
+    reads: str  # the values of a recipe that the check reads
+    path: str  # path of the value to which a finding refers
+    message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
+    usual: Sequence[float | str] = ()  # a value beyond this range gives a note
+    outside: Sequence[float | str] = ()  # a value beyond this range is outside
+    far: Sequence[float | str] = ()  # a value beyond this range is far outside
+    otherwise: Mapping[str, Any] = field(default_factory=dict)  # these three limits for some recipes
+    trained: Bounds | None = None  # beyond this range even a value that a search found is outside
+    source: str = "the published runs"  # evidence in addition to the runs that a finding names
+    hidden: str | None = None  # the compared quantity of the hidden matrices, for example beta1
+    setting: str | None = None  # or the path of the compared value in the recipe
+    run: str | None = None  # path of the same value in a published run
+    wanted: Sequence[float] = ()  # suggested values for the hidden matrices
+    set: Sequence[Suggestion] = ()  # suggested changes of the recipe, by path
+    far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
+
+    value: float | None = None  # the value of the recipe
+    of_run: OfRun = lambda run: None  # the value of a published run
+    suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
+    # Fields of the message, besides `value`, `low`, `high` and the extremes of `of_run`: `least` and `most`.
+    facts: dict[str, Any] = field(default_factory=dict)
+    runs: Iterable[PublishedRun] | None = None  # runs to name; by default the nearest with a usual value
+    sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
+
+    def read(self, case: "Case") -> "Check":
+        """Return the check with the values, the suggestions and the facts that its entry in ``checks.toml`` names."""
+        value, facts = None, {}
+        if self.hidden:
+            value, facts["where"] = case.hidden(self.hidden), "the hidden matrices have"
+        elif self.setting:
+            value = read(case.recipe, self.setting)
+        if self.hidden and self.trained and (row := farthest(case.rows, self.hidden, self.trained)):
+            facts["trained"] = f"{self.trained[0]:g} to {self.trained[1]:g}"
+            if (own := getattr(row, self.hidden)) != value:
+                value, facts["where"] = own, f"{row.module} has"
+        return replace(
+            self,
+            value=value,
+            of_run=lambda run: read(run, self.run) if self.run else None,
+            suggestions=[*(case.at_base(self.hidden or "", value) for value in self.wanted), *self.set],
+            facts=facts,
+            sure=bool(case.neighbours) or self.far_from_runs != "note",
+        )
+
+    def untried(self, value: float | None) -> bool:
+        """Return whether a value is beyond the range in which runs have trained well."""
+        return self.trained is not None and value is not None and not self.trained[0] <= value <= self.trained[1]
+
+
 @dataclass(frozen=True)
 class Case:
     """The recipe to check, the rows of its parameter table, and the number of tokens in its text, if known."""
 
     recipe: Recipe
-    rows: Sequence[CheckedRow]
+    rows: Sequence[Any]  # of :class:`leaven.scaling.table.ParameterRow`
     corpus_tokens: int | None = None
 
     @cached_property
@@ -119,8 +153,12 @@ class Case:
     @cached_property
     def init_std(self) -> float:
         """Return the median init std of the matrices that read the residual stream, or 0 if all start from zeros."""
-        reads = [row for row in self.rows if row.role is Role.HIDDEN_WEIGHT and row.module not in BRANCH_ENDS]
-        return median([row.init_std for row in reads if row.init_std] or [0.0])
+        stds: list[float] = [
+            row.init_std
+            for row in self.rows
+            if row.role is Role.HIDDEN_WEIGHT and row.module not in BRANCH_ENDS and row.init_std
+        ]
+        return median(stds or [0.0])
 
     @cached_property
     def residual_std(self) -> float:
@@ -128,7 +166,7 @@ class Case:
 
         Each std is multiplied by the multiplier of its branch.
         """
-        ends = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
+        ends: list[float] = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
     @property
@@ -186,14 +224,3 @@ class Case:
         """
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})
-
-
-@cache
-def critical_batches(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
-    """Return the critical batches in tokens that laws predict, by the names of the laws."""
-    return batches(evaluate(params, tokens, params_non_embedding=non_embedding), "critical")
-
-
-def ratio(a: float, b: float) -> float:
-    """Return the factor between two values, at least 1; infinite if exactly one of them is 0."""
-    return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)

@@ -47,10 +47,10 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
     else:
         tuning = choose_proxy(at.model, batch, at.tokens, len(at.near.close), request.proxy)
     proxy = tuning.proxy
-    tuned = None if at.near.close else tuned_base(at.model, at.tokens)
+    found = None if at.near.close else tuned_base(at.model, at.tokens)
     facts: dict[str, Any] = {"why": tuning.reason, "params": proxy.shape.params if proxy else None}
-    if tuned:
-        shape = at.model.scaled(tuned.model.d_model, tuned.model.n_layers, d_ff=tuned.model.d_ff)
+    if found:
+        tuned, shape = found
         draft.step("proxy", message="tuned base", name=tuned.name, **facts)
         return StarterBase(StarterScale(at.near, shape, tuned.data.tokens), tuned.batch.tokens, tuning, tuned)
     if proxy is None:
@@ -69,27 +69,24 @@ def tuned_bases() -> tuple[Recipe, ...]:
     return tuple(sorted((read_recipe(path) for path in FOLDER.glob("*.toml")), key=lambda base: base.model.params))
 
 
-def tuned_base(model: ModelShape, tokens: int) -> Recipe | None:
-    """Return the largest tuned base from which values can be transferred to a model, or None.
+def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
+    """Return the largest tuned base from which values can be transferred to a model, and the model at its scale.
 
     Such a base has at most half the model's parameters and about as many tokens per parameter as the model's run.
+    Return None if there is no such base.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
-        size, own = base.model.params, base.data.tokens / base.model.params
+        shape = base.model
+        size, own = shape.params, base.data.tokens / shape.params
         near = 1 / SAME_DURATION <= each / own <= SAME_DURATION
-        if near and 2 * size <= model.params <= SMALL_FACTOR * size and _at_base(model, base):
-            return base
+        smaller = shape.d_model <= model.d_model and shape.n_layers <= model.n_layers
+        if near and smaller and 2 * size <= model.params <= SMALL_FACTOR * size:
+            try:
+                return base, model.scaled(shape.d_model, shape.n_layers, d_ff=shape.d_ff)
+            except ValueError:  # other proportions
+                continue
     return None
-
-
-def _at_base(model: ModelShape, base: Recipe) -> bool:
-    """Return whether a model can be scaled down to a base's width and depth."""
-    try:
-        model.scaled(base.model.d_model, base.model.n_layers, d_ff=base.model.d_ff)
-    except ValueError:
-        return False
-    return base.model.d_model <= model.d_model and base.model.n_layers <= model.n_layers
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:

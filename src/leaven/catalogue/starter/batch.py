@@ -1,16 +1,18 @@
 """Choose the batch of a starter recipe and the ramp up to that batch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from leaven.catalogue.laws import batches, critical_batch
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
-from leaven.catalogue.schedules import batch_ramps, repeated_growth
+from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
-from leaven.recipe.batch import Batch, BatchSchedule, Ramp
+from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import flatten
 from leaven.recipe.units import format_quantity
 
 BATCH_TOKENS_EXPONENT = 0.46
@@ -26,6 +28,58 @@ LARGEST_CONSTANT = 8_400_000
 larger batches reached them with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not state how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
+
+
+def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the starts and the lengths of published batch ramps, both by run id.
+
+    A start is the first batch as a share of the last; a length is a share of the run. Each family has one vote, its
+    largest run, because a team chooses its own ramp even if it copies a learning rate.
+    """
+    starts: dict[str, tuple[str, float]] = {}
+    lengths: dict[str, tuple[str, float]] = {}
+    for run in runs or load_runs():  # from small to large: the largest of a family is kept
+        ramp = run.ramp
+        if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
+            continue
+        if run.ramp_start:
+            starts[run.family] = run.id, run.ramp_start
+        if run.ramp_tokens and run.tokens:
+            lengths[run.family] = run.id, run.ramp_tokens / run.tokens
+        elif ramp.over_fraction_of_samples:
+            lengths[run.family] = run.id, ramp.over_fraction_of_samples
+    return dict(starts.values()), dict(lengths.values())
+
+
+def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
+    """Return a run's batch growth, adapted to a run of ``tokens`` tokens that ends with batches of ``batch`` tokens.
+
+    The result is the ``ramp`` or the ``stages`` of a recipe's ``[batch]``. Every increment or stage comes at the same
+    share of the run. Batch sizes are multiples of ``unit``, which divides ``batch``. If length, batch and sequence
+    length are the published ones, so is the growth. Return None if too little is published.
+    """
+    ramp, length = run.ramp, run.tokens
+    if not (run.batch_grew and ramp and length):
+        return None
+    longer = tokens / length
+    if ramp.stages:
+        begins = run.stage_begins
+        sizes = [max(round(stage["tokens"] / unit), 1) * unit for stage in ramp.stages]
+        if begins is None:
+            return None
+        begun = zip(begins, [*sizes[:-1], batch], strict=True)
+        return {"stages": [{"from_tokens": round(begin * longer), "tokens": size} for begin, size in begun]}
+    seq_len = run.data.seq_len if run.data else None
+    if not (ramp.kind == "increments" and ramp.start_samples and ramp.n_increments and ramp.over_tokens and seq_len):
+        return None
+    start = max(round(ramp.start_samples * seq_len / unit), 1)
+    climb, count = batch // unit - start, ramp.n_increments
+    if climb <= 0:
+        return None
+    counts = [n for n in range(1, climb + 1) if climb % n == 0]
+    nearest = min(counts, key=lambda n: abs(math.log(n / count)))
+    increment, over = climb // nearest * unit, max(round(ramp.over_tokens * longer), 1)
+    return {"ramp": Ramp(start_tokens=start * unit, increment_tokens=increment, over_tokens=over).model_dump()}
 
 
 def batch_evidence(at: StarterScale) -> Evidence:
@@ -87,18 +141,12 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     shares = [n for n in range(2, MOST_INCREMENTS + 1) if sequences % (n * ranks) == 0]
     if run:
         if growth := repeated_growth(run, at.tokens, batch, ranks * seq_len):
-            if isinstance(growth, Ramp):
-                for key, value in growth.model_dump().items():
-                    draft.decide(f"batch.ramp.{key}", value, "growth of the reference")
-            else:
-                draft.decide("batch.stages", [stage.model_dump() for stage in growth], "growth of the reference")
-            sizes = [
-                f"{format_quantity(size)} from {format_quantity(begin)}"
-                for begin, size in Batch.model_validate(draft.document["batch"]).sizes
-            ]
+            for path, value in flatten({"batch": growth}).items():
+                draft.decide(path, value, "growth of the reference")
+            sizes = [f"{format_quantity(size)} from {format_quantity(begin)}" for begin, size in draft.batches.sizes]
             first_and_last = sizes if len(sizes) <= 4 else [sizes[0], "...", sizes[-1]]
-            sources = near.sources([run.id])
-            draft.step("ramp", sources, "growth of the reference", sizes=first_and_last, steps=_steps(draft, at))
+            steps = draft.batches.first_step_at(at.tokens)
+            draft.step("ramp", near.sources([run.id]), "growth of the reference", sizes=first_and_last, steps=steps)
             return
         own_starts, own_lengths = batch_ramps([run])
         ramps = bool(run.batch_grew and own_starts and own_lengths)
@@ -126,29 +174,19 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         },
     )
     if not (ramps and shares):
-        draft.amend("batch.tokens", no_ramp=about)
-        draft.step("ramp", voters, "no ramp", about=about, no_share=ramps, steps=_steps(draft, at))
+        draft.why["batch.tokens"] += f"; no ramp: {about}"
+        draft.step(
+            "ramp", voters, "no ramp", about=about, no_share=ramps, steps=draft.batches.first_step_at(at.tokens)
+        )
         return
     # Starts below 1/16 of the batch are not among the choices, because a small batch limits data parallelism.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
-    ramp = Ramp(start_tokens=first, increment_tokens=first, over_tokens=max(round(length * at.tokens), 1))
-    for key in ("start_tokens", "increment_tokens", "over_tokens"):
-        draft.decide(
-            f"batch.ramp.{key}",
-            getattr(ramp, key),
-            part=part,
-            length=length,
-            starts=starts,
-            lengths=lengths,
-            about=about,
-        )
-    draft.step("ramp", [*starts, *lengths, *voters], steps=_steps(draft, at))
-
-
-def _steps(draft: StarterDraft, at: StarterScale) -> int:
-    """Return the number of steps of the run, including those of its ramp."""
-    return BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(at.tokens)
+    over = max(round(length * at.tokens), 1)
+    facts: dict[str, Any] = {"part": part, "length": length, "starts": starts, "lengths": lengths, "about": about}
+    for key, tokens in {"start_tokens": first, "increment_tokens": first, "over_tokens": over}.items():
+        draft.decide(f"batch.ramp.{key}", tokens, **facts)
+    draft.step("ramp", [*starts, *lengths, *voters], steps=draft.batches.first_step_at(at.tokens))
 
 
 def _divisible(sequences: int, gpus: int) -> int:

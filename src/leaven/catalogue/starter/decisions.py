@@ -1,4 +1,4 @@
-"""Build a starter recipe in numbered steps: each value is decided once, and the evidence for it is kept.
+"""Build a starter recipe in numbered steps: each value is decided once, with a reason.
 
 The evidence is data (votes, bounds, numbers). The sentences about it are in ``catalogue/messages.toml``.
 """
@@ -16,24 +16,9 @@ from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
 from leaven.documents.planning import DerivationRow
+from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
-
-
-@dataclass(frozen=True)
-class LawVotes(Votes):
-    """The values that laws predict, the value chosen from them, and the number of laws within their fitted range."""
-
-    inside: int
-
-    @property
-    def count(self) -> int:
-        return len(self.by)
-
-    @property
-    def weight(self) -> float:
-        """Return the weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
-        return (1 + self.inside / self.count) / 4
 
 
 @dataclass(frozen=True)
@@ -74,41 +59,33 @@ class StarterScale:
         else:
             runs = self.near.middle({run.id: value for run in self.near.runs if (value := of_run(run))})
         named = [f"{law.law}: {law.source}" for law in self.laws if law.law in laws]
-        return Evidence(LawVotes(middle(laws).value, laws, inside), runs, (*named, *self.near.sources(runs.by)))
+        return Evidence(middle(laws), inside, runs, (*named, *self.near.sources(runs.by)))
 
 
 @dataclass(frozen=True)
 class Evidence:
     """The values of one quantity by laws and by published runs, with their sources."""
 
-    laws: LawVotes
+    laws: Votes
+    inside: int  # number of laws within their fitted range
     runs: Votes
     sources: tuple[str, ...]
 
     @property
+    def weight(self) -> float:
+        """Return the weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
+        return (1 + self.inside / len(self.laws.by)) / 4
+
+    @property
     def middle(self) -> float:
         """Return the weighted mean of the laws' value and the runs' value, in logarithms."""
-        weight = self.laws.weight
+        weight = self.weight
         return math.exp(weight * math.log(self.laws.value) + (1 - weight) * math.log(self.runs.value))
 
     @property
     def spread(self) -> float:
         """Return the largest value of all laws and runs divided by the smallest."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
-
-
-@dataclass(frozen=True)
-class Decision:
-    """One value of a starter recipe and the evidence for it."""
-
-    path: str  # path of the value in the recipe
-    value: Any
-    facts: Mapping[str, Any]  # votes, bounds and numbers, by their names in the message
-    message: str  # key of the message with the reason
-
-    @property
-    def reason(self) -> str:
-        return sentence("reasons", self.message, self.facts)
 
 
 def derivation_step(
@@ -131,61 +108,45 @@ def derivation_step(
 
 @dataclass
 class StarterDraft:
-    """An unfinished starter recipe: its decisions and steps so far.
-
-    ``spreads`` has the factors by which the sources of an uncertain value differ.
-    """
+    """An unfinished starter recipe: the values decided so far, the reason for each, and the finished steps."""
 
     reference: str | None = None  # id of the run whose values are used
-    document: dict[str, Any] = field(default_factory=dict)
-    decisions: dict[str, Decision] = field(default_factory=dict)
+    document: dict[str, Any] = field(default_factory=dict)  # the recipe
+    why: dict[str, str] = field(default_factory=dict)  # the reason for each decided value, by path
     steps: list[DerivationRow] = field(default_factory=list)
-    spreads: dict[str, float] = field(default_factory=dict)
-    _open: dict[str, Any] = field(default_factory=dict)
+    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)  # facts about values whose sources differ
+    _open: dict[str, dict[str, Any]] = field(default_factory=dict)  # facts of the values since the last step, by path
+
+    @property
+    def batches(self) -> BatchSchedule:
+        """Return the batch of every step, from the values of ``[batch]`` that are decided."""
+        return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
         """Set a value. ``message`` is the key of the message with its reason; the default is the value's path."""
         set_path(self.document, path, value)
-        known = {"value": value, "reference": self.reference} | facts
-        self.decisions[path] = Decision(path, value, known, message or path)
-        self._open[path] = value
-
-    def amend(self, path: str, **facts: Any) -> None:
-        """Add facts to the decision about a value."""
-        decision = self.decisions[path]
-        self.decisions[path] = replace(decision, facts={**decision.facts, **facts})
+        self._open[path] = {"value": value, "reference": self.reference} | facts
+        self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
         """Set a value that was chosen between laws and published runs, and finish its step."""
-        self.spreads[title] = evidence.spread
-        self.decide(path, value, message, laws=evidence.laws, runs=evidence.runs, **facts)
+        self.uncertain[title] = {"spread": evidence.spread}
+        self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish a step, which contains the values decided since the previous step.
 
-        The fields of its message are filled from ``facts``, then from the facts of these decisions (of the first
-        decision that has the field), then from the values of the recipe.
+        The fields of its message are filled from ``facts``, then from the facts of these values (of the first value
+        that has the field), then from the values of the recipe.
         """
         known: dict[str, Any] = dict(self.document)
-        for path in reversed(self._open):
-            known |= self.decisions[path].facts
+        for decided in reversed(self._open.values()):
+            known |= decided
         lines = parts("steps", message or title, known | {"reference": self.reference} | facts)
-        self.steps.append(derivation_step(len(self.steps) + 1, title, lines, self._open, sources))
+        values = {path: decided["value"] for path, decided in self._open.items()}
+        self.steps.append(derivation_step(len(self.steps) + 1, title, lines, values, sources))
         self._open = {}
-
-    @property
-    def why(self) -> dict[str, str]:
-        """Return the reason for each value, by the value's path."""
-        return {path: decision.reason for path, decision in self.decisions.items()}
-
-    def recipe(self) -> Recipe:
-        """Return the recipe with the decided values.
-
-        Raises:
-            ValidationError: if the values cannot be combined.
-        """
-        return Recipe.model_validate(self.document | {"why": self.why})
 
 
 @dataclass(frozen=True)

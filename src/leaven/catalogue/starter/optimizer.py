@@ -1,15 +1,11 @@
 """Choose learning rate, schedule, moments, decay and initialisation of a starter recipe."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
-from leaven.catalogue.run import PublishedRun
-from leaven.catalogue.schedules import cooldown_share, warmup_tokens
 from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
-from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.shape import BRANCH_ENDS
@@ -76,24 +72,6 @@ def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> 
     return lr
 
 
-@dataclass(frozen=True)
-class _Warmup:
-    """The length of a published warm-up: in steps if the batch was constant, in tokens if it grew."""
-
-    steps: float
-    tokens: float | None
-
-    def __str__(self) -> str:
-        return f"{self.steps:,.0f} steps" if self.tokens is None else f"{format_quantity(self.tokens)} tokens"
-
-
-def _warmup(run: PublishedRun) -> _Warmup | None:
-    tokens = warmup_tokens(run)
-    if not (tokens and run.batch_tokens):
-        return None
-    return _Warmup(tokens / run.batch_tokens, tokens if run.batch_grew else None)
-
-
 def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     """Choose the warm-up and the decay of the lr.
 
@@ -101,8 +79,14 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         InputError: if the warm-up of the reference run is longer than the whole run.
     """
     near, tokens = at.near, at.tokens
-    lengths: dict[str, _Warmup] = near.values(_warmup)
-    votes = near.middle({who: length.tokens or length.steps * batch for who, length in lengths.items()})
+    votes_by, lengths = {}, {}
+    for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():
+        steps = length / near.table[id].batch_tokens
+        if near.table[id].batch_grew:  # then the warm-up counts in tokens, else in steps
+            votes_by[id], lengths[id] = length, f"{format_quantity(length)} tokens"
+        else:
+            votes_by[id], lengths[id] = steps * batch, f"{steps:,.0f} steps"
+    votes = near.middle(votes_by)
     wanted = votes.value
     own = near.reference is not None and near.reference.id in votes.by
     warmup = round(wanted if own else min(max(wanted, SHORTEST_WARMUP * tokens), LONGEST_WARMUP * tokens))
@@ -116,7 +100,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
         warmup,
         own=own,
         votes=votes,
-        steps=BatchSchedule(Batch.model_validate(draft.document["batch"]).sizes).first_step_at(warmup),
+        steps=draft.batches.first_step_at(warmup),
         lengths=lengths,
         longest=LONGEST_WARMUP if wanted > warmup != round(wanted) else None,
         shortest=SHORTEST_WARMUP if wanted < warmup != round(wanted) else None,
@@ -137,7 +121,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
         draft.decide("schedule.min_lr_ratio", 0.0, "linear to zero", **facts)
         return
     draft.decide("schedule.decay", decay.value, votes=decay)
-    cooldowns = near.values(cooldown_share)
+    cooldowns = near.values(lambda run: run.cooldown_share)
     if decay.value == "wsd" and cooldowns:
         draft.decide("schedule.decay_ratio", float(f"{middle(cooldowns).value:.3g}"), runs=cooldowns)
     # A floor depends on the shape of its decay (linear: 0, cosine: 10%).
@@ -166,16 +150,13 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
     decay = draft.document["hyperparameters"]["weight_decay"]
     off = max(by_tau / decay, decay / by_tau) if decay else math.inf
     if off > 2:
-        draft.spreads["weight decay"] = off
-    _choose_init(draft, at)
-    ends = draft.document["hyperparameters"].get("modules", {}).get("attention.out", {})
+        draft.uncertain["weight decay"] = {"spread": off, "by_tau": by_tau}
+    ends = _choose_init(draft, at)
     width = run.arch.d_model if run and run.arch.d_model else at.model.d_model
     draft.step(
         "adam, init",
         [*near.sources(voters), "Power Lines 2025 timescale: arXiv 2505.13738", INITS["mt-nlg"].source],
-        tau=tau,
-        by_tau=by_tau,
-        ends=ends.get("init_std", 1.0),
+        ends=ends,
         width=width,
         rules=_init_rules(width),
     )
@@ -191,7 +172,8 @@ def _init_rules(width: int) -> dict[str, float]:
     }
 
 
-def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
+def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
+    """Choose the init std, and return its multiplier for the matrices that end a branch."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # One large std everywhere is fine with norms on the branches' outputs (OLMo 2: 0.02), but not in pre-norm blocks.
@@ -217,9 +199,10 @@ def _choose_init(draft: StarterDraft, at: StarterScale) -> None:
             "runs": scaled or None,
         }
         found = [*rules.values(), *(value / math.sqrt(model.d_model) for value in scaled.values())]
-        draft.spreads["init std"] = max(found) / min(found)
+        draft.uncertain["init std"] = {"spread": max(found) / min(found)}
     draft.decide("hyperparameters.init", "rule")
     draft.decide("hyperparameters.init_std", float(f"{std:.3g}"), message, **facts)
     ends = "end of a branch as the reference" if run and run.init_std and pre_norm else "end of a branch"
     for module in BRANCH_ENDS if residual != 1 else ():
         draft.decide(f"hyperparameters.modules.{module}.init_std", float(f"{residual:.4g}"), ends, **facts)
+    return float(f"{residual:.4g}")

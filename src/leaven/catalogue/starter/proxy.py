@@ -7,7 +7,7 @@ and the rule changes them for the target's width and depth.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,9 @@ ENOUGH_LINEAGES = 3
 """If this many published lineages are near a size, their published values are worth using."""
 
 
+_Size = tuple[int, int, int]  # parameters, width and depth
+
+
 @dataclass(frozen=True)
 class Proxy:
     """A smaller model to tune in place of the target."""
@@ -80,33 +83,30 @@ def choose_proxy(
     Raises:
         InputError: if the family has no shape of about ``size`` parameters to transfer from.
     """
+    shapes = list(_smaller(model))
     if size is not None:
-        shape = proxy_shape(model, size)
+        shape = _nearest(model, shapes, size) if shapes else None
         if shape is None or not 1 / NEAR <= shape.params / size <= NEAR:
-            raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(model, size)}")
+            raise InputError(f"--proxy {format_quantity(size)}: {_no_shape(shapes, size)}")
         proxy = _proxy(model, shape, batch_tokens, tokens)
         return _advice(proxy, "requested", expensive=proxy.cost > WORTH)
     known = lineages >= ENOUGH_LINEAGES
     least = max(SMALLEST, model.params / FARTHEST_PROXY) if known else model.params / SMALL_FACTOR
     most = max(SAFE, 1.5 * least)
-    proxies: list[Proxy] = []
-    few = False
+    shapes = [shape for shape in shapes if shape[0] >= least]
+    if not shapes:
+        return _advice(None, "no shape", least=round(least))
+    proxies = []
     for wanted in (most * (least / most) ** (n / 8) for n in range(9)):
-        shape = proxy_shape(model, wanted, least)
-        if shape is None:
-            continue
-        proxy = _proxy(model, shape, batch_tokens, tokens)
-        if proxy.batch_tokens < LEAST_SEQUENCES * shape.seq_len:
-            few = True
+        proxy = _proxy(model, _nearest(model, shapes, wanted), batch_tokens, tokens)
+        if proxy.batch_tokens < LEAST_SEQUENCES * model.seq_len:
             continue
         if proxy.trials == TRIALS[0]:
             return _advice(proxy, "affordable")
         proxies.append(proxy)
-    smallest = min(proxies, key=lambda proxy: proxy.shape.params, default=None)
-    if smallest is None:
-        return _advice(
-            None, "few sequences" if few else "no shape", sequences=batch_tokens // model.seq_len, least=round(least)
-        )
+    if not proxies:
+        return _advice(None, "few sequences", sequences=batch_tokens // model.seq_len)
+    smallest = min(proxies, key=lambda proxy: proxy.shape.params)
     if smallest.cost > WORTH:
         return replace(_advice(smallest, "too expensive", worth=WORTH, known=known), proxy=None)
     return _advice(
@@ -130,28 +130,25 @@ def trials_worth(each: float) -> int:
     return next((trials for trials in TRIALS if trials * each <= SHARE), TRIALS[-1])
 
 
-def proxy_shape(model: ModelShape, params: float, least: float = 0.0) -> ModelShape | None:
-    """Return the smaller shape of the family nearest to ``params`` and to the target's proportions, or None.
+def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> ModelShape:
+    """Return the shape nearest to ``params`` and to the target's proportions."""
 
-    The shape has at least ``least`` parameters.
-    """
-
-    def off(size: int, width: int, depth: int) -> float:
+    def off(shape: _Size) -> float:
         """Return how far a shape is from the requested size and proportions; 0 is an exact match.
 
         Too narrow counts more than too shallow: scaling over width is exact only for large widths, but scaling over
         depth works from a base of only two blocks (CompleteP, arXiv 2505.01618).
         """
+        size, width, depth = shape
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
         return abs(math.log(size / params)) + (narrower / 4 if narrower > 0 else -narrower / 8)
 
-    found = [one for one in _smaller(model) if one[0] >= least]
-    best = min(found, key=lambda one: off(*one), default=None)
-    return _scaled(model, *best[1:]) if best else None
+    _, width, depth = min(shapes, key=off)
+    return _scaled(model, width, depth)
 
 
-def _smaller(model: ModelShape) -> Iterator[tuple[int, int, int]]:
-    """Yield parameters, width and depth of every shape that a proxy can have.
+def _smaller(model: ModelShape) -> Iterator[_Size]:
+    """Yield every shape that a proxy can have.
 
     A proxy has at most half the size, and its width and depth are within the tested ratios. The head dimension, the
     query heads per key-value head and d_ff / d_model stay the same.
@@ -188,10 +185,10 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
     return Proxy(shape, sequences * shape.seq_len, length, trials, trials * each, evidence)
 
 
-def _no_shape(model: ModelShape, size: float) -> str:
-    sizes = [params for params, *_ in _smaller(model)]
+def _no_shape(shapes: Iterable[_Size], size: float) -> str:
+    sizes = sorted(params for params, *_ in shapes)
     below, above = [one for one in sizes if one < size], [one for one in sizes if one > size]
-    near = [format_quantity(one) for one in (*([max(below)] if below else []), *([min(above)] if above else []))]
+    near = [format_quantity(one) for one in (*below[-1:], *above[:1])]
     if not near:
         return "this model is too small to have a proxy; leave --proxy out"
     return (

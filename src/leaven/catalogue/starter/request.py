@@ -1,23 +1,15 @@
 """Check the options of `leaven new`, and find the published run that ``--from`` names."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
 
-from leaven.catalogue.messages import parts
 from leaven.catalogue.neighbours import nearest
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, listed, load_runs
-from leaven.catalogue.schedules import batch_ramps, repeated_growth
-from leaven.catalogue.terms import without_counterpart
 from leaven.recipe.errors import InputError
-from leaven.recipe.shape import Activation, Positions
 from leaven.recipe.units import format_quantity
 
 LEAST_PARAMS, MOST_PARAMS = 100_000, 10**13
 MOST_TOKENS = 10**15
-# Groups of a run's file whose values a recipe has under other paths.
-_CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
 @dataclass(frozen=True)
@@ -89,28 +81,3 @@ def _lacks(run: PublishedRun) -> str | None:
     if run.arch.d_model is None or run.arch.n_layers is None:
         return "its shape is not published"
     return None
-
-
-def left_behind(run: PublishedRun) -> Iterator[str]:
-    """Yield the properties of a run that a recipe cannot express."""
-    arch = run.arch
-    growth_known = True
-    if run.batch_grew and run.tokens and run.batch_tokens:
-        growth_known = all(batch_ramps([run])) or repeated_growth(run, run.tokens, run.batch_tokens, 1) is not None
-    stages = (run.ramp and run.ramp.stages) or ()
-    positions = None if arch.positional == "rotary" else arch.positional
-    yield from parts(
-        "not_carried_over",
-        "arch",
-        {
-            "placement": arch.norm_placement if arch.norm_placement != "pre" else None,
-            "activation": arch.activation if arch.activation not in get_args(Activation) else None,
-            "instead": "swiglu" if arch.gated else "gelu",
-            "positions": positions if positions not in get_args(Positions) else None,
-            "growth_known": growth_known,
-            "other_lengths": any("seq_len" in stage for stage in stages),
-        },
-    )
-    for path, value in without_counterpart(run):
-        if value and path != "arch.norm_placement" and not path.startswith(_CARRIED):
-            yield f"{path.partition('.')[2]} {value}"

@@ -49,6 +49,8 @@ _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # what the number of layers modulo 4 adds to th
 _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
+_HEADS = ("d_head", "n_heads", "n_kv_heads")
+_SIZES = ("n_layers", "d_model", *_HEADS, "d_ff", "vocab_size", "tied_embeddings", "seq_len")
 
 
 class Proportions(NamedTuple):
@@ -65,11 +67,6 @@ class Proportions(NamedTuple):
     n_kv_heads: int | None = None
     width: int | None = None  # the reference run's width, which is allowed even if it is not round
 
-    @property
-    def unit(self) -> int:
-        """Return the number of which the width must be a multiple."""
-        return self.d_head * (self.n_kv_heads or self.group)
-
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
     """Return the f / d at which a block has 12 d^2 parameters: 4, or 8/3 with a gated MLP.
@@ -78,11 +75,6 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
     2 70B (3.5) and Llama 3 405B (3.25).
     """
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation == "swiglu" else 2)
-
-
-def usual_width(params: int, aspect: float) -> float:
-    """Return the width at which the blocks have 12 d^2 L parameters, with L = d / aspect."""
-    return math.cbrt(params * aspect / 12)
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
@@ -95,48 +87,47 @@ def vocabulary(params: int, width: float, usual: float) -> int:
     return max(fitting, default=VOCABULARIES[0])
 
 
-def shape_of(params: int, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
+def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
     """Return the shape whose proportions are nearest to ``proportions``, among the shapes whose size is within
     `TOLERANCE` of ``params``.
 
-    If there is no such shape, return the shape nearest in size. ``fixed`` has the other fields of a
-    :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or 0.6% in d_ff. An odd number of
-    layers counts as 10% in d / L, because it cannot be halved for pipeline stages; a number that is divisible by 2
-    but not by 4 counts as 3%.
+    If there is no such shape, return the shape nearest in size. Widths within a factor of 3 of ``usual`` are tried;
+    ``fixed`` has the other fields of a :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or
+    0.6% in d_ff. An odd number of layers counts as 10% in d / L, because it cannot be halved for pipeline stages; a
+    number that is divisible by 2 but not by 4 counts as 3%.
     """
 
-    def cost(shape: ModelShape, size: int) -> tuple[bool, float]:
+    def cost(pair: tuple[ModelShape, int]) -> tuple[bool, float]:
+        shape, size = pair
         off = abs(size / params - 1)
+        if off > TOLERANCE:
+            return True, off
         aspect = abs(math.log(shape.d_model / shape.n_layers / proportions.aspect))
         ff = abs(math.log(shape.d_ff / shape.d_model / proportions.ff_ratio))
-        outside = off > TOLERANCE
-        return outside, (off if outside else aspect + 5 * ff + 3 * off + _UNEVEN[shape.n_layers % 4])
+        return False, aspect + 5 * ff + 3 * off + _UNEVEN[shape.n_layers % 4]
 
-    best = min(_shapes(params, proportions, fixed), key=lambda pair: cost(*pair))[0]
-    return ModelShape.model_validate(best.model_dump())
-
-
-def _shapes(params: int, proportions: Proportions, fixed: dict[str, Any]) -> Iterator[tuple[ModelShape, int]]:
-    """Yield shapes of about the requested size, each with its number of parameters."""
-    usual = usual_width(params, proportions.aspect)
-    for d in _widths(usual, proportions):
-        for f in _mlp_widths(d, proportions):
+    def shapes() -> Iterator[tuple[ModelShape, int]]:
+        """Yield shapes of about the requested size, each with its number of parameters."""
+        for d in _widths(usual, proportions):
             heads = d // proportions.d_head
-            sides = {"d_model": d, "d_ff": f, "d_head": proportions.d_head, "n_heads": heads}
             kv_heads = proportions.n_kv_heads or heads // proportions.group
-            one = ModelShape.model_validate(fixed | sides | {"n_kv_heads": kv_heads, "n_layers": 1})
-            first = one.params
-            layer = one.model_copy(update={"n_layers": 2}).params - first
-            ends = first - layer
-            exact = (params - ends) / layer
-            for depth in {math.floor(exact), math.ceil(exact)}:
-                n_layers = min(max(depth, 1), _DEEPEST)
-                yield one.model_copy(update={"n_layers": n_layers}), ends + n_layers * layer
+            sides = {"d_model": d, "d_head": proportions.d_head, "n_heads": heads, "n_kv_heads": kv_heads}
+            for f in _mlp_widths(d, proportions):
+                one = ModelShape.model_validate(fixed | sides | {"d_ff": f, "n_layers": 1})
+                layer = one.model_copy(update={"n_layers": 2}).params - one.params
+                ends = one.params - layer
+                exact = (params - ends) / layer
+                for depth in {math.floor(exact), math.ceil(exact)}:
+                    n_layers = min(max(depth, 1), _DEEPEST)
+                    yield one.model_copy(update={"n_layers": n_layers}), ends + n_layers * layer
+
+    best, _ = min(shapes(), key=cost)
+    return ModelShape.model_validate(best.model_dump())
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
     """Return the widths to try: round multiples of the heads, within a factor of 3 of the usual width."""
-    unit = proportions.unit
+    unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
     round_ones = [d for d in widths if d % next(step for least, step in _ROUND if d >= least) == 0]
@@ -184,25 +175,37 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    run = near.reference
+    """Return the shape nearest to the requested size with the proportions of the neighbours or of the reference."""
+    run, arch = near.reference, near.reference.arch if near.reference else None
     stack = _stack_of(run) if run else _STACK
     aspect = middle(near.values(lambda run: run.aspect)).value
     if not (run or near.close):
         aspect = min(aspect, SMALL_ASPECT)
-    width = usual_width(request.params, aspect)
+    width = math.cbrt(request.params * aspect / 12)  # the blocks have 12 d^2 L parameters, with L = d / aspect
     usual = middle(near.values("model.vocab_size")).value
     vocab = request.vocab or (round(usual) if run else vocabulary(request.params, width, usual))
-    tied = run.arch.tied_embeddings if run else None
+    tied = arch.tied_embeddings if arch else None
     if tied is None:
         tied = vocab * width > TIED_SHARE * request.params
     seq_len = _seq_len(request, near)
     fixed = stack | {"vocab_size": vocab, "seq_len": seq_len, "tied_embeddings": tied}
     if not run and seq_len > SHORT:
         fixed["rope_theta"], _ = _theta_of_long()
-    own = _own_shape(run, fixed) if run else None
-    if own and abs(own.params / request.params - 1) <= TOLERANCE:
-        return own
-    return shape_of(request.params, _proportions(near, aspect, width, str(stack["activation"])), fixed)
+    if arch and arch.n_heads and arch.n_kv_heads and arch.d_ff and arch.d_model:
+        d_head = arch.d_head or arch.d_model // arch.n_heads
+        if arch.n_layers and arch.n_heads * d_head == arch.d_model:
+            sides = {name: getattr(arch, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")}
+            own = ModelShape.model_validate(fixed | sides | {"d_head": d_head})
+            if abs(own.params / request.params - 1) <= TOLERANCE:
+                return own
+        group = arch.n_heads // arch.n_kv_heads
+        proportions = Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
+    else:
+        d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
+        n_heads, kv_heads = round(width / d_head), 8 if _grouped(near) and width >= 2 * 8 * d_head else None
+        ratio = usual_ff_ratio(str(stack["activation"]), n_heads, kv_heads or n_heads)
+        proportions = Proportions(aspect, ratio, d_head, n_kv_heads=kv_heads)
+    return shape_of(request.params, width, proportions, fixed)
 
 
 def _stack_of(run: PublishedRun) -> dict[str, Any]:
@@ -222,31 +225,6 @@ def _theta_of_long() -> tuple[float, list[str]]:
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
             by.setdefault(run.arch.rope_theta, []).append(run.id)
     return max(by.items(), key=lambda pair: len(pair[1]))
-
-
-def _own_shape(run: PublishedRun, fixed: dict[str, Any]) -> ModelShape | None:
-    """Return the run's own shape, or None if a part of it is not published or n_heads x d_head is not d_model."""
-    arch = run.arch
-    if not (arch.d_model and arch.n_layers and arch.n_heads and arch.n_kv_heads and arch.d_ff):
-        return None
-    d_head = arch.d_head or arch.d_model // arch.n_heads
-    if arch.n_heads * d_head != arch.d_model:
-        return None
-    sides = {name: getattr(arch, name) for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")}
-    return ModelShape.model_validate(fixed | sides | {"d_head": d_head})
-
-
-def _proportions(near: Neighbours, aspect: float, width: float, activation: str) -> Proportions:
-    arch = near.reference.arch if near.reference else None
-    if arch and arch.n_heads and arch.n_kv_heads and arch.d_ff and arch.d_model:
-        d_head = arch.d_head or arch.d_model // arch.n_heads
-        group = arch.n_heads // arch.n_kv_heads
-        return Proportions(aspect, arch.d_ff / arch.d_model, d_head, group, width=arch.d_model)
-    d_head = next(size for least, size in ((1_024, 128), (256, 64), (128, 32), (0, 16)) if width >= least)
-    grouped = _grouped(near) and width >= 2 * 8 * d_head
-    n_heads = round(width / d_head)
-    ratio = usual_ff_ratio(activation, n_heads, 8 if grouped else n_heads)
-    return Proportions(aspect, ratio, d_head, n_kv_heads=8 if grouped else None)
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
@@ -294,49 +272,39 @@ def _predicted_batch(request: StarterRequest) -> float:
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
     """Record the values of a shape from :func:`choose_shape`, and the reasons for them, as one step."""
-    run, heads, lengths = near.reference, model.n_heads, _lengths(near)
-    aspects = middle(near.values(lambda run: run.aspect))
-    aspect = {"aspect": model.d_model / model.n_layers, "aspects": aspects}
-    predicted, shortened = _predicted_batch(request), not request.seq_len and model.seq_len < lengths.value / 1.5
-    facts: dict[str, dict[str, Any]] = {
-        "n_layers": {**aspect, "even": model.n_layers % 4 == 0},
-        "d_model": {**aspect, "d_head": model.d_head},
-        "d_head": {"heads": near.values("model.d_head")},
-        "n_heads": {},
-        "n_kv_heads": {
-            "heads": heads,
-            "shared": not run and model.n_kv_heads < heads,
-            "narrow": not run and model.n_kv_heads == heads and _grouped(near),
-            "unshared": not run and model.n_kv_heads == heads and not _grouped(near),
-            "groups": _groups(near),
-        },
-        "d_ff": {
-            "ratio": model.d_ff / model.d_model,
-            "usual": usual_ff_ratio(model.activation, heads, model.n_kv_heads),
-            "multiple": math.gcd(model.d_ff, 256),  # no step of the MLP widths is larger
-        },
-        "vocab_size": {
-            "given": bool(request.vocab),
-            "sizes": middle(near.values("model.vocab_size")),
-            "share": VOCABULARY_SHARE,
-        },
-        "tied_embeddings": {
-            "as_reference": bool(run and run.arch.tied_embeddings is not None),
-            "share": model.vocab_size * model.d_model / request.params,
-            "tied_share": TIED_SHARE,
-            "runs": near.values("model.tied_embeddings"),
-        },
-        "seq_len": {
-            "given": bool(request.seq_len),
-            "lengths": lengths,
-            "predicted": predicted,
-            "sequences": int(predicted / model.seq_len) if shortened else None,
-            "wanted": SEQUENCES_A_BATCH,
-            "shortest": SHORTEST,
-        },
+    run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
+    aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
+    shares_heads = model.n_kv_heads < model.n_heads
+    shortened = not request.seq_len and model.seq_len < lengths.value / 1.5
+    facts: dict[str, Any] = {
+        "model": model,
+        "aspect": model.d_model / model.n_layers,
+        "aspects": aspects,
+        "even": model.n_layers % 4 == 0,
+        "head_sizes": near.values("model.d_head"),
+        "shared": not run and shares_heads,
+        "narrow": not run and not shares_heads and grouped,
+        "unshared": not run and not shares_heads and not grouped,
+        "groups": _groups(near),
+        "ratio": model.d_ff / model.d_model,
+        "usual": usual_ff_ratio(model.activation, model.n_heads, model.n_kv_heads),
+        "multiple": math.gcd(model.d_ff, 256),  # no step of the MLP widths is larger
+        "vocab": request.vocab,
+        "vocab_sizes": middle(near.values("model.vocab_size")),
+        "vocab_share": VOCABULARY_SHARE,
+        "as_reference": bool(run and run.arch.tied_embeddings is not None),
+        "share": model.vocab_size * model.d_model / request.params,
+        "tied_share": TIED_SHARE,
+        "tied": near.values("model.tied_embeddings"),
+        "seq_len": request.seq_len,
+        "lengths": lengths,
+        "predicted": predicted,
+        "sequences": int(predicted / model.seq_len) if shortened else None,
+        "wanted": SEQUENCES_A_BATCH,
+        "shortest": SHORTEST,
     }
-    for name, known in facts.items():
-        draft.decide(f"model.{name}", getattr(model, name), **known)
+    for name in _SIZES:
+        draft.decide(f"model.{name}", getattr(model, name), **facts)
     for name in _CHOICES:
         path, value = f"model.{name}", getattr(model, name)
         by = near.values(path)
@@ -348,4 +316,4 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
     if not run and model.seq_len > SHORT:
         theta, runs = _theta_of_long()
         draft.decide("model.rope_theta", theta, positions=SHORT, runs=runs)
-    draft.step("shape", [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"], model=model)
+    draft.step("shape", [*near.sources(aspects.by), "Shazeer 2020, arXiv 2002.05202"])

@@ -13,21 +13,26 @@ The method, whose steps are in the modules of this package:
   their fitted range weigh less.
 """
 
+from collections.abc import Iterator
+from typing import get_args
+
 from pydantic import ValidationError
 
-from leaven.catalogue.messages import constants, sentence
+from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_ratio
+from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
-from leaven.catalogue.starter.batch import choose_batch, choose_ramp
+from leaven.catalogue.starter.batch import batch_ramps, choose_batch, choose_ramp, repeated_growth
 from leaven.catalogue.starter.decisions import Derivation, StarterDraft, StarterScale
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
-from leaven.catalogue.starter.request import StarterRequest, find_reference, left_behind
+from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
+from leaven.catalogue.terms import without_counterpart
 from leaven.recipe.data import STDLIB_TOKENS
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, flatten
-from leaven.recipe.shape import ModelShape
+from leaven.recipe.shape import Activation, ModelShape, Positions
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
@@ -39,6 +44,9 @@ LEAST_HELD_OUT, MOST_EVALUATED = 64, 1 / 7
 this share of the run's tokens, and so take about 5% of its time."""
 PROCESSOR_PARAMS = 20_000_000
 """Up to this size models are also trained on CPUs, most of which compute bf16 at half the speed of fp32."""
+
+# Groups of a run's file whose values a recipe has under other paths.
+_CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
 def starter(request: StarterRequest) -> Derivation:
@@ -81,9 +89,13 @@ def starter(request: StarterRequest) -> Derivation:
     _choose_scaling(draft, scale, base)
     _choose_safeguards(draft, scale, base)
     try:
-        return Derivation(_with_defaults(draft), tuple(draft.steps), base.tuning)
+        recipe = Recipe.model_validate(draft.document)
     except ValidationError as error:
         raise InputError(f"these values cannot be combined in a recipe: {explain(error)}") from None
+    # The reasons for values that neither laws nor neighbours decide.
+    written, defaults = flatten(recipe.model_dump(mode="json", exclude_none=True)), constants("defaults")
+    others = {path: defaults[path] for path in written if path in defaults and path not in draft.why}
+    return Derivation(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning)
 
 
 def untuned(recipe: Recipe) -> Recipe:
@@ -106,7 +118,7 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
         "neighbours",
         near.sources(near.table),
         ratio=size_ratio(run, near.params) if run else None,
-        lost=list(left_behind(run)) or None if run else None,
+        lost=list(_left_behind(run)) or None if run else None,
         factor=FACTOR,
         runs=len(runs),
         close=len(near.close),
@@ -118,6 +130,31 @@ def _neighbours_step(draft: StarterDraft, near: Neighbours) -> None:
         nearest=runs[0].id,
         lineages=[f"{run.id} ({run.lineage.name})" for run in runs],
     )
+
+
+def _left_behind(run: PublishedRun) -> Iterator[str]:
+    """Yield the properties of a run that a recipe cannot express."""
+    arch = run.arch
+    growth_known = True
+    if run.batch_grew and run.tokens and run.batch_tokens:
+        growth_known = all(batch_ramps([run])) or repeated_growth(run, run.tokens, run.batch_tokens, 1) is not None
+    stages = (run.ramp and run.ramp.stages) or ()
+    positions = None if arch.positional == "rotary" else arch.positional
+    yield from parts(
+        "not_carried_over",
+        "arch",
+        {
+            "placement": arch.norm_placement if arch.norm_placement != "pre" else None,
+            "activation": arch.activation if arch.activation not in get_args(Activation) else None,
+            "instead": "swiglu" if arch.gated else "gelu",
+            "positions": positions if positions not in get_args(Positions) else None,
+            "growth_known": growth_known,
+            "other_lengths": any("seq_len" in stage for stage in stages),
+        },
+    )
+    for path, value in without_counterpart(run):
+        if value and path != "arch.norm_placement" and not path.startswith(_CARRIED):
+            yield f"{path.partition('.')[2]} {value}"
 
 
 def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
@@ -200,19 +237,8 @@ def _choose_safeguards(draft: StarterDraft, at: StarterScale, base: StarterBase)
     draft.decide("stability.checkpoint_every_tokens", every)
     draft.decide("evaluation.every_tokens", often, share=often / tokens)
     draft.decide("evaluation.tokens", held_out, share=held_out / often)
-    decay = draft.decisions.get("hyperparameters.weight_decay")
-    by_tau = decay.facts.get("by_tau") if decay else None
     uncertain = [
-        sentence("uncertain", about, {"spread": spread, "by_tau": by_tau, "proxy": base.tuning.proxy is not None})
-        for about, spread in sorted(draft.spreads.items(), key=lambda item: -item[1])
+        sentence("uncertain", about, facts | {"proxy": base.tuning.proxy is not None})
+        for about, facts in sorted(draft.uncertain.items(), key=lambda item: -item[1]["spread"])
     ]
     draft.step("guards", uncertain="; ".join(uncertain) or None)
-
-
-def _with_defaults(draft: StarterDraft) -> Recipe:
-    """Return the finished recipe, with reasons also for the values that neither laws nor neighbours decide."""
-    recipe = draft.recipe()
-    defaults = constants("defaults")
-    values = flatten(recipe.model_dump(mode="json", exclude_none=True, exclude={"why"}))
-    left = {path: defaults[path] for path in values if path not in draft.decisions and path in defaults}
-    return recipe.replace({"why": recipe.why | left})
