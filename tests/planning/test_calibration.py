@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.planning.shapes import SMALL, record
 
+from leaven.documents.planning import CalibrationRow
 from leaven.planning.calibration import (
     NEWEST,
-    Calibration,
     CalibrationRecord,
     StepCost,
     calibration,
@@ -36,9 +36,9 @@ def took(time: float, memory: float | None = None, **changes: object) -> Calibra
     return one.model_copy(update={"measured": StepCost(step_seconds=said.step_seconds * time, memory_gib=gib)})
 
 
-def factors(records: list[CalibrationRecord], accelerator: str = H100) -> Calibration:
+def factors(records: list[CalibrationRecord], accelerator: str = H100) -> CalibrationRow:
     """The calibration of SMALL on one device in bf16."""
-    found = calibration(records, accelerator, SMALL.params, Layout(), "bf16")
+    found = calibration(records, accelerator, SMALL.params, Layout(), compute="bf16", step_seconds=1.0)
     assert found is not None
     return found
 
@@ -56,8 +56,8 @@ def test_runs_on_other_accelerators_or_dtypes_do_not_count() -> None:
         record(measured=None),
         took(2, model=of(40)),  # 20 times the parameters
     ]
-    assert calibration(others, H100, SMALL.params, Layout(), "bf16") is None
-    assert calibration([], H100, SMALL.params, Layout(), "bf16") is None
+    for records in (others, []):
+        assert calibration(records, H100, SMALL.params, Layout(), compute="bf16", step_seconds=1.0) is None
     found = factors([*others, took(1.25)])
     assert (found.time, found.runs, found.memory) == (pytest.approx(1.25), 1, None)
 
@@ -67,7 +67,7 @@ def test_the_factor_is_the_median_of_the_runs() -> None:
     found = factors(runs)
     assert found.time == pytest.approx(1.18)
     assert found.memory == pytest.approx(1.1)
-    assert str(found) == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+    assert found.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
 
 
 def test_far_runs_are_ignored_if_near_ones_exist() -> None:
@@ -134,8 +134,7 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
 
 def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     bare = plan_recipe(recipe(), "8xH100")
-    bare.exploration  # noqa: B018  what was searched before is calibrated too
-    plan = bare.calibrated([took(5.0)], "bf16").changed(share=0.6)
+    plan = bare.calibrated([took(5.0)], "bf16")
     layout = plan.arrangement.layout
     asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
     found, own = plan.document(asked).dump(), bare.document(asked).dump()

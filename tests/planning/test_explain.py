@@ -8,6 +8,7 @@ from tests.planning.shapes import LLAMA_8B, LLAMA_405B, plan
 from leaven.documents.planning import Explanation
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.explain import PARTS, explain, not_lines
+from leaven.planning.layouts import LayoutCandidate
 from leaven.planning.plan import ClusterPlan
 from leaven.recipe.layout import Layout
 
@@ -33,7 +34,7 @@ def test_an_explained_layout_is_compared_part_by_part(llama: ClusterPlan) -> Non
     assert f"all-reduce {found.seconds['tensor_parallel'].asked / found.step_seconds:.0%} of the step" in found.line
     assert sum(part.asked for part in found.seconds.values()) == pytest.approx(found.step_seconds)
     assert sum(part.chosen for part in found.seconds.values()) == pytest.approx(llama.time.step)
-    memory = llama.job.candidate(Arrangement.read(found.layout)).memory
+    memory = LayoutCandidate(llama.job, Arrangement.read(found.layout)).memory
     assert sum(part.asked for part in found.gib.values()) == pytest.approx(memory.total / 2**30)
 
 

@@ -89,10 +89,11 @@ def test_a_plan_counts_the_recipes_own_ramp(tiny: Recipe) -> None:
     flat = plan_recipe(tiny.replace(changes), "2xH100", "dp=2")
     ramp = {"start_tokens": 1024, "increment_tokens": 1024, "over_tokens": 500_000}
     ramped = plan_recipe(tiny.replace(changes | {"batch.ramp": ramp}), "2xH100", "dp=2")
-    assert flat.ramp.own is None
-    assert ramped.ramp.own is not None
+    own = ramped.document().ramp.own
+    assert flat.document().ramp.own is None
+    assert own is not None
     # but for the last step of either, which goes beyond the run's end
-    assert abs(ramped.seconds - flat.seconds - ramped.ramp.own.extra_hours * 3600) < flat.time.step
+    assert abs(ramped.seconds - flat.seconds - own.extra_hours * 3600) < flat.time.step
     assert ramped.seconds > flat.seconds
     fp16 = plan_recipe(tiny.replace(changes | {"precision.compute": "fp16"}), "2xH100", "dp=2")
     assert fp16.time == flat.time
