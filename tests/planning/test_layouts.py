@@ -69,9 +69,7 @@ def test_the_pareto_front_has_every_layout_that_no_other_beats() -> None:
     assert len(found.pareto) > 2
     for one in found.candidates:
         beaten = any(
-            o.time.step <= one.time.step and o.memory.total <= one.memory.total
-            for o in found.pareto
-            if o is not one
+            o.time.step <= one.time.step and o.memory.total <= one.memory.total for o in found.pareto if o is not one
         )
         assert beaten != (one in found.pareto)
 

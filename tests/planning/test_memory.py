@@ -22,7 +22,7 @@ from leaven.planning.arrangement import Arrangement
 from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, blueprint
 from leaven.planning.memory import GIB, activation_parts, stage_memory, worst_stage
 from leaven.planning.published import published_blueprint
-from leaven.planning.stages import in_flight, stage_layers, stage_parameters
+from leaven.planning.stages import in_flight, rank_parameters, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
@@ -120,7 +120,7 @@ def test_experts_are_shared_out_over_the_ranks_of_their_own_data_parallel_group(
     whole = sum(count * block.whole for block, count in model.kinds) + model.final_vectors
     cut = model.params - experts - whole
     layout = Layout(dp=16, tp=2, ep=8)
-    assert stage_parameters(model, layout, 0) == pytest.approx(whole + cut / 2 + experts / 2 / 8)
+    assert rank_parameters(model, layout, 0).total == pytest.approx(whole + cut / 2 + experts / 2 / 8)
     memory = stage_memory(model, Arrangement(layout.model_copy(update={"zero": 1}), 1, 8), 0, MEGATRON_FP16)
     assert memory.weights == pytest.approx(2 * (whole + cut / 2 + experts / 16))
     assert memory.optimizer == pytest.approx(12 * ((whole + cut / 2) / 16 + experts / 16 / 2))
@@ -128,10 +128,10 @@ def test_experts_are_shared_out_over_the_ranks_of_their_own_data_parallel_group(
 
 def test_the_stages_of_a_model_with_dense_layers_first_hold_every_parameter_once() -> None:
     model = published_blueprint(find_run("deepseek-v3").arch, 4096)
-    held = [stage_parameters(model, Layout(pp=8), stage) for stage in range(8)]
+    held = [rank_parameters(model, Layout(pp=8), stage).total for stage in range(8)]
     assert sum(held) == model.params
     interleaved = Layout(pp=4, schedule="interleaved", stages_per_rank=3)
-    assert sum(stage_parameters(model, interleaved, rank) for rank in range(4)) == model.params
+    assert sum(rank_parameters(model, interleaved, rank).total for rank in range(4)) == model.params
 
 
 def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
@@ -146,8 +146,8 @@ def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
 
 def test_a_tied_embedding_is_on_both_ends_of_a_pipeline_and_once_without() -> None:
     shape = gpt(48, 6144, 64)
-    assert stage_parameters(shape, Layout(), 0) == shape.params
-    both = sum(stage_parameters(shape, Layout(pp=4), stage) for stage in range(4))
+    assert rank_parameters(shape, Layout(), 0).total == shape.params
+    both = sum(rank_parameters(shape, Layout(pp=4), stage).total for stage in range(4))
     assert both == shape.params + 51_200 * 6144
 
 
@@ -155,7 +155,7 @@ def test_an_embedding_norm_is_on_the_first_stage_and_keeps_its_input() -> None:
     plain = gpt(48, 6144, 64)
     normed = plain.model_copy(update={"embedding_norm": True})
     more = [
-        stage_parameters(normed, Layout(pp=4), stage) - stage_parameters(plain, Layout(pp=4), stage)
+        rank_parameters(normed, Layout(pp=4), stage).total - rank_parameters(plain, Layout(pp=4), stage).total
         for stage in range(4)
     ]
     assert more == [2 * 6144, 0, 0, 0]  # gain and bias
@@ -274,7 +274,7 @@ def test_micro_batches_in_flight(layout: Layout, flying: list[float]) -> None:
 
 def test_ranks_with_several_stages_share_all_layers_and_zero_shards_within_a_replica() -> None:
     layout = Layout(pp=4, schedule="interleaved", stages_per_rank=2)
-    assert sum(stage_parameters(LLAMA_8B, layout, rank) for rank in range(4)) == LLAMA_8B.params
+    assert sum(rank_parameters(LLAMA_8B, layout, rank).total for rank in range(4)) == LLAMA_8B.params
     whole = stage_memory(SMALL, Arrangement(Layout(dp=8, zero=1), 1, 1), 0)
     replicated = stage_memory(SMALL, Arrangement(Layout(dp=8, zero=1, dp_replicate=4), 1, 1), 0)
     assert replicated.optimizer == 4 * whole.optimizer

@@ -15,7 +15,7 @@ from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENC
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
 from leaven.planning.operators import FLASH, LAUNCH, STREAMED, SUSTAINED, matmul_seconds, stream_seconds
 from leaven.planning.published import published_blueprint
-from leaven.planning.stages import stage_parameters
+from leaven.planning.stages import rank_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
@@ -119,7 +119,7 @@ def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_wit
     filled, _ = timed(schedule="zero-bubble")
     # ZB-H1: T_F + T_B - T_W for every rank but one, with T_B the half of the inputs alone
     weights = 8 * block_time(shape, how, cluster, code).weight + logits_seconds(shape, how, cluster, code) / 3
-    weights += adding_seconds(stage_parameters(shape, how.layout, 0, code), cluster.accelerator, code)
+    weights += adding_seconds(rank_parameters(shape, how.layout, 0, code).total, cluster.accelerator, code)
     assert filled == pytest.approx(one - 3 * 2 * weights)
     assert filled < one / 2
 
@@ -264,7 +264,7 @@ def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zer
     experts = sum(block.experts for block in model.blocks)
     for ep in (1, 4, 16):
         how = Arrangement(Layout(dp=64, ep=ep, zero=zero), 1, 1)
-        dense = stage_parameters(model, how.layout, 0) - experts / ep
+        dense = rank_parameters(model, how.layout, 0).total - experts / ep
         found = step_time(model, how, cluster, code)
         sharers, of_experts = (64, 64 // ep) if zero else (1, 1)
         assert found.optimizer == pytest.approx(2 * 16 * (dense / sharers + experts / ep / of_experts) / 1e12)

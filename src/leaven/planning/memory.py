@@ -13,7 +13,7 @@ from functools import cache
 from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint, Model, blueprint
-from leaven.planning.stages import end_parameters, in_flight, rank_blocks
+from leaven.planning.stages import in_flight, rank_blocks, rank_parameters
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout
 
@@ -118,11 +118,10 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
 
 @cache
 def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> _States:
-    t, first, last = layout.tp, stage == 0, stage == layout.pp - 1
+    t = layout.tp
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
-    ends = end_parameters(table, t, first=first, last=last)
-    dense = ends + sum(count * (block.whole + block.cut / t) for block, count in blocks)
-    experts = sum(count * block.experts for block, count in blocks) / (t * layout.ep)
+    in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
+    dense = ends + in_blocks
     # Two data-parallel groups: the more ranks share an expert, the fewer copies of it exist.
     sharers = layout.dp * layout.cp // layout.dp_replicate
     expert_sharers = max(1, sharers // layout.ep)
@@ -133,7 +132,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         return bytes_each * (parameters / sharers + of_experts / expert_sharers)
 
     vectors = sum(count * (block.vectors + block.split_vectors / t) for block, count in blocks)
-    matrices = dense - ends - vectors
+    matrices = in_blocks - vectors
     of_matrices = code.optimizer if code.optimizer_of_matrices is None else code.optimizer_of_matrices
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
@@ -144,7 +143,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
     if code.autocast and layout.zero == 3:
         units, gathered = 2 * unit * copy, gathered - 2 * unit * copy
-        if first and not table.tied:
+        if stage == 0 and not table.tied:
             gathered -= code.gathered_ends * table.embedding / t
     if code.autocast and layout.ranks == 1:
         gathered = code.compute_copy * (dense - ends + table.embedding)

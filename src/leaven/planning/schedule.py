@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Model
 from leaven.planning.hardware import Cluster
-from leaven.planning.stages import stage_layers, stage_parameters
+from leaven.planning.stages import rank_parameters, stage_layers
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, transfer_seconds
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout
@@ -172,7 +172,7 @@ def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCod
     exchanged, sent = block.all_reduce / passes, transfer_seconds(model, how, cluster, code)
     forward = [n * (block.forward + exchanged) + sent for n in layers]
     adding = [
-        adding_seconds(stage_parameters(model, layout, rank, code), cluster.accelerator, code)
+        adding_seconds(rank_parameters(model, layout, rank, code).total, cluster.accelerator, code)
         / layout.stages_per_rank
         for rank in range(layout.pp)
     ]
