@@ -201,16 +201,14 @@ def test_a_user_adds_accelerators_and_corrects_groups(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (
-            f"Z9 = {EXAMPLE.replace('gib = 64', 'gib = -1')}",
-            "[Z9] memory.gib: input should be greater than 0, not -1",
-        ),
-        (f"Z9 = {EXAMPLE.replace('gib', 'gb')}", "[Z9] memory.gb: no such key; did you mean gib?"),
+        (f"Z9 = {EXAMPLE.replace('gib = 64', 'gib = -1')}", "[Z9] memory.gib: -1 should be greater than 0"),
+        (f"Z9 = {EXAMPLE.replace('gib', 'gb')}", "[Z9] memory.gb: no such key"),
         (f"Z9 = {EXAMPLE.replace('bf16', 'fp8')}", "has neither bf16 nor fp16"),
         (f"Z9 = {EXAMPLE[:-1]}, matmul = {{ bf16 = 500 }} }}", "matmul.bf16: 500 TFLOP/s is above the peak of 400"),
-        ("[Z9]\npeak = { bf16 = 400 }", "[Z9] memory: missing; write an accelerator for example as { peak"),
-        ("Z9 = 3", "an accelerator must be a table; write for example Z9 = { peak"),
-        ("['a b']", "[a b]: not a valid name of an accelerator"),
+        ("[Z9]\npeak = { bf16 = 400 }", "[Z9] memory: missing"),
+        ("[Z9]\npeak = 3", "[Z9] peak: 3 should be a valid dictionary"),
+        ("Z9 = 3", "[Z9] is not an accelerator"),
+        ("['a b']", "[a b] is not an accelerator"),
         ("Z9", "not TOML"),
     ],
 )
@@ -224,6 +222,7 @@ def test_a_wrong_file_is_one_line_that_names_it(
         parse_cluster("8xH100")
     assert str(path) in str(refused.value)
     assert says in str(refused.value)
+    assert str(refused.value).endswith(f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}")
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,14 +127,10 @@ def find_accelerator(name: str) -> Accelerator:
     wanted = [word for word in _words(name) if word not in _MAKERS]
     # The first in the table that has every word: SXM is before PCIe, the larger memory first.
     for known in accelerators().values():
-        if wanted and _is_called(_words(known.name), wanted):
+        if _is_called(_words(known.name), wanted):
             return known
-    by_short: dict[str, str] = {}
-    for known_name in accelerators():
-        by_short.setdefault(known_name.upper(), known_name)
-        by_short.setdefault(known_name.upper().split("-")[0], known_name)
-    close = get_close_matches(name.upper(), by_short, n=6, cutoff=0.0)
-    nearest = list(dict.fromkeys(by_short[short] for short in close))[:3]
+    by_upper = {known.upper(): known for known in accelerators()}
+    nearest = [by_upper[upper] for upper in get_close_matches(name.upper(), by_upper, n=3, cutoff=0.0)]
     word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
     raise InputError(
         f"no accelerator {name!r} in the table; the nearest are {', '.join(nearest)} (leaven hardware lists all); "
