@@ -44,7 +44,7 @@ def test_a_budget_is_a_cluster_and_a_time(text: str, cluster: str, hours: float)
     ("text", "message"),
     [
         ("64xH100 x 14y", "write for example '64xH100-80GB x 14d'"),
-        ("64xH100 x 0d", "the time is zero; write for example '64xH100 x 14d'"),
+        ("64xH100 x 0d", "write for example '64xH100-80GB x 14d'"),
         ("H100 x 4d", "'H100' is not a cluster"),
         ("64xQ100 x 4d", "no accelerator 'Q100'"),
         ("64xH100 x 99999999d", "reduce the time"),

@@ -92,7 +92,12 @@ def block_kept(
     elif code.selective == "core":  # a flash kernel recomputes it anyway, so nothing is saved
         stays = everything - core
     else:
-        stays = block_input + by_operator["attention.out"] + _every_second_product(block, tp, code)
+        # torchtitan saves the outputs of every second matrix product.
+        every_second = sum(
+            code.element * row.n * row.passed / (tp if row.split == "column" else stretch)
+            for row in block.matmuls[::2]
+        )
+        stays = block_input + by_operator["attention.out"] + every_second
     # Backwards through the MLP: gradients of its tensors and, gathered, of its output. Backwards through the core
     # without a flash kernel: of the scores and of the probabilities, when what the MLP kept is gone.
     e = code.element
@@ -101,10 +106,3 @@ def block_kept(
     gradients = e * widths / tp + e * d_model
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
     return Kept(stays, everything - stays, max(gradients, scores - mlp))
-
-
-def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> float:
-    """Return the bytes per token of what torchtitan saves: the outputs of every second matrix product."""
-    stretch = tp if code.sequence_parallel else 1
-    kept = block.matmuls[::2]
-    return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)
