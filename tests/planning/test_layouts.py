@@ -119,6 +119,6 @@ def test_an_error_names_a_layout_that_leaven_cannot_train_but_fits() -> None:
     with pytest.raises(InputError, match="; leaven can plan and export, but not train, --layout ") as raised:
         plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB")
     written = str(raised.value).rsplit("--layout ", 1)[1]
-    layout, _ = parse_layout(written, 4096, SMALL)
+    layout, _ = parse_layout(written, 4096)
     assert layout.cp > 1
     assert plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB", layout).fits

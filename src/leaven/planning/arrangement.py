@@ -115,24 +115,19 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
         raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
 
 
-def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -> tuple[Layout, int | None]:
+def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Parse a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``; also return its micro-batch, or None.
 
     Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and
     ``dp`` gets the number of GPUs divided by tp x pp x cp.
 
     Raises:
-        InputError: if a key is unknown, a value is wrong, or the number of ranks is not the number of GPUs; the
-            message names degrees that would work.
+        InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
     dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
-    layout = layout_of(text, values if rest else {"dp": dp} | values)
-    if layout.ranks != gpus:
-        would = f"dp={dp} would work" if not rest else f"tp x pp x cp must divide {gpus:,}"
-        raise InputError(f"{_ranks(layout, gpus)}; {would}")
-    return layout, micro_batch
+    return layout_of(text, values if rest else {"dp": dp} | values), micro_batch
 
 
 def listed(values: Iterable[object]) -> str:
@@ -144,13 +139,6 @@ def written(layout: Layout) -> str:
     """Return a layout in the notation of ``--layout``, without values that are the default."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
-
-
-def _ranks(layout: Layout, gpus: int) -> str:
-    """Return text such as ``layout dp 2 x tp 4 x pp 1 is 8 ranks, the cluster has 4 GPUs``."""
-    cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
-    ranks, has = (f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (gpus, "GPU")))
-    return f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp} is {ranks}, the cluster has {has}"
 
 
 def tensor_degrees(model: Model) -> list[int]:
@@ -170,8 +158,14 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
         InputError: if they do not; the message says what would work.
     """
     if layout.ranks != cluster.gpus:
+        cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
+        ranks, has = (
+            f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (cluster.gpus, "GPU"))
+        )
+        dp, rest = divmod(cluster.gpus, layout.tp * layout.pp * layout.cp)
+        would = f"tp x pp x cp must divide {cluster.gpus:,}" if rest else f"dp={dp} would work"
         raise InputError(
-            f"{_ranks(layout, cluster.gpus)}; change the degrees so that their product is {cluster.gpus}"
+            f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp} is {ranks}, the cluster has {has}; {would}"
         )
     refusal = shape_refusal(model, layout)
     if refusal is not None:

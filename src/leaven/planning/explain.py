@@ -6,7 +6,7 @@ from typing import Any
 
 from leaven.documents.planning import Comparison, Explanation
 from leaven.planning.accelerators import accelerators
-from leaven.planning.arrangement import check_layout, parse_keys, shape_refusal, tensor_degrees, written
+from leaven.planning.arrangement import parse_keys, shape_refusal, tensor_degrees, written
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import EQUAL, USABLE, Exploration, Job, LayoutCandidate, explore, in_a_node, layouts
 from leaven.planning.memory import GIB
@@ -176,25 +176,6 @@ def too_large(candidate: LayoutCandidate) -> str:
     """Return text such as ``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
     gib = candidate.job.cluster.accelerator.memory_gib
     return f"needs {candidate.memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"
-
-
-def lacking(chosen: LayoutCandidate) -> str:
-    """Return how much memory a layout that does not fit needs, and one change with which it would fit."""
-    job, layout = chosen.job, chosen.arrangement.layout
-    changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
-    for key in ("tp", "pp"):
-        changes += [{key: getattr(layout, key) * n, "dp": layout.dp // n} for n in (2, 4, 8) if layout.dp % n == 0]
-    for change in changes:
-        try:
-            other = Layout.model_validate(layout.model_dump() | change)
-            check_layout(job.model, other, job.cluster)
-            leanest = LayoutCandidate(job, job.arrangements(other)[0])
-        except ValueError:  # of the layout by itself, or with this model or batch
-            continue
-        if leanest.fits and other != layout:
-            asked = ",".join(f"{key}={value}" for key, value in change.items())
-            return f"{too_large(chosen)}; {asked} would fit in {leanest.memory.total / GIB:.1f} GiB"
-    return f"{too_large(chosen)}; without --layout leaven plans one that fits"
 
 
 def no_layout(seen: Exploration) -> InputError:

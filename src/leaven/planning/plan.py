@@ -14,29 +14,17 @@ from leaven.documents.planning import (
     SpeedPlan,
     StageMemory,
 )
-from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.arrangement import Arrangement, check_layout, parse_layout, written
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
-from leaven.planning.explain import explain, lacking, no_layout, not_lines
+from leaven.planning.explain import explain, no_layout, not_lines, too_large
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import (
-    FILLS,
-    Exploration,
-    Job,
-    LayoutCandidate,
-    explore,
-    ranked,
-    thin_pipeline,
-)
+from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
 from leaven.planning.memory import GIB, Memory, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
 from leaven.planning.timing import StepTime
-from leaven.planning.training_codes import (
-    Moments,
-    in_precision,
-    states,
-)
+from leaven.planning.training_codes import Moments, in_precision, states
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 
@@ -150,7 +138,9 @@ class ClusterPlan:
     @cached_property
     def cautions(self) -> tuple[str, ...]:
         """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
-        found = [] if self.fits else [lacking(self.chosen)]
+        found = [] if self.fits else [too_large(self.chosen)]
+        if not self.fits and self.exploration.layouts:
+            found[0] += f"; --layout {written(self.exploration.layouts[0].arrangement.layout)} would fit"
         device = self.cluster.accelerator
         if any(of.confidence == "guess" for of in device.sources):
             rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
@@ -238,9 +228,7 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     compiled = recipe.layout.compile
-    asked, micro_batch = (
-        parse_layout(layout, cluster.gpus, recipe.model, compile=compiled) if layout else (None, None)
-    )
+    asked, micro_batch = parse_layout(layout, cluster.gpus, compile=compiled) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     job = Job(

@@ -56,7 +56,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
+    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     job = Job(
         model,
         _sequences(run.batch_tokens, seq_len) * seq_len,
