@@ -115,11 +115,7 @@ def test_attention_windows_repeat_over_the_layers() -> None:
 
 
 def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing() -> None:
-    arch = find_run("llama2-7b").arch.model_copy(update={"d_ff": None, "qk_norm": None})
-    with pytest.raises(InputError, match="qk_norm is not known"):
-        published_blueprint(arch, 4096)
-    with pytest.raises(InputError, match="d_ff is not known"):
-        published_blueprint(arch.model_copy(update={"qk_norm": False}), 4096)
-    sparse = find_run("deepseek-v3").arch.model_copy(update={"d_expert": None})
-    with pytest.raises(InputError, match="d_expert is not known"):
-        published_blueprint(sparse, 4096)
+    for run, name in (("llama2-7b", "d_ff"), ("llama2-7b", "qk_norm"), ("deepseek-v3", "d_expert")):
+        arch = find_run(run).arch.model_copy(update={name: None})
+        with pytest.raises(InputError, match=f"{name} is not known"):
+            published_blueprint(arch, 4096)

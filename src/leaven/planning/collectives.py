@@ -1,6 +1,5 @@
 """Compute the time of communication between ranks, inside a node and across nodes."""
 
-from dataclasses import replace
 from math import ceil, log2
 
 from leaven.planning.hardware import Cluster
@@ -77,10 +76,3 @@ def hop(size: float, ranks: int, cluster: Cluster) -> float:
     across = ranks > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
     return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)
-
-
-def one_nic(cluster: Cluster) -> Cluster:
-    """Return the cluster with one GPU per node, for training codes whose rings do not share the NICs of a node."""
-    if cluster.gpus <= cluster.accelerator.node_size:
-        return cluster
-    return replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))

@@ -13,14 +13,14 @@ Stragglers, congestion and a slow host are not modelled.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
-from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ring
+from leaven.planning.collectives import all_reduce, all_to_all, hop, ring
 from leaven.planning.hardware import Cluster
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
 from leaven.planning.stages import RankParameters, rank_parameters, stage_layers
@@ -236,8 +236,8 @@ def _data_parallel(
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
-    if not code.shared_nics:
-        cluster = one_nic(cluster)
+    if not code.shared_nics and cluster.nodes > 1:  # a ring has one adapter, as if a node had one GPU
+        cluster = replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
