@@ -64,7 +64,6 @@ class _States:
     update: float  # extra memory of the update
     stays: float  # activations, bytes per token of every micro-batch in flight
     once: float  # activations that exist only once, bytes per token
-    unembedding: float  # parameters of the unembedding on this rank
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
@@ -88,10 +87,11 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
             # the backward pass; the product that is added to the first exists beside them.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
-            logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
+            unembedding = table.embedding / layout.tp
+            logits += waiting * code.unembedding * unembedding + code.element * unembedding
             # Also the cast unembedding and, for all positions, the input, its part in a chunk, and its gradient.
             if layout.tp > 1:
-                logits += code.element * (rank.unembedding + 3 * tokens * table.d_model)
+                logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
     in_block = max(0.0, inside + rank.exchange + rank.units - logits)
     exchange = min(rank.exchange, in_block)
@@ -162,7 +162,6 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
         once=once,
-        unembedding=table.embedding / t,
     )
 
 
