@@ -14,7 +14,6 @@ from leaven.planning.blueprint import (
     Core,
     Matmul,
     attention_rows,
-    block_table,
     mlp_rows,
 )
 from leaven.planning.hardware import parse_cluster
@@ -183,7 +182,7 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, 
         if arch.n_shared_experts:
             matmuls += mlp_rows("shared", d, width * arch.n_shared_experts, gated=gated)
     activation = arch.activation or ("swiglu" if gated else "gelu")
-    return block_table(matmuls, core, gains, split_gains, activation, qk_norm=qk_norm, dropout=dropout)
+    return BlockTable(tuple(matmuls), core, gains, split_gains, activation, qk_norm=qk_norm, dropout=dropout)
 
 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
