@@ -37,8 +37,8 @@ def test_layouts_are_parsed() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp=8,pp=6,dp=2", r"is 96 ranks, the cluster has 48 GPUs; dp=1 would work"),
-        ("tp=7,pp=5", r"is 35 ranks, the cluster has 48 GPUs; tp x pp x cp must divide 48"),
+        ("tp=8,pp=6,dp=2", r"is 96, and the number of GPUs is 48; dp=1 would work"),
+        ("tp=7,pp=5", r"is 35, and the number of GPUs is 48; tp x pp x cp must divide 48"),
         ("tpp=8", r"no such key 'tpp'; did you mean tp\?"),
         ("tp=eight", r"tp is a whole number from 1 on"),
         ("mbs=0", r"mbs is a whole number from 1 on"),

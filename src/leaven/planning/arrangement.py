@@ -158,15 +158,10 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
         InputError: if they do not; the message says what would work.
     """
     if layout.ranks != cluster.gpus:
-        cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
-        ranks, has = (
-            f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (cluster.gpus, "GPU"))
-        )
+        ranks = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
         dp, rest = divmod(cluster.gpus, layout.tp * layout.pp * layout.cp)
         would = f"tp x pp x cp must divide {cluster.gpus:,}" if rest else f"dp={dp} would work"
-        raise InputError(
-            f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp} is {ranks}, the cluster has {has}; {would}"
-        )
+        raise InputError(f"layout {ranks} is {layout.ranks:,}, and the number of GPUs is {cluster.gpus:,}; {would}")
     refusal = shape_refusal(model, layout)
     if refusal is not None:
         raise InputError(f"layout {refusal}")

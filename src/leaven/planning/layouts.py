@@ -64,29 +64,18 @@ class Job:
         the smallest batch of a ramp does not fill the pipeline are left out.
 
         Raises:
-            InputError: if the batch is not a whole number of sequences, does not divide over the ranks, or does not
-                fill the pipeline; the message says what would work.
+            InputError: if the batch does not divide over the ranks or does not fill the pipeline; the message says
+                what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
-        sequences, rest = divmod(self.batch_tokens, seq_len)
-        if rest or not sequences:
-            lower = max(sequences, 1) * seq_len
-            raise InputError(
-                f"a batch of {self.batch_tokens:,} tokens is not a whole number of sequences of {seq_len:,}; "
-                f"use {lower:,} or {lower + seq_len:,}"
-            )
+        sequences = self.batch_tokens // seq_len
         share, rest = divmod(sequences, layout.dp)
         sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
         if rest or share % (given or 1):
-            unit = layout.dp * (given or 1)
-            batch = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens would work"
-            if rest:
-                over = f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
-                raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {batch}")
-            raise InputError(
-                f"micro-batch {given} does not divide a rank's {share:,} sequences at dp {layout.dp}; "
-                f"micro-batch {listed(sizes)} would work, or {batch}"
-            )
+            unit, over = layout.dp * (given or 1), f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
+            would = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens"
+            would += "" if rest else f" or micro-batch {listed(sizes)}"
+            raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {would} would work")
         most = max(1, _MOST_TOKENS // seq_len)
         sizes = [given] if given else [size for size in sizes if size <= most]
         smallest = self.smallest_tokens or self.batch_tokens
