@@ -156,12 +156,3 @@ def test_a_searched_batch_comes_back_as_a_multiple_of_the_proxys_own() -> None:
         assert transfer_like(found, target).batch.tokens == target.batch.tokens
         doubled = found.replace({"batch.tokens": 2 * proxy.batch.tokens})
         assert transfer_like(doubled, target).batch.tokens == 2 * target.batch.tokens
-
-
-def test_searched_tokens_come_back_as_a_share_of_the_run() -> None:
-    started = new("1B", "20B")
-    proxy, target = started.proxy, started.target
-    assert proxy
-    half = proxy.data.tokens // 2
-    found = proxy.replace({"data.tokens": half, "why": proxy.why | {"data.tokens": "study wheat, trial 3"}})
-    assert transfer_like(found, target).data.tokens == pytest.approx(target.data.tokens / 2, rel=1e-6)

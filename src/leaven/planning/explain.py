@@ -60,7 +60,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
                 except InputError as error:
                     line = str(error)
         else:
-            line = _slower(found, chosen) + notes if found.fits else too_large(found)
+            line = _slower(found, chosen) + notes if found.fits else memory_and_limit(found)
     step = found.time if found and found.fits else None
 
     def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
@@ -121,7 +121,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
             near = next(alike, by_value[value][0])
             slower = near.time.step / chosen.time.step - 1
             if not near.fits:
-                found.append((float("inf"), f"{key} {value}: {too_large(near)}"))
+                found.append((float("inf"), f"{key} {value}: {memory_and_limit(near)}"))
             elif slower > _SLOWER:
                 others = ", ".join(_others(near.arrangement.layout, own, key))
                 what = f"{key} {value}" + (f" (with {others})" if others else "")
@@ -172,7 +172,7 @@ def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
     return f"{PARTS[part]} {share:.0%} of the step"
 
 
-def too_large(candidate: LayoutCandidate) -> str:
+def memory_and_limit(candidate: LayoutCandidate) -> str:
     """Return text such as ``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
     gib = candidate.job.cluster.accelerator.memory_gib
     return f"needs {candidate.memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"

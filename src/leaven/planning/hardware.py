@@ -79,15 +79,12 @@ def parse_cluster(text: str) -> Cluster:
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
     match = _CLUSTER.fullmatch(text)
-    if match is None or re.match(_COUNT, match[3]):
+    counts = [int(re.sub(r"[_,]", "", count or "1")) for count in match.groups()[:2]] if match else []
+    if match is None or not all(counts) or re.match(rf"{_COUNT}|cpu$", match[3], re.IGNORECASE):
         raise InputError(
             f"{text!r} is not a cluster; write for example 64xH100-80GB, nodes x GPUs as in 8x8xH100-80GB, or cpu"
         )
-    first, second = (int(re.sub(r"[_,]", "", count)) for count in (match[1], match[2] or "1"))
-    if match[3].lower() == "cpu":
-        raise InputError(f"{text!r}: cpu is one process on this machine; write cpu")
-    if first * second == 0:
-        raise InputError(f"{text!r} has no GPU; write for example 1x{match[3]}")
+    first, second = counts
     found = find_accelerator(match[3])
     node = second if match[2] else _even_nodes(first, found.node_size)
     return Cluster(first * second, found if node == found.node_size else replace(found, node_size=node))
@@ -98,9 +95,9 @@ def _even_nodes(gpus: int, node: int) -> int:
 
     If no such number divides ``gpus``, the number of GPUs in a full node is returned.
     """
-    return (
-        next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
-    )
+    if gpus <= node:
+        return node
+    return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
 
 
 def parse_price(text: str) -> Price:

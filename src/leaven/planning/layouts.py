@@ -40,7 +40,7 @@ FILLS = 4
 # Times that differ by less than this share are equal.
 EQUAL = 0.01
 # A layout that leaven cannot train is mentioned if it is faster by more than this share.
-_WORTH_A_WORD = 0.02
+_MENTIONED_IF_FASTER_BY = 0.02
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Exploration:
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
-        worth = not self.choices or beyond.time.step < (1 - _WORTH_A_WORD) * self.choices[0].time.step
+        worth = not self.choices or beyond.time.step < (1 - _MENTIONED_IF_FASTER_BY) * self.choices[0].time.step
         return beyond if worth else None
 
 

@@ -17,7 +17,7 @@ from leaven.documents.planning import (
 from leaven.planning.arrangement import Arrangement, check_layout, parse_layout, written
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
-from leaven.planning.explain import explain, no_layout, not_lines, too_large
+from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
@@ -138,7 +138,7 @@ class ClusterPlan:
     @cached_property
     def cautions(self) -> tuple[str, ...]:
         """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
-        found = [] if self.fits else [too_large(self.chosen)]
+        found = [] if self.fits else [memory_and_limit(self.chosen)]
         if not self.fits and self.exploration.layouts:
             found[0] += f"; --layout {written(self.exploration.layouts[0].arrangement.layout)} would fit"
         device = self.cluster.accelerator

@@ -86,7 +86,7 @@ def _block_time(
         share = count / table.n_layers
         operators = block_operators(block, work, accelerator, code)
         once = sum(operator.forward for operator in operators)
-        again = _again(operators, once, recompute, code)
+        again = _recomputed(operators, once, recompute, code)
         forward += share * once
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
@@ -96,7 +96,7 @@ def _block_time(
     return BlockTime(forward, backward, exchanged, weight, first)
 
 
-def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
+def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
     """Return the seconds that recomputation adds to the backward pass of a block."""
     if recompute == "none":
         return 0.0
