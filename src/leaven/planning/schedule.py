@@ -8,7 +8,6 @@ Stage s of p ranks with v stages each runs on rank s mod p (Narayanan et al. 202
 Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -122,7 +121,6 @@ def simulate(
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
-    assert len(forward) == len(backward) == stages
     orders = [order(layout, rank, micro_batches) for rank in range(p)]
     half: Kind = "input" if layout.schedule == "zero-bubble" else "backward"
 
@@ -141,22 +139,15 @@ def simulate(
 
     ended: dict[Key, float] = {}
     done: list[list[Pass]] = [[] for _ in range(p)]
-    ready = deque(range(p))
-    while ready:
-        rank = ready.popleft()
-        passes, mine = orders[rank], done[rank]
-        while len(mine) < len(passes):
-            key = passes[len(mine)]
-            need = needs(*key)
-            if need is not None and need not in ended:
-                break
-            start = mine[-1].end if mine else 0
-            if need is not None:
-                start = max(start, ended[need])
-            ended[key] = start + takes(*key[:2])
-            mine.append(Pass(*key, start, ended[key]))
-            ready += {(key[1] + side) % p for side in (-1, 1)} - {rank}
-    assert all(len(mine) == len(passes) for mine, passes in zip(done, orders, strict=True))
+    while len(ended) < sum(map(len, orders)):
+        for passes, mine in zip(orders, done, strict=True):  # every rank runs until it has to wait for another rank
+            for key in passes[len(mine) :]:
+                need = needs(*key)
+                if need is not None and need not in ended:
+                    break
+                start = max(mine[-1].end if mine else 0, 0 if need is None else ended[need])
+                ended[key] = start + takes(*key[:2])
+                mine.append(Pass(*key, start, ended[key]))
     return Timeline(tuple(map(tuple, done)))
 
 
