@@ -176,40 +176,43 @@ def layouts(
     def values(key: str, free: Iterable[Any]) -> Iterable[Any]:
         return (fixed[key],) if key in fixed else free
 
-    def degrees(left: int, most: int) -> list[int]:
-        return [degree for degree in range(1, min(left, most) + 1) if left % degree == 0]
+    def divisors(number: int, most: int) -> list[int]:
+        return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
 
-    for tp in values("tp", [tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node)]):
-        for pp in values("pp", degrees(gpus // tp, n_layers)):
-            for cp in values("cp", [cp for cp in degrees(gpus // (tp * pp), seq_len) if _cuts(seq_len, cp)]):
-                (dp,) = values("dp", (gpus // (tp * pp * cp),))
-                if dp * tp * pp * cp != gpus:
-                    continue
-                zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
-                per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= n_layers] or [1]
-                eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(dp * cp, experts) % ep == 0)]
-                free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
-                for zero, v, recompute, ep in product(*(values(key, some) for key, some in free.items())):
-                    if pp * v > n_layers:
-                        continue
-                    replicas = _replicas(dp, max(1, node // (tp * cp))) if zero == 3 else (1,)
-                    for replicate in values("dp_replicate", replicas):
-                        try:
-                            yield Layout(
-                                dp=dp,
-                                tp=tp,
-                                pp=pp,
-                                cp=cp,
-                                ep=ep,
-                                zero=zero,
-                                dp_replicate=replicate,
-                                schedule=fixed.get("schedule", "interleaved" if v > 1 else "1f1b"),
-                                stages_per_rank=v,
-                                recompute=recompute,
-                                compile=fixed.get("compile", False),
-                            )
-                        except ValidationError:  # a fixed value cannot be combined with the rest
-                            assert fixed
+    degrees = [
+        (dp, tp, pp, cp)
+        for tp in values("tp", [tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node)])
+        for pp in values("pp", divisors(gpus // tp, n_layers))
+        for cp in values("cp", [cp for cp in divisors(gpus // (tp * pp), seq_len) if _cuts(seq_len, cp)])
+        for dp in values("dp", (gpus // (tp * pp * cp),))
+        if dp * tp * pp * cp == gpus
+    ]
+    for dp, tp, pp, cp in degrees:
+        zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+        per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= n_layers] or [1]
+        eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(dp * cp, experts) % ep == 0)]
+        free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
+        for zero, v, recompute, ep in product(*(values(key, some) for key, some in free.items())):
+            if pp * v > n_layers:
+                continue
+            replicas = _replicas(dp, max(1, node // (tp * cp))) if zero == 3 else [1]
+            for replicate in values("dp_replicate", replicas):
+                try:
+                    yield Layout(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=ep,
+                        zero=zero,
+                        dp_replicate=replicate,
+                        schedule=fixed.get("schedule", "interleaved" if v > 1 else "1f1b"),
+                        stages_per_rank=v,
+                        recompute=recompute,
+                        compile=fixed.get("compile", False),
+                    )
+                except ValidationError:  # a fixed value cannot be combined with the rest
+                    assert fixed
 
 
 def _replicas(dp: int, in_node: int) -> list[int]:
