@@ -13,7 +13,17 @@ from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.blueprint import blueprint
 from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
-from leaven.planning.operators import FLASH, LAUNCH, STREAMED, SUSTAINED, matmul_seconds, stream_seconds
+from leaven.planning.operators import (
+    FLASH,
+    LAUNCH,
+    STREAMED,
+    SUSTAINED,
+    Operator,
+    Work,
+    block_operators,
+    matmul_seconds,
+    stream_seconds,
+)
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import rank_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
@@ -29,6 +39,17 @@ ROUND = Accelerator(
     "round", 1000, 1000, 80, memory_tb_s=1, link_gb_s=100, network_gb_s=10, node_size=4, multiprocessors=100
 )
 BUSY = replace(ROUND, memory_tb_s=1e6)  # nothing waits for memory
+
+
+def operators(
+    how: Arrangement, cluster: Cluster, code: TrainingCode, shape: ModelShape = LLAMA_8B
+) -> dict[str, Operator]:
+    """The operators of a block by name."""
+    work = Work(
+        how.micro_batch * shape.seq_len // how.layout.cp, shape.seq_len, shape.d_model, how.layout.tp, how.layout.cp
+    )
+    found = block_operators(blueprint(shape).blocks[0], work, cluster.accelerator, code)
+    return {operator.name: operator for operator in found}
 
 
 def test_a_product_takes_whole_waves_of_the_best_tiles() -> None:
@@ -125,37 +146,32 @@ def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_wit
 
 
 def test_operators_add_up_to_the_block_and_full_recomputation_is_its_forward_again() -> None:
-    cluster = parse_cluster("8xA100-80GB")
-    none, full = (
-        block_time(gpt(48, 6144, 64), Arrangement(Layout.model_validate({"tp": 8, "recompute": kind}), 4, 1), cluster)
-        for kind in ("none", "full")
-    )
-    assert sum(operator.forward for operator in none.operators) == pytest.approx(none.forward)
-    assert sum(operator.backward for operator in none.operators) == pytest.approx(none.backward)
-    assert full.backward - none.backward == pytest.approx(none.forward)
-    names = [operator.name for operator in none.operators]
-    assert names[0] == "attention.query + attention.key + attention.value"
-    assert {"attention", "norms and residuals", "activation"} < set(names)
+    shape, cluster = gpt(48, 6144, 64), parse_cluster("8xA100-80GB")
+    none, full = (Arrangement(Layout.model_validate({"tp": 8, "recompute": kind}), 4, 1) for kind in ("none", "full"))
+    block, again = (block_time(shape, how, cluster) for how in (none, full))
+    found = operators(none, cluster, LEAVEN_BF16, shape)
+    assert sum(operator.forward for operator in found.values()) == pytest.approx(block.forward)
+    assert sum(operator.backward for operator in found.values()) == pytest.approx(block.backward)
+    assert again.backward - block.backward == pytest.approx(block.forward)
+    assert {"attention.query + attention.key + attention.value", "attention", "norms and residuals"} < set(found)
 
 
 def test_selective_recomputation_repeats_the_core_or_all_but_every_second_product() -> None:
     cluster = parse_cluster("8xH100")
     for code in (TrainingCode(), TORCHTITAN):
         none, some = (
-            block_time(
-                LLAMA_8B, Arrangement(Layout.model_validate({"dp": 8, "recompute": kind}), 1, 1), cluster, code
-            )
-            for kind in ("none", "selective")
+            Arrangement(Layout.model_validate({"dp": 8, "recompute": kind}), 1, 1) for kind in ("none", "selective")
         )
-        core = next(operator.forward for operator in none.operators if operator.name == "attention")
-        products = sum(operator.forward for operator in none.operators if operator.weight)
-        again = core if code.selective == "core" else none.forward - core - products / 2
-        assert some.backward - none.backward == pytest.approx(again)
+        block, again = (block_time(LLAMA_8B, how, cluster, code) for how in (none, some))
+        found = operators(none, cluster, code)
+        core = found["attention"].forward
+        products = sum(operator.forward for operator in found.values() if operator.weight)
+        repeated = core if code.selective == "core" else block.forward - core - products / 2
+        assert again.backward - block.backward == pytest.approx(repeated)
 
 
 def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_times_that_backward() -> None:
-    block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), TrainingCode())
-    attention = next(operator for operator in block.operators if operator.name == "attention")
+    attention = operators(Arrangement(Layout(), 1, 1), Cluster(1, BUSY), TrainingCode())["attention"]
     assert attention.forward == pytest.approx(4 * 8192 * 8192 * 4096 / (1e15 * SUSTAINED * FLASH))
     assert attention.backward == pytest.approx(2.5 * attention.forward)
 
@@ -171,7 +187,9 @@ def test_context_ranks_share_a_sequence_and_hide_the_ring_behind_attention() -> 
     slow = replace(find_accelerator("H100"), link_gb_s=1)
     exposed = block_time(shape, Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode()).all_reduce
     keys = 2 * 131_072 / 4 * 8 * (128 + 128)  # of a rank, in bytes: three of them pass, forward and backward
-    attention = next(operator.forward for operator in four.operators if operator.name == "attention")
+    attention = operators(Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode(), shape)[
+        "attention"
+    ].forward
     assert exposed == pytest.approx(2 * (3 * keys / (1e9 * LINK_SHARE) + 3 * LINK_LATENCY - attention))
 
 

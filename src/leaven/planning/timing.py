@@ -55,7 +55,6 @@ class BlockTime:
     backward: float  # with recomputation
     all_reduce: float  # communication
     weight: float  # part of ``backward`` that computes the gradients of weights
-    operators: tuple[Operator, ...]  # of the first block, without recomputation
 
     @property
     def total(self) -> float:
@@ -92,8 +91,7 @@ def _block_time(
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # with recomputation there are two forward passes
         exchanged += share * passes * _exchange(block, work, accelerator, code)
-    first = block_operators(table.blocks[0], work, accelerator, code)
-    return BlockTime(forward, backward, exchanged, weight, first)
+    return BlockTime(forward, backward, exchanged, weight)
 
 
 def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
