@@ -8,6 +8,7 @@ from tests.planning.shapes import (
     LLAMA_8B,
     MEGATRON,
     MEGATRON_2021,
+    MEGATRON_BF16,
     MEGATRON_FP16,
     NANOTRON,
     SMALL,
@@ -23,7 +24,7 @@ from leaven.planning.blueprint import BlockTable, Blueprint, Core, Matmul, bluep
 from leaven.planning.memory import GIB, activation_parts, stage_memory, worst_stage
 from leaven.planning.published import published_blueprint
 from leaven.planning.stages import in_flight, rank_parameters, stage_layers
-from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
+from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode, states
 from leaven.recipe.layout import Layout, Recompute
 from leaven.recipe.shape import ModelShape
 
@@ -290,3 +291,34 @@ def test_the_worst_rank_is_the_worst_of_all(id: str, pp: int) -> None:
     how = Arrangement(Layout(dp=64 // pp, pp=pp), 1, 4 * pp)
     every = [stage_memory(model, how, rank) for rank in range(pp)]
     assert worst_stage(model, how) == max(every, key=lambda memory: memory.total)
+
+
+FP32 = TrainingCode(compute_copy=0)
+
+
+def gb(code: TrainingCode) -> dict[str, float]:
+    return {state.name: state.bytes / 1e9 for state in states(7e9, code)}
+
+
+def test_7b_in_fp32_with_adam_are_112_gb_and_140_only_with_a_master_copy_beside() -> None:
+    assert gb(FP32) == {"weights": 28, "gradients": 28, "moments": 56}
+    assert sum(gb(FP32).values()) == 112
+    twice = TrainingCode(optimizer=12, master=4, compute_copy=0)
+    assert sum(gb(twice).values()) == 140
+    assert gb(twice)["master weights"] == 28
+
+
+@pytest.mark.parametrize(("code", "each"), [(LEAVEN_BF16, 16), (NANOTRON, 20), (MEGATRON_BF16, 20)])
+def test_bytes_a_parameter_of_other_codes(code: TrainingCode, each: int) -> None:
+    found = states(1.0, code)
+    assert sum(state.bytes_each for state in found) == each == sum(state.bytes for state in found)
+    assert all(state.why for state in found)
+
+
+def test_moments_of_8_bits_and_of_muon() -> None:
+    assert sum(gb(FP32.with_moments("adam-8bit")).values()) == 7 * (4 + 4 + 2)
+    muon = NANOTRON.with_moments("muon")
+    assert (muon.optimizer, muon.optimizer_of_matrices) == (12, 8)
+    assert muon.with_moments("adam") == NANOTRON
+    kept = {state.name: state.bytes / 1e9 for state in states(7e9, FP32.with_moments("muon"), matrices=6e9)}
+    assert kept == {"weights": 28, "gradients": 28, "momentum of matrices": 24, "moments": 8}

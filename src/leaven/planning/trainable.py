@@ -26,17 +26,16 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
     _require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
-    for refusal in (
-        shape_refusal(recipe.model, recipe.layout),
-        pipeline_refusal(recipe.layout, recipe.model.seq_len, smallest, micro_batch),
-        _torch_refusal(recipe),
-    ):
-        if refusal is not None:
-            raise InputError(f"[layout] {refusal}")
-    if recipe.stability.noise_scale_every_tokens is not None:
-        refusal = _noise_refusal(recipe)
-        if refusal is not None:
-            raise InputError(f"[stability] noise_scale_every_tokens {refusal}")
+    refusal = (
+        shape_refusal(recipe.model, recipe.layout)
+        or pipeline_refusal(recipe.layout, recipe.model.seq_len, smallest, micro_batch)
+        or _torch_refusal(recipe)
+    )
+    if refusal:
+        raise InputError(f"[layout] {refusal}")
+    refusal = _noise_refusal(recipe)
+    if refusal:
+        raise InputError(f"[stability] noise_scale_every_tokens {refusal}")
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
@@ -80,6 +79,8 @@ def _noise_refusal(recipe: Recipe) -> str | None:
     The measurement needs the gradient of a part of the batch, summed over all processes, before the gradient of the
     whole batch is complete.
     """
+    if recipe.stability.noise_scale_every_tokens is None:
+        return None
     layout = recipe.layout
     off = "remove this setting to train without measuring it"
     if layout.pp > 1:
