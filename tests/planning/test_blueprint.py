@@ -1,4 +1,4 @@
-"""The planner's table of operators against the two other counts of parameters, and against shapes by hand."""
+"""Blueprints compared with the parameter counts of recipes and publications, and with shapes computed by hand."""
 
 import pytest
 from tests.catalogue.published import model_shape
@@ -13,7 +13,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 COUNTED = {run.id: run for run in load_runs() if not (run.params.shape_check or "").startswith("skip")}
-# Trained and published by others: the parameters that a token passes through.
+# Published numbers of parameters that a token uses.
 ACTIVE = {
     "olmoe-1b-7b": 1.28e9,
     "deepseek-moe-16b": 2.8e9,
@@ -81,7 +81,7 @@ def test_tensor_parallel_products_of_a_rank() -> None:
 
 def test_biases_of_row_parallel_products_are_on_every_rank() -> None:
     (block,) = set(blueprint(gpt(4, 512, 8)).blocks)
-    # two norms of gain and bias, attention.out and mlp.out; shared out: query, key, value, mlp.in
+    # On every rank: two norms with gain and bias, attention.out and mlp.out. Split: query, key, value and mlp.in.
     assert (block.whole, block.split_vectors) == (4 * 512 + 2 * 512, 3 * 512 + 4 * 512)
     assert block.whole + block.cut == block.params
 

@@ -1,4 +1,4 @@
-"""The sizes that fit a budget: fixed points of the laws at the planner's own speed."""
+"""The sizes that fit a budget lie on their laws, at the speed that the planner predicts."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_speed_is_the_planner_s_at_about_that_size(found: BudgetDocument) -> Non
     cluster = parse_cluster("8xH100-80GB")
     for row in found.rows[:: len(found.rows) // 3]:
         shape = ModelShape(**{key: value for key, value in row.shape.items() if key != "params"})
-        # 5% between sizes that are planned once, half of that where the steps end, 3% from the shape
+        # 5% between sizes that share a plan, half of that at the end of the iteration, 3% from the shape
         assert shape.params == pytest.approx(row.params, rel=0.12)
         again = plan(Job(shape, row.batch_tokens, cluster), round(row.tokens))
         assert row.layout is not None

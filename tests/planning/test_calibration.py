@@ -1,4 +1,4 @@
-"""Factors on a plan, by hand; and whatever happens to the history, runs are not harmed and whole lines are read."""
+"""Calibration factors computed by hand, and the history file under damage, full disks and concurrent writers."""
 
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,7 +32,7 @@ H100 = "H100-SXM-80GB"
 
 
 def took(time: float, memory: float | None = None, **changes: object) -> CalibrationRecord:
-    """A run that took so many times what the planner says of it now."""
+    """A run whose time and memory are multiples of the planner's current prediction."""
     one = record(**changes)
     said = predicted(one.model, one.arrangement, H100, "bf16")
     assert said is not None
@@ -49,7 +49,7 @@ def factors(records: list[CalibrationRecord], accelerator: str = H100) -> Calibr
 
 
 def of(factor: float) -> ModelShape:
-    """SMALL with so many times the layers."""
+    """SMALL with its layers multiplied by a factor."""
     return SMALL.model_copy(update={"n_layers": int(SMALL.n_layers * factor)})
 
 
@@ -81,7 +81,7 @@ def test_only_the_newest_runs_count() -> None:
 
 
 def test_nearer_runs_have_more_weight() -> None:
-    """1 / (1 + 1 kind) against 1 / (1 + 3 kinds) twice, which is as much: between the two."""
+    """One run of weight 1 / (1 + 1 kind) and two of 1 / (1 + 3 kinds) weigh the same: the median is between them."""
     other = Layout(dp=2, zero=3, compile=True)
     tie = [took(1, layout=Layout(compile=True)), took(2, layout=other), took(2, layout=other)]
     found = factors(tie)
@@ -91,7 +91,7 @@ def test_nearer_runs_have_more_weight() -> None:
 
 
 def test_an_improved_planner_is_compared_with_the_same_measurement() -> None:
-    """What the record says was predicted is for people; where the accelerator is gone from the table, it counts."""
+    """The prediction in the record counts only if the accelerator is no longer in the table."""
     wrong = took(1.5).model_copy(update={"predicted": StepCost(step_seconds=1e9)})
     found = factors([wrong])
     assert found.time == pytest.approx(1.5)
@@ -181,7 +181,7 @@ def test_lines_that_are_not_records_are_skipped(tmp_path: Path) -> None:
         whole.replace(b'"n_layers":12', b'"n_layers":"twelve"').strip(),
         b"",
     ]
-    file.write_bytes(b"\n".join(foreign) + b"\n" + whole[: len(whole) // 2])  # and one that was torn
+    file.write_bytes(b"\n".join(foreign) + b"\n" + whole[: len(whole) // 2])  # the last line is incomplete
     remember(record(2), tmp_path)
     assert numbers(tmp_path) == [2]
     file.write_bytes(whole.replace(b'"steps":50', b'"steps":50,"of a later version":[1,2]'))
@@ -225,7 +225,7 @@ def write_many(folder: Path, first: int) -> None:
 
 
 def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
-    """Also where one of them puts the full file aside: about 25 lines fill one, and all 50 are in the two."""
+    """About 25 lines fill a file, so one process moves the full file aside while the other appends."""
     context = get_context("fork")
     writers = [context.Process(target=write_many, args=(tmp_path, first)) for first in (1, 26)]
     for writer in writers:

@@ -1,4 +1,4 @@
-"""Why not: the line, and the numbers behind it."""
+"""Explanations why a layout was not chosen are true and have the right numbers."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""FLOPs against the closed forms of the papers, and their published rows."""
+"""FLOPs compared with the closed forms and the published rows of papers."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Accelerators with their sources, the user's own, clusters as people write them, and their cost."""
+"""Accelerators and their sources, the user's file, and parsing of clusters, drivers' names and prices."""
 
 import re
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_an_unknown_accelerator_names_similar_ones_and_how_to_add_it(
 ) -> None:
     with pytest.raises(InputError, match=r"table; the nearest are H100-SXM-80GB, ") as refused:
         find_accelerator("H100-SXM-81GB")
-    # The line it gives is what it says: put into that file, the accelerator is there.
+    # The example line of the message defines the accelerator if it is put into the file.
     path, line = re.search(
         r"put a line like this example into (\S+), with its own numbers: (.*)$", str(refused.value)
     ).groups()  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ def test_every_number_has_a_source_and_says_how_sure_it_is() -> None:
             assert source.confidence in {"vendor", "read", "memory"}
             assert source.confidence in CONFIDENCE
             assert len(source.text) > 5
-            # a memory does not name a page, what was read does
+            # unverified numbers name a kind of source, all others a page
             assert (source.confidence == "memory") is source.text.startswith(
                 ("data sheet", "the usual NIC", "not pub")
             )

@@ -1,4 +1,4 @@
-"""The search against all there is, computed one by one."""
+"""The layout search compared with a plain loop over all layouts."""
 
 from itertools import product
 
@@ -19,7 +19,7 @@ DEEP = LLAMA_8B.model_copy(update={"seq_len": 2048})
 
 
 def everything(job: Job) -> list[LayoutCandidate]:
-    """Every arrangement, each evaluated by itself: no order, no early end."""
+    """Evaluate every arrangement, without the order and the early end of the search."""
     gpus, node, found = job.cluster.gpus, job.cluster.accelerator.node_size, []
     layers, seq_len = job.model.n_layers, job.model.seq_len
     degrees = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -99,7 +99,7 @@ def test_layouts_that_leaven_cannot_train_are_reported_and_not_chosen() -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "sequences", "fewer"),
-    [(513, 512, 512), (26, 64, 24), (99_999_999, 512, 2048)],  # the last is dp 512 x tp 4, and at once
+    [(513, 512, 512), (26, 64, 24), (99_999_999, 512, 2048)],  # the last is dp 512 x tp 4
 )
 def test_a_number_of_gpus_that_no_layout_divides_names_the_nearest(gpus: int, sequences: int, fewer: int) -> None:
     with pytest.raises(InputError, match=rf"over that many GPUs; {fewer:,} GPUs would work$"):

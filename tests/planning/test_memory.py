@@ -1,4 +1,4 @@
-"""Memory against closed forms and against what BLOOM's layout search measured."""
+"""Memory compared with closed forms and with published measurements."""
 
 from dataclasses import replace
 from itertools import product
@@ -54,7 +54,7 @@ def test_korthikanti_2022_equation_4_with_sequence_parallelism_all_of_it_is_shar
 
 
 def test_korthikanti_2022_figure_9_activations_of_530b_on_35_stages() -> None:
-    """Full recomputation, tensor degree 8: 13 GB on the first rank, 10.5 where outputs that were sent on are let go,
+    """Full recomputation, tensor degree 8: 13 GB on the first rank, 10.5 if outputs are freed once they are sent,
     1.5 on the last. Read off a plot, in GiB as it seems."""
     shape = gpt(105, 20_480, 128)
     how = Arrangement(Layout(tp=8, pp=35, recompute="full"), 1, 280)
@@ -95,7 +95,7 @@ def test_zero_3_divides_everything_but_two_gathered_blocks_or_leavens_last_end()
     blocks = 2 * 2 * (SMALL.params - ends) / 12
     plain, memory = (stage_memory(SMALL, how, 0, code) for code in (TrainingCode(), LEAVEN_BF16))
     assert plain.gathered == pytest.approx(blocks)
-    # At the loss leaven has no block gathered, and has given the embedding up again.
+    # At the loss leaven has no block gathered and has freed the embedding.
     assert memory.gathered == pytest.approx(4 * (32_768 * 768 + 768))
     for each in (plain, memory):
         assert each.weights + each.grads + each.optimizer == pytest.approx(16 * SMALL.params / 8)
@@ -128,7 +128,7 @@ def test_context_parallelism_divides_the_tokens_and_shares_the_states() -> None:
     bare = TrainingCode(fixed_gib=0.0, slack=0.0)
     whole, part = (stage_memory(LLAMA_8B, how, 0, bare) for how in (alone, shared))
     assert part.logits == whole.logits / 4
-    assert part.activations == pytest.approx(whole.activations / 4)  # less than the logits: keys that go round
+    assert part.activations == pytest.approx(whole.activations / 4)  # the circulating keys need less than the logits
     assert part.optimizer == whole.optimizer / 4
     assert part.weights == whole.weights
 
@@ -161,7 +161,7 @@ def test_bloom_70_layers_on_12_stages_as_it_was_trained() -> None:
 
 
 def test_a_large_vocabulary_is_worth_blocks() -> None:
-    """The most loaded stage against every other way to cut, with the ends' parameters in blocks."""
+    """No other split has a smaller largest stage; the ends count as their parameters in blocks."""
     shape = gpt(10, 512, 8, vocab=50_304)
     ends = 50_304 * 512 / (12 * 512**2)
     for stages in (2, 3, 4):
@@ -264,7 +264,7 @@ def test_zero_shards_within_a_replica() -> None:
 
 
 def test_an_update_needs_the_parameters_before_it() -> None:
-    """Beside which activations, copies and logits of a small micro-batch are gone, and do not count."""
+    """At the update the activations, copies and logits of a small micro-batch are free and do not count."""
     short = SMALL.model_copy(update={"seq_len": 8})
     bare = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     memory = stage_memory(short, Arrangement(Layout(), 1, 1), 0, bare)
@@ -285,7 +285,7 @@ def test_the_operators_of_a_rank_add_up_to_its_activations(recompute: Recompute,
 @pytest.mark.parametrize("pp", [1, 4, 32])
 @pytest.mark.parametrize("id", ["deepseek-v3", "bloom-176b"])
 def test_the_worst_rank_is_the_worst_of_all(id: str, pp: int) -> None:
-    """The dense blocks that a model of experts begins with need little: the fullest rank is behind them."""
+    """A model with experts begins with dense blocks, which need little: a later rank needs the most."""
     run = find_run(id)
     model = published_blueprint(run.arch, 2048)
     how = Arrangement(Layout(dp=64 // pp, pp=pp), 1, 4 * pp)

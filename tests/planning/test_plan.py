@@ -1,4 +1,4 @@
-"""The planner as a person meets it."""
+"""Plans of recipes, shapes and published runs, and the messages for impossible ones."""
 
 import json
 from dataclasses import replace
