@@ -1,4 +1,4 @@
-"""The passes of a pipeline compared with torch's order and with closed forms of bubble and micro-batches in flight."""
+"""The passes of a pipeline compared with torch's order and with closed forms of bubble and passes in flight."""
 
 import itertools
 from fractions import Fraction
@@ -36,8 +36,8 @@ def idle(step: Timeline) -> Fraction:
 @sizes
 def test_the_simulated_bubble_equals_the_closed_form(schedule: str, v: int, p: int, m: int) -> None:
     step = even(Layout(pp=p, schedule=schedule, stages_per_rank=v), m)
-    # Narayanan et al. 2021; in zero-bubble the gradients of weights fill the bubble: (p - 1)(t_F + t_B - t_W) of Qi et al.
-    # 2023, Table 2 (ZB-H1), where all three are 1.
+    # Narayanan et al. 2021; in zero-bubble the gradients of weights fill the bubble: (p - 1)(t_F + t_B - t_W) of Qi
+    # et al. 2023, Table 2 (ZB-H1), where all three are 1.
     expected = Fraction(p - 1, (3 if schedule == "zero-bubble" else 1) * v * m + p - 1)
     assert idle(step) == expected
     assert step.bubble == pytest.approx(float(expected))
