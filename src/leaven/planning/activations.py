@@ -56,7 +56,7 @@ def operators_kept(
     if block.qk_norm:
         found["norm.query_key"] = e * (q + k) / tp
     if not code.flash_attention:
-        # The probabilities; with dropout also their mask, and what it leaves of them.
+        # The probabilities; with dropout also its mask and the probabilities after it.
         found["attention.core"] = core.heads * seq_len * ((2 * e + 1) if block.dropout else e) / tp
     found["norm.mlp"] = code.residual * d / stretch
     tensors = _MLP_TENSORS[block.activation]
@@ -98,8 +98,8 @@ def block_kept(
             for row in block.matmuls[::2]
         )
         stays = block_input + by_operator["attention.out"] + every_second
-    # Backwards through the MLP: gradients of its tensors and, gathered, of its output. Backwards through the core
-    # without a flash kernel: of the scores and of the probabilities, when what the MLP kept is gone.
+    # The largest gradients: of the MLP's tensors and its gathered output, or, without a flash kernel, of the scores
+    # and probabilities, when the MLP's saved tensors are free.
     e = code.element
     mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "shared", "experts", "experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))

@@ -12,7 +12,7 @@ from leaven.recipe.errors import InputError
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
-_FORMS = {"PCIE", "NVL"}  # an SXM board is the one that is neither
+_FORMS = {"PCIE", "NVL"}  # words that tell a board from the SXM board of the same kind
 _MEMORY = re.compile(r"\d+GB")
 _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
 # Power of the building over that of its boards. 1 counts the boards alone: hosts, network and cooling differ from

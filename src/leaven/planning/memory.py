@@ -83,13 +83,14 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
         # The final norm's input and its output, which the unembedding reads.
         at_end: float = code.residual + code.element
         if code.unembedding:
-            # The loss has already computed the gradients of the unembedding and of its input, and keeps them until
-            # the backward pass; the product that is added to the first exists beside them.
+            # The loss keeps the gradients of the unembedding and of its input until the backward pass. The product
+            # that is added to the unembedding's gradient exists at the same time.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
             unembedding = table.embedding / layout.tp
             logits += waiting * code.unembedding * unembedding + code.element * unembedding
-            # Also the cast unembedding and, for all positions, the input, its part in a chunk, and its gradient.
+            # Also the unembedding in the compute dtype and, for all positions, its input, a chunk of the input, and
+            # the input's gradient.
             if layout.tp > 1:
                 logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
@@ -98,7 +99,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
     activations += in_block - exchange - units
-    update = max(0.0, rank.update - gathered - logits - activations)  # these are free when it is allocated
+    update = max(0.0, rank.update - gathered - logits - activations)  # the update reuses their memory
     buffers = rank.buffers + exchange + update
     dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
     dynamic += gathered + activations + logits + buffers
@@ -122,7 +123,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
     in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
     dense = ends + in_blocks
-    # Two data-parallel groups: the more ranks share an expert, the fewer copies of it exist.
+    # Experts are sharded only over the ranks that hold the same experts.
     sharers = layout.dp * layout.cp // layout.dp_replicate
     expert_sharers = max(1, sharers // layout.ep)
 

@@ -44,7 +44,7 @@ def this_machine() -> Accelerator:
     from psutil import virtual_memory  # slow to import
 
     cores = os.cpu_count() or 1
-    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 FLOPs x 3 GHz for two logical cores; bf16 is as fast as fp32
     guess = tuple(
         NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
         for group in ("peak", "memory", "board")

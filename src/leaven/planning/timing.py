@@ -189,7 +189,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
     block, (most, last, held) = block_time(table, how, cluster, code), _largest(table, layout, code)
     logits = logits_seconds(table, how, cluster, code)
-    # The slowest stage: the last with the logits, or one of more blocks in the middle.
+    # The slowest stage is the last one with the logits, or a middle one with more blocks.
     ends = last * block.total + logits >= most * block.total
     n, extra = (last, logits) if ends else (most, 0.0)
     bandwidth = accelerator.memory_tb_s * 1e12
@@ -201,7 +201,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
     share = held.total
-    if layout.zero:  # the more ranks share an expert, the fewer copies exist (planning/memory.py)
+    if layout.zero:  # experts are sharded only over the ranks that hold the same experts
         sharers = layout.dp * layout.cp // layout.dp_replicate
         share = (held.blocks + held.ends) / sharers + held.experts / max(1, sharers // layout.ep)
     return StepTime(
@@ -240,7 +240,7 @@ def _data_parallel(
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
     each, units = code.accumulation or code.grads, code.units * most
-    # The ends are the root unit's, or else in the messages.
+    # With units, parameters outside the blocks are exchanged as the root unit, otherwise in the messages.
     ends, blocks = (held.ends, held.blocks) if units else (0.0, held.blocks + held.ends)
     messages = units or (most if often else ceil(each * (blocks + held.experts) / code.message))
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
