@@ -12,9 +12,10 @@ from tests.planning.shapes import LLAMA_8B, LLAMA_405B, SMALL, plan
 from leaven.documents.planning import PlanDocument
 from leaven.planning.arrangement import Arrangement, parse_layout, written
 from leaven.planning.flops import flops_per_token
-from leaven.planning.hardware import parse_cluster
+from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job, LayoutCandidate, ranked
 from leaven.planning.memory import GIB
+from leaven.planning.plan import plan as plan_job
 from leaven.planning.plan import plan_recipe
 from leaven.planning.published import plan_run
 from leaven.planning.training_codes import Moments
@@ -65,6 +66,12 @@ def test_an_error_names_how_many_gpus_would_fit() -> None:
         plan(LLAMA_405B, 1024 * 8192, "16xA100-80GB")
     would_do = str(raised.value).split("; ")[1].removesuffix(" would work")
     assert plan(LLAMA_405B, 1024 * 8192, would_do).fits
+
+
+def test_a_cpu_that_is_too_small_is_not_told_to_take_more_processes() -> None:
+    cpu = replace(parse_cluster("cpu").accelerator, memory_gib=4.5)
+    with pytest.raises(InputError, match=r"of 4\.5 on each GPU; use an accelerator with more memory or a shorter"):
+        plan_job(Job(SMALL, 65_536, Cluster(1, cpu)), 10**9)
 
 
 def test_a_given_layout_is_planned_even_if_it_does_not_fit_and_one_that_fits_is_named() -> None:

@@ -197,7 +197,8 @@ def no_layout(seen: Exploration) -> InputError:
 
 def _nothing_fits(least: LayoutCandidate) -> str:
     job, model = least.job, least.job.model
-    larger = (_of_gpus(job.cluster, job.cluster.gpus * times) for times in _MORE)
+    times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
+    larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
     more = next((cluster for cluster in larger if _any_fits(replace(job, cluster=cluster))), None)
     would = [f"{more} would work"] if more else []
     if isinstance(model, ModelShape) and model.vocab_size % 128:
@@ -206,7 +207,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
             vocab = f"a vocabulary of {padded.vocab_size:,} instead of {model.vocab_size:,}"
             would.append(f"{vocab} would fit, since tp divides it")
     if not would:
-        would = ["more GPUs do not help with this batch: use an accelerator with more memory or a shorter seq_len"]
+        would = ["use an accelerator with more memory or a shorter seq_len"]
     return (
         f"nothing fits: even the layout with the least memory ({least.arrangement}) needs "
         f"{least.memory.total / GIB:.1f} GiB of {job.cluster.accelerator.memory_gib:g} on each GPU; "
