@@ -191,12 +191,14 @@ def layouts(
         zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
         per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= n_layers] or [1]
         eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(dp * cp, experts) % ep == 0)]
+        # Numbers of ZeRO 3 replicas: one, and those for which 1, 2, 4 or 8 nodes share a model.
+        shared_by = [max(1, node // (tp * cp)) * nodes for nodes in (1, 2, 4, 8)]
+        replicas = sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
         free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
         for zero, v, recompute, ep in product(*(values(key, some) for key, some in free.items())):
             if pp * v > n_layers:
                 continue
-            replicas = _replicas(dp, max(1, node // (tp * cp))) if zero == 3 else [1]
-            for replicate in values("dp_replicate", replicas):
+            for replicate in values("dp_replicate", replicas if zero == 3 else (1,)):
                 try:
                     yield Layout(
                         dp=dp,
@@ -213,12 +215,6 @@ def layouts(
                     )
                 except ValidationError:  # a fixed value cannot be combined with the rest
                     assert fixed
-
-
-def _replicas(dp: int, in_node: int) -> list[int]:
-    """Return the numbers of ZeRO 3 replicas to try: one, and those for which 1, 2, 4 or 8 nodes share a model."""
-    shared_by = [in_node * nodes for nodes in (1, 2, 4, 8)]
-    return sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
 
 
 def in_a_node(tp: int, gpus: int, node: int) -> bool:
