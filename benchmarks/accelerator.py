@@ -404,7 +404,7 @@ def layouts(setting: Setting) -> Iterator[Row]:
             return timed_steps(setting, recipe)
         with join_process_group(recipe.layout, device) as group:
             trainer = {"trainer_has_group": group is not SINGLE_PROCESS}
-        cautions = {"cautions": [caution.message for caution in layout_cautions(recipe)]}
+        cautions = {"cautions": layout_cautions(recipe)}
         return trainer | cautions | timed_steps(setting, recipe, ProcessGroup(0, 1, mesh_of(recipe.layout, device)))
 
     yield attempt("no process group", of, None)

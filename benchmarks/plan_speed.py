@@ -60,5 +60,5 @@ if __name__ == "__main__":
         times, found = sorted(seconds for seconds, _ in runs), runs[0][1]
         print(
             f"{name:<20} {statistics.median(times):6.3f}   {times[0]:.3f} .. {times[-1]:.3f}   "
-            f"{found.exploration.evaluations:6,} evaluations   {found.arrangement}"
+            f"{len(found.candidates):6,} fit   {found.arrangement}"
         )

@@ -113,7 +113,7 @@ REFUSED = {
     "plan bloom-175b --gpus 8xH100": "did you mean bloom-176b",
     "plan tiny.toml --gpus 8xQ100 --set precision.compute=bf16": "Q100",
     "plan 350m.toml --gpus 8xTPUv4 --set precision.compute=fp32": "--set precision.compute=bf16",
-    "plan 350m.toml --gpus 8xH100 --layout tp=32": "tp of 1, 2, 4",
+    "plan 350m.toml --gpus 8xH100 --layout tp=32": "tp x pp x cp must divide 8",
     "plan 350m.toml --gpus 8xH100 --layout dp=8 --set batch.micro_batch=3": "micro-batch 3",
     f"plan 350m.toml {H100} --mfu 0.4": "--budget",
     f"plan 350m.toml {H100} --share 1.4": "--share 1.4",

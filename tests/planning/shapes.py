@@ -1,4 +1,4 @@
-"""Models of published measurements, the code that ran them, and a short way to plan them."""
+"""Shapes of published measurements, the training codes that ran them, and a short way to plan a shape."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The bars of the planner on published measurements, what it says of itself, and the page that shows it."""
+"""The planner's errors on published measurements stay within their limits and are quoted correctly."""
 
 from functools import cache
 
@@ -21,7 +21,7 @@ TABLES = {
     "mpt_fsdp_bf16": 61,
     "bloom_layout_search": 70,
 }
-# (table, bar) that is missed, and why
+# (table, limit) that the planner exceeds, and why
 MISSED = {("bloom_layout_search", "oom_called_fit"): "line 957 ran out of memory; its twin, line 939, ran with 67 GB"}
 
 
@@ -59,11 +59,11 @@ def test_identities_hold_in_every_row_without_an_anomaly() -> None:
     assert len(verdicts()["bloom_layout_search"].anomalies) == 4
 
 
-def test_what_leaven_plan_says_of_its_error_is_what_the_published_rows_give() -> None:
+def test_leaven_plan_quotes_the_errors_on_the_published_rows() -> None:
     assert accuracy_line(list(verdicts().values())) == ACCURACY
 
 
-def test_the_page_and_its_picture_are_what_the_benchmark_gives_now() -> None:
+def test_the_page_and_its_picture_are_up_to_date() -> None:
     page, found = PAGE.read_text(encoding="utf-8"), list(verdicts().values())
     assert renewed(page, "\n".join(lines(found)), found) == page
     assert picture(found) == PICTURE.read_text(encoding="utf-8")

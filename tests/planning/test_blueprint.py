@@ -1,4 +1,4 @@
-"""The planner's table of operators against the two other counts of parameters, and against shapes by hand."""
+"""Blueprints compared with the parameter counts of recipes and publications, and with shapes computed by hand."""
 
 import pytest
 from tests.catalogue.published import model_shape
@@ -7,12 +7,13 @@ from tests.planning.shapes import LLAMA_8B, gpt
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
+from leaven.planning.flops import forward_flops
 from leaven.planning.published import published_blueprint
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 
 COUNTED = {run.id: run for run in load_runs() if not (run.params.shape_check or "").startswith("skip")}
-# Trained and published by others: the parameters that a token passes through.
+# Published numbers of parameters that a token uses.
 ACTIVE = {
     "olmoe-1b-7b": 1.28e9,
     "deepseek-moe-16b": 2.8e9,
@@ -80,7 +81,7 @@ def test_tensor_parallel_products_of_a_rank() -> None:
 
 def test_biases_of_row_parallel_products_are_on_every_rank() -> None:
     (block,) = set(blueprint(gpt(4, 512, 8)).blocks)
-    # two norms of gain and bias, attention.out and mlp.out; shared out: query, key, value, mlp.in
+    # On every rank: two norms with gain and bias, attention.out and mlp.out. Split: query, key, value and mlp.in.
     assert (block.whole, block.split_vectors) == (4 * 512 + 2 * 512, 3 * 512 + 4 * 512)
     assert block.whole + block.cut == block.params
 
@@ -108,18 +109,16 @@ def test_mean_number_of_keys_that_a_query_attends_to() -> None:
     assert window.keys(512, "causal") == 256  # shorter than the window
 
 
-def test_attention_windows_repeat_over_the_layers() -> None:
-    run = find_run("llama2-7b")
-    found = published_blueprint(run.arch, 4096, windows=(1024, 1024, 1024, None))
+def test_attention_windows_repeat_over_the_layers_and_cut_the_scores() -> None:
+    arch = find_run("llama2-7b").arch
+    found = published_blueprint(arch, 4096, windows=(1024, 1024, 1024, None))
     assert [block.core.window for block in found.blocks][:5] == [1024, 1024, 1024, None, 1024]
+    full, local = (forward_flops(published_blueprint(arch, 4096, (window,))) for window in (None, 1024))
+    assert (local.attention, local.matrices) == (full.attention / 4, full.matrices)
 
 
 def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing() -> None:
-    arch = find_run("llama2-7b").arch.model_copy(update={"d_ff": None, "qk_norm": None})
-    with pytest.raises(InputError, match="qk_norm is not known"):
-        published_blueprint(arch, 4096)
-    with pytest.raises(InputError, match="d_ff is not known"):
-        published_blueprint(arch.model_copy(update={"qk_norm": False}), 4096)
-    sparse = find_run("deepseek-v3").arch.model_copy(update={"d_expert": None})
-    with pytest.raises(InputError, match="d_expert is not known"):
-        published_blueprint(sparse, 4096)
+    for run, name in (("llama2-7b", "d_ff"), ("llama2-7b", "qk_norm"), ("deepseek-v3", "d_expert")):
+        arch = find_run(run).arch.model_copy(update={name: None})
+        with pytest.raises(InputError, match=f"{name} is not known"):
+            published_blueprint(arch, 4096)

@@ -1,4 +1,4 @@
-"""The sizes that fit a budget: fixed points of the laws at the planner's own speed."""
+"""The sizes that fit a budget lie on their laws, at the speed that the planner predicts."""
 
 import math
 
@@ -26,25 +26,22 @@ def found() -> BudgetDocument:
     return budget(TEXT, price=Price(amount=2.0, currency="$"))
 
 
-@pytest.mark.parametrize(
-    ("text", "cluster", "hours"),
-    [
+def test_a_budget_is_a_cluster_and_a_time() -> None:
+    for text, cluster, hours in (
         ("64xH100x14d", "64xH100", 336),
         ("64 x H100-80GB × 300h", "64xH100-80GB", 300),
         ("8x8xA100-80GB x 2w", "64xA100-80GB", 336),
         ("16x4xA100, 10 hours", "16x4xA100", 10),
         ("cpu x 2h", "cpu", 2),
-    ],
-)
-def test_a_budget_is_a_cluster_and_a_time(text: str, cluster: str, hours: float) -> None:
-    assert parse_budget(text) == (parse_cluster(cluster), hours * 3_600)
+    ):
+        assert parse_budget(text) == (parse_cluster(cluster), hours * 3_600)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("64xH100 x 14y", "write for example '64xH100-80GB x 14d'"),
-        ("64xH100 x 0d", "the time is zero; write for example '64xH100 x 14d'"),
+        ("64xH100 x 0d", "write for example '64xH100-80GB x 14d'"),
         ("H100 x 4d", "'H100' is not a cluster"),
         ("64xQ100 x 4d", "no accelerator 'Q100'"),
         ("64xH100 x 99999999d", "reduce the time"),
@@ -75,7 +72,7 @@ def test_speed_is_the_planner_s_at_about_that_size(found: BudgetDocument) -> Non
     cluster = parse_cluster("8xH100-80GB")
     for row in found.rows[:: len(found.rows) // 3]:
         shape = ModelShape(**{key: value for key, value in row.shape.items() if key != "params"})
-        # 5% between sizes that are planned once, half of that where the steps end, 3% from the shape
+        # 5% between sizes that share a plan, half of that at the end of the iteration, 3% from the shape
         assert shape.params == pytest.approx(row.params, rel=0.12)
         again = plan(Job(shape, row.batch_tokens, cluster), round(row.tokens))
         assert row.layout is not None
@@ -132,8 +129,3 @@ def test_a_short_text_is_repeated_four_times_at_most_and_ends_the_run_earlier() 
 def test_what_is_not_a_time_is_refused(time: str) -> None:
     with pytest.raises(InputError, match="write for example 3h or 2d"):
         size_for_time(parse_cluster("1xRTX-4090"), time, None)
-
-
-def test_a_time_that_is_too_short_is_refused() -> None:
-    with pytest.raises(InputError, match=r"--time 0\.000001h: .* increase the time"):
-        size_for_time(parse_cluster("1xA10"), "0.000001h", None)

@@ -1,5 +1,7 @@
-"""Factors on a plan, by hand."""
+"""Calibration factors computed by hand, and the history file under damage, full disks and concurrent writers."""
 
+from multiprocessing import get_context
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -8,13 +10,16 @@ from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.planning.shapes import SMALL, record
 
+from leaven.documents.planning import CalibrationRow
+from leaven.planning import calibration as module
 from leaven.planning.calibration import (
     NEWEST,
-    Calibration,
     CalibrationRecord,
     StepCost,
     calibration,
+    history,
     predicted,
+    remember,
     weighted_median,
 )
 from leaven.planning.plan import plan_recipe
@@ -27,7 +32,7 @@ H100 = "H100-SXM-80GB"
 
 
 def took(time: float, memory: float | None = None, **changes: object) -> CalibrationRecord:
-    """A run that took so many times what the planner says of it now."""
+    """A run whose time and memory are multiples of the planner's current prediction."""
     one = record(**changes)
     said = predicted(one.model, one.arrangement, H100, "bf16")
     assert said is not None
@@ -36,15 +41,15 @@ def took(time: float, memory: float | None = None, **changes: object) -> Calibra
     return one.model_copy(update={"measured": StepCost(step_seconds=said.step_seconds * time, memory_gib=gib)})
 
 
-def factors(records: list[CalibrationRecord], accelerator: str = H100) -> Calibration:
+def factors(records: list[CalibrationRecord], accelerator: str = H100) -> CalibrationRow:
     """The calibration of SMALL on one device in bf16."""
-    found = calibration(records, accelerator, SMALL.params, Layout(), "bf16")
+    found = calibration(records, accelerator, SMALL.params, Layout(), compute="bf16", step_seconds=1.0)
     assert found is not None
     return found
 
 
 def of(factor: float) -> ModelShape:
-    """SMALL with so many times the layers."""
+    """SMALL with its layers multiplied by a factor."""
     return SMALL.model_copy(update={"n_layers": int(SMALL.n_layers * factor)})
 
 
@@ -56,18 +61,10 @@ def test_runs_on_other_accelerators_or_dtypes_do_not_count() -> None:
         record(measured=None),
         took(2, model=of(40)),  # 20 times the parameters
     ]
-    assert calibration(others, H100, SMALL.params, Layout(), "bf16") is None
-    assert calibration([], H100, SMALL.params, Layout(), "bf16") is None
+    for records in (others, []):
+        assert calibration(records, H100, SMALL.params, Layout(), compute="bf16", step_seconds=1.0) is None
     found = factors([*others, took(1.25)])
     assert (found.time, found.runs, found.memory) == (pytest.approx(1.25), 1, None)
-
-
-def test_the_factor_is_the_median_of_the_runs() -> None:
-    runs = [took(0.9, 1.1), took(1.3, 1.2), took(1.18, 1.0)]
-    found = factors(runs)
-    assert found.time == pytest.approx(1.18)
-    assert found.memory == pytest.approx(1.1)
-    assert str(found) == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
 
 
 def test_far_runs_are_ignored_if_near_ones_exist() -> None:
@@ -84,7 +81,7 @@ def test_only_the_newest_runs_count() -> None:
 
 
 def test_nearer_runs_have_more_weight() -> None:
-    """1 / (1 + 1 kind) against 1 / (1 + 3 kinds) twice, which is as much: between the two."""
+    """One run of weight 1 / (1 + 1 kind) and two of 1 / (1 + 3 kinds) weigh the same: the median is between them."""
     other = Layout(dp=2, zero=3, compile=True)
     tie = [took(1, layout=Layout(compile=True)), took(2, layout=other), took(2, layout=other)]
     found = factors(tie)
@@ -94,7 +91,7 @@ def test_nearer_runs_have_more_weight() -> None:
 
 
 def test_an_improved_planner_is_compared_with_the_same_measurement() -> None:
-    """What the record says was predicted is for people; where the accelerator is gone from the table, it counts."""
+    """The prediction in the record counts only if the accelerator is no longer in the table."""
     wrong = took(1.5).model_copy(update={"predicted": StepCost(step_seconds=1e9)})
     found = factors([wrong])
     assert found.time == pytest.approx(1.5)
@@ -117,7 +114,7 @@ def recipe() -> Recipe:
 
 def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     bare = plan_recipe(recipe(), "1xH100", "mbs=8")
-    runs = [took(0.9), took(1.3), took(1.18)]
+    runs = [took(0.9, 1.1), took(1.3, 1.2), took(1.18, 1.0)]
     plan = bare.calibrated(runs, "bf16")
     assert bare.calibrated([], "bf16") is bare
     assert plan.speed.step_seconds == pytest.approx(1.18 * bare.speed.step_seconds)
@@ -125,17 +122,15 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     assert plan.seconds == pytest.approx(1.18 * bare.seconds)
     assert (plan.memory, plan.fits) == (bare.memory, bare.fits)
     assert [other.arrangement for other in plan.candidates] == [other.arrangement for other in bare.candidates]
-    row = plan.document().calibration
-    assert row is not None
-    assert row.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
-    assert row.uncalibrated_step_seconds == bare.speed.step_seconds
-    assert bare.document().calibration is None
+    assert plan.calibration is not None
+    assert plan.calibration.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+    assert plan.calibration.uncalibrated_step_seconds == bare.speed.step_seconds
+    assert plan.calibration.memory == pytest.approx(1.1)
 
 
 def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     bare = plan_recipe(recipe(), "8xH100")
-    bare.exploration  # noqa: B018  what was searched before is calibrated too
-    plan = bare.calibrated([took(5.0)], "bf16").changed(share=0.6)
+    plan = bare.calibrated([took(5.0)], "bf16")
     layout = plan.arrangement.layout
     asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
     found, own = plan.document(asked).dump(), bare.document(asked).dump()
@@ -160,3 +155,95 @@ def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
     assert said.startswith(
         "runs on this accelerator needed x50 of the planned memory; at this factor the run does not fit:"
     )
+
+
+def numbers(folder: Path) -> list[int]:
+    return [int(each.seconds) for each in history(folder)]
+
+
+def test_a_record_is_read_back(tmp_path: Path) -> None:
+    one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=StepCost(step_seconds=2.0), threads=4)
+    assert remember(one, tmp_path / "not" / "there yet")
+    assert history(tmp_path / "not" / "there yet") == [one]
+
+
+def test_lines_that_are_not_records_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "history.jsonl"
+    remember(record(1), tmp_path)
+    whole = file.read_bytes()
+    foreign = [
+        b"\xff\xfe not text",
+        b'{"something": "else"}',
+        b"[" * 5_000,
+        b"null",
+        whole.replace(b'"step_seconds":1.5', b'"step_seconds":-1.5').strip(),
+        whole.replace(b'"step_seconds":1.5', b'"step_seconds":NaN').strip(),
+        whole.replace(b'"n_layers":12', b'"n_layers":"twelve"').strip(),
+        b"",
+    ]
+    file.write_bytes(b"\n".join(foreign) + b"\n" + whole[: len(whole) // 2])  # the last line is incomplete
+    remember(record(2), tmp_path)
+    assert numbers(tmp_path) == [2]
+    file.write_bytes(whole.replace(b'"steps":50', b'"steps":50,"of a later version":[1,2]'))
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_missing_folder_or_a_full_disk_loses_only_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert not remember(record(), tmp_path / "file")
+    assert history(tmp_path / "file") == []
+    (tmp_path / "history.jsonl").mkdir()
+    assert not remember(record(), tmp_path)
+    assert history(tmp_path) == []
+    (tmp_path / "history.jsonl").rmdir()
+    remember(record(1), tmp_path)
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.storage, "append", full)
+    assert not remember(record(2), tmp_path)
+    assert numbers(tmp_path) == [1]
+
+
+def test_the_history_keeps_the_newest_records_within_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LIMIT_BYTES", 5_000)
+    for number in range(1, 101):
+        remember(record(number), tmp_path)
+    found = numbers(tmp_path)
+    assert found == list(range(found[0], 101))
+    line = len(record().model_dump_json(exclude_defaults=True)) + 1
+    assert 5_000 <= sum(file.stat().st_size for file in tmp_path.iterdir()) + line <= 2 * 5_000 + 3 * line
+
+
+def write_many(folder: Path, first: int) -> None:
+    module.LIMIT_BYTES = 20_000
+    for number in range(first, first + 25):
+        assert remember(record(number), folder)
+
+
+def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
+    """About 25 lines fill a file, so one process moves the full file aside while the other appends."""
+    context = get_context("fork")
+    writers = [context.Process(target=write_many, args=(tmp_path, first)) for first in (1, 26)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    found = numbers(tmp_path)
+    assert len(found) == len(set(found))
+    assert {25, 50} <= set(found)
+    assert [n for n in found if n <= 25] == sorted(n for n in found if n <= 25)
+
+
+def test_a_prediction_is_a_cost_or_nothing() -> None:
+    found = predicted(SMALL, record().arrangement, H100, "bf16")
+    assert found is not None
+    assert found.memory_gib is not None
+    assert 4 * SMALL.params * 4 / 2**30 < found.memory_gib < 80  # weights, gradients and two moments in fp32 at least
+    impossible = Layout(pp=64)  # of twelve layers
+    assert predicted(SMALL, record(layout=impossible).arrangement, H100, "bf16") is None
+    assert predicted(SMALL, record().arrangement, "X9", "bf16") is None

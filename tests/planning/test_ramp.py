@@ -1,4 +1,4 @@
-"""Ramps: against what BLOOM measured, and against sums made by hand."""
+"""Batch ramps compared with BLOOM's measurements and with sums over steps."""
 
 import pytest
 from tests.planning.shapes import MEGATRON_FP16, SMALL, gpt
@@ -54,7 +54,7 @@ def test_a_ramp_starts_where_the_share_is_kept_and_no_later() -> None:
         assert found.start.share >= share
         assert found.start.filled
         earlier = [p for p in found.points if p.batch_tokens < found.start.batch_tokens]
-        # On the increments' grid; a batch of no whole micro-batches is not on it.
+        # All batches that are whole numbers of micro-batches.
         assert all(p.share < share or not p.filled for p in earlier)
         assert (job.batch_tokens - found.start.batch_tokens) % found.increment_tokens == 0
         assert found.increment_tokens % (8 * 2 * 2048) == 0
@@ -89,10 +89,11 @@ def test_a_plan_counts_the_recipes_own_ramp(tiny: Recipe) -> None:
     flat = plan_recipe(tiny.replace(changes), "2xH100", "dp=2")
     ramp = {"start_tokens": 1024, "increment_tokens": 1024, "over_tokens": 500_000}
     ramped = plan_recipe(tiny.replace(changes | {"batch.ramp": ramp}), "2xH100", "dp=2")
-    assert flat.ramp.own is None
-    assert ramped.ramp.own is not None
-    # but for the last step of either, which goes beyond the run's end
-    assert abs(ramped.seconds - flat.seconds - ramped.ramp.own.extra_hours * 3600) < flat.time.step
+    own = ramped.document().ramp.own
+    assert flat.document().ramp.own is None
+    assert own is not None
+    # up to the last step of each run, which goes beyond the run's end
+    assert abs(ramped.seconds - flat.seconds - own.extra_hours * 3600) < flat.time.step
     assert ramped.seconds > flat.seconds
     fp16 = plan_recipe(tiny.replace(changes | {"precision.compute": "fp16"}), "2xH100", "dp=2")
     assert fp16.time == flat.time

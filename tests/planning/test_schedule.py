@@ -1,4 +1,4 @@
-"""The passes of a pipeline: torch's order, the bubble of closed forms, the micro-batches that memory is kept for."""
+"""The passes of a pipeline compared with torch's order and with closed forms of bubble and passes in flight."""
 
 import itertools
 from fractions import Fraction
@@ -22,7 +22,7 @@ sizes = pytest.mark.parametrize(("p", "m"), SIZES)
 
 
 def even(layout: Layout, micro_batches: int) -> Timeline:
-    """Whole numbers, so that what comes out is exact: a forward pass takes 1, a backward pass 2."""
+    """Simulate equal stages: a forward pass takes 1, a backward pass 2. Integers give exact results."""
     stages = layout.pp * layout.stages_per_rank
     return simulate(layout, micro_batches, [1] * stages, [2] * stages)
 
@@ -36,8 +36,8 @@ def idle(step: Timeline) -> Fraction:
 @sizes
 def test_the_simulated_bubble_equals_the_closed_form(schedule: str, v: int, p: int, m: int) -> None:
     step = even(Layout(pp=p, schedule=schedule, stages_per_rank=v), m)
-    # Narayanan et al. 2021; zero-bubble saves what the weights' halves fill: (p - 1)(t_F + t_B - t_W) of Qi et al.
-    # 2023, Table 2 (ZB-H1), where all three are 1.
+    # Narayanan et al. 2021; in zero-bubble the gradients of weights fill the bubble: (p - 1)(t_F + t_B - t_W) of Qi
+    # et al. 2023, Table 2 (ZB-H1), where all three are 1.
     expected = Fraction(p - 1, (3 if schedule == "zero-bubble" else 1) * v * m + p - 1)
     assert idle(step) == expected
     assert step.bubble == pytest.approx(float(expected))
@@ -89,7 +89,7 @@ def test_the_order_is_the_one_that_torch_runs(schedule: str, v: int, p: int, m: 
             if action is not None and action.computation_type.name in words
         ]
         if schedule == "1f1b" and rank == p - 1:
-            # What torch 2.13 tells counts the last rank's forward passes from 1; what it runs counts from 0.
+            # torch 2.13 reports the last rank's forward passes counted from 1, and runs them counted from 0.
             theirs = [(kind, stage, i - (kind == "forward")) for kind, stage, i in theirs]
         assert order(layout, rank, m) == theirs
 

@@ -1,4 +1,4 @@
-"""Step times by closed forms on a device of round numbers; on published rows they are judged in test_accuracy.py."""
+"""Step times compared with closed forms on a device of round numbers. test_accuracy.py has published rows."""
 
 from dataclasses import replace
 
@@ -13,9 +13,19 @@ from leaven.planning.arrangement import Arrangement, bubble
 from leaven.planning.blueprint import blueprint
 from leaven.planning.collectives import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, all_reduce, all_to_all, ring
 from leaven.planning.hardware import Cluster, find_accelerator, parse_cluster
-from leaven.planning.operators import FLASH, LAUNCH, STREAMED, SUSTAINED, matmul_seconds, stream_seconds
+from leaven.planning.operators import (
+    FLASH,
+    LAUNCH,
+    STREAMED,
+    SUSTAINED,
+    Operator,
+    Work,
+    block_operators,
+    matmul_seconds,
+    stream_seconds,
+)
 from leaven.planning.published import published_blueprint
-from leaven.planning.stages import stage_parameters
+from leaven.planning.stages import rank_parameters
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
@@ -31,11 +41,22 @@ ROUND = Accelerator(
 BUSY = replace(ROUND, memory_tb_s=1e6)  # nothing waits for memory
 
 
+def operators(
+    how: Arrangement, cluster: Cluster, code: TrainingCode, shape: ModelShape = LLAMA_8B
+) -> dict[str, Operator]:
+    """The operators of a block by name."""
+    work = Work(
+        how.micro_batch * shape.seq_len // how.layout.cp, shape.seq_len, shape.d_model, how.layout.tp, how.layout.cp
+    )
+    found = block_operators(blueprint(shape).blocks[0], work, cluster.accelerator, code)
+    return {operator.name: operator for operator in found}
+
+
 def test_a_product_takes_whole_waves_of_the_best_tiles() -> None:
     # 128 x 256 in 4,096 x 8,192: 1,024 tiles are 11 waves of 100; a tile is 2 x 128 x 256 (k + 128)
     wave = 100 * 2 * 128 * 256 * (4096 + 128) / (1e15 * SUSTAINED)
     assert matmul_seconds((4096, 8192, 4096), BUSY) == pytest.approx(11 * wave)
-    # one row of tiles more and it still is 11 waves; at 1,101 tiles it is 12
+    # one more row of tiles still is 11 waves; 1,101 tiles are 12
     assert matmul_seconds((4096 + 128, 8192, 4096), BUSY) == pytest.approx(11 * wave)
     assert matmul_seconds((4096 + 384, 8192, 4096), BUSY) == pytest.approx(12 * wave)
 
@@ -64,10 +85,10 @@ def test_widths_that_do_not_suit_the_tensor_cores_are_slow() -> None:
 def test_a_ring_moves_all_but_one_share_and_waits_at_every_step() -> None:
     inside, across = Cluster(4, ROUND), Cluster(16, ROUND)
     assert ring(1e9, 4, 1, inside) == pytest.approx(3 / 4 * 1e9 / (100e9 * LINK_SHARE) + 3 * LINK_LATENCY)
-    # 16 ranks of 4 nodes: the four adapters of a node carry it; 4 of the 15 steps are between nodes
+    # 16 ranks on 4 nodes use the four adapters of each node; 4 of the 15 steps are between nodes
     latency = 4 * NETWORK_LATENCY + 11 * LINK_LATENCY
     assert ring(1e9, 16, 1, across, messages=3) == pytest.approx(15 / 16 * 1e9 / (40e9 * LINK_SHARE) + 3 * latency)
-    # one rank a node has one adapter
+    # with one rank per node, a ring has one adapter
     assert ring(1e9, 4, 4, across) == pytest.approx(3 / 4 * 1e9 / (10e9 * LINK_SHARE) + 3 * NETWORK_LATENCY, rel=0.01)
     assert ring(1e9, 1, 1, inside) == all_reduce(1e9, 1, 1, inside) == all_to_all(1e9, 1, 1, inside) == 0
 
@@ -119,43 +140,38 @@ def test_several_stages_on_a_rank_divide_the_bubble_and_zero_bubble_fills_it_wit
     filled, _ = timed(schedule="zero-bubble")
     # ZB-H1: T_F + T_B - T_W for every rank but one, with T_B the half of the inputs alone
     weights = 8 * block_time(shape, how, cluster, code).weight + logits_seconds(shape, how, cluster, code) / 3
-    weights += adding_seconds(stage_parameters(shape, how.layout, 0, code), cluster.accelerator, code)
+    weights += adding_seconds(rank_parameters(shape, how.layout, 0, code).total, cluster.accelerator, code)
     assert filled == pytest.approx(one - 3 * 2 * weights)
     assert filled < one / 2
 
 
 def test_operators_add_up_to_the_block_and_full_recomputation_is_its_forward_again() -> None:
-    cluster = parse_cluster("8xA100-80GB")
-    none, full = (
-        block_time(gpt(48, 6144, 64), Arrangement(Layout.model_validate({"tp": 8, "recompute": kind}), 4, 1), cluster)
-        for kind in ("none", "full")
-    )
-    assert sum(operator.forward for operator in none.operators) == pytest.approx(none.forward)
-    assert sum(operator.backward for operator in none.operators) == pytest.approx(none.backward)
-    assert full.backward - none.backward == pytest.approx(none.forward)
-    names = [operator.name for operator in none.operators]
-    assert names[0] == "attention.query + attention.key + attention.value"
-    assert {"attention", "norms and residuals", "activation"} < set(names)
+    shape, cluster = gpt(48, 6144, 64), parse_cluster("8xA100-80GB")
+    none, full = (Arrangement(Layout.model_validate({"tp": 8, "recompute": kind}), 4, 1) for kind in ("none", "full"))
+    block, again = (block_time(shape, how, cluster) for how in (none, full))
+    found = operators(none, cluster, LEAVEN_BF16, shape)
+    assert sum(operator.forward for operator in found.values()) == pytest.approx(block.forward)
+    assert sum(operator.backward for operator in found.values()) == pytest.approx(block.backward)
+    assert again.backward - block.backward == pytest.approx(block.forward)
+    assert {"attention.query + attention.key + attention.value", "attention", "norms and residuals"} < set(found)
 
 
 def test_selective_recomputation_repeats_the_core_or_all_but_every_second_product() -> None:
     cluster = parse_cluster("8xH100")
     for code in (TrainingCode(), TORCHTITAN):
         none, some = (
-            block_time(
-                LLAMA_8B, Arrangement(Layout.model_validate({"dp": 8, "recompute": kind}), 1, 1), cluster, code
-            )
-            for kind in ("none", "selective")
+            Arrangement(Layout.model_validate({"dp": 8, "recompute": kind}), 1, 1) for kind in ("none", "selective")
         )
-        core = next(operator.forward for operator in none.operators if operator.name == "attention")
-        products = sum(operator.forward for operator in none.operators if operator.weight)
-        again = core if code.selective == "core" else none.forward - core - products / 2
-        assert some.backward - none.backward == pytest.approx(again)
+        block, again = (block_time(LLAMA_8B, how, cluster, code) for how in (none, some))
+        found = operators(none, cluster, code)
+        core = found["attention"].forward
+        products = sum(operator.forward for operator in found.values() if operator.weight)
+        repeated = core if code.selective == "core" else block.forward - core - products / 2
+        assert again.backward - block.backward == pytest.approx(repeated)
 
 
 def test_attention_with_a_flash_kernel_is_the_full_matrix_and_two_and_a_half_times_that_backward() -> None:
-    block = block_time(LLAMA_8B, Arrangement(Layout(), 1, 1), Cluster(1, BUSY), TrainingCode())
-    attention = next(operator for operator in block.operators if operator.name == "attention")
+    attention = operators(Arrangement(Layout(), 1, 1), Cluster(1, BUSY), TrainingCode())["attention"]
     assert attention.forward == pytest.approx(4 * 8192 * 8192 * 4096 / (1e15 * SUSTAINED * FLASH))
     assert attention.backward == pytest.approx(2.5 * attention.forward)
 
@@ -171,7 +187,9 @@ def test_context_ranks_share_a_sequence_and_hide_the_ring_behind_attention() -> 
     slow = replace(find_accelerator("H100"), link_gb_s=1)
     exposed = block_time(shape, Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode()).all_reduce
     keys = 2 * 131_072 / 4 * 8 * (128 + 128)  # of a rank, in bytes: three of them pass, forward and backward
-    attention = next(operator.forward for operator in four.operators if operator.name == "attention")
+    attention = operators(Arrangement(Layout(cp=4), 1, 1), Cluster(4, slow), TrainingCode(), shape)[
+        "attention"
+    ].forward
     assert exposed == pytest.approx(2 * (3 * keys / (1e9 * LINK_SHARE) + 3 * LINK_LATENCY - attention))
 
 
@@ -189,7 +207,7 @@ def test_experts_are_reached_by_an_all_to_all_there_and_back_and_it_is_slower_be
     assert exchanged(1) == 0
     assert exchanged(8) == pytest.approx(routed * 2 * 2 * inside)
     assert exchanged(16) == pytest.approx(routed * 2 * 2 * between)
-    # a rank has fewer experts, each with more tokens: nearly the same work
+    # with more ranks, a rank has fewer experts with more tokens each: nearly the same work
     few, many = (
         block_time(model, Arrangement(Layout(dp=64, ep=ep), 4, 1), parse_cluster("64xH100")).forward for ep in (8, 64)
     )
@@ -217,9 +235,9 @@ def test_what_is_in_no_block_is_exchanged_after_the_backward_pass_and_in_a_pipel
 
     ends = 4 * (2 * LLAMA_8B.vocab_size + 1) * LLAMA_8B.d_model
     assert exposed(LLAMA_8B, dp=64) == pytest.approx(all_reduce(ends, 64, 1, cluster))
-    # the first stage of two has as many blocks as the last, and an end
+    # each of the two stages has half of the blocks, and an end
     blocks, half = 4 * 16 * blueprint(LLAMA_8B).blocks[0].params, 4 * LLAMA_8B.vocab_size * LLAMA_8B.d_model
-    messages = 2 * 16 + 1  # of attention and of the MLP each one, and the end
+    messages = 2 * 16 + 1  # two per block, and one for the end
     assert exposed(LLAMA_8B, dp=32, pp=2) == pytest.approx(
         all_reduce(blocks + half, 32, 1, cluster, messages), rel=1e-3
     )
@@ -242,15 +260,15 @@ def test_a_higher_zero_stage_exchanges_no_less(gpus: str, seq_len: int, m: int, 
 
 
 def test_leaven_gathers_16_bits_of_blocks_and_fp32_of_the_ends_once_a_step_below_zero_3() -> None:
-    # wires so slow that compute hides nothing that matters; as "What layouts put on the wires" in
-    # docs/log.md counts
+    # The network is so slow that compute hides nothing. Bytes as counted in docs/log.md, "What layouts put on the
+    # wires".
     slow = Cluster(16, replace(ROUND, network_gb_s=1e-3))
     ends = (2 * LLAMA_8B.vocab_size + 1) * LLAMA_8B.d_model
     blocks, m = LLAMA_8B.params - ends, 3
     share = 15 / 16 / (4e6 * LINK_SHARE)
     for zero, scatters, gathers in ((1, 1, 1), (2, m, 1), (3, m, 2 * m)):
         how = Arrangement(Layout(dp=16, zero=zero), 1, m)
-        # of ZeRO 3 the blocks travel twice a micro-batch, and the ends, which stay gathered, once
+        # under ZeRO 3 blocks are gathered twice per micro-batch, and the ends, which stay gathered, once
         of_ends = scatters + (gathers + 1) // 2
         bytes_moved = 4 * scatters * blocks + 2 * gathers * blocks + 4 * of_ends * ends
         found = step_time(LLAMA_8B, how, slow, LEAVEN_BF16).data_parallel
@@ -264,11 +282,11 @@ def test_experts_are_exchanged_and_updated_over_the_ranks_that_have_the_same(zer
     experts = sum(block.experts for block in model.blocks)
     for ep in (1, 4, 16):
         how = Arrangement(Layout(dp=64, ep=ep, zero=zero), 1, 1)
-        dense = stage_parameters(model, how.layout, 0) - experts / ep
+        dense = rank_parameters(model, how.layout, 0).total - experts / ep
         found = step_time(model, how, cluster, code)
         sharers, of_experts = (64, 64 // ep) if zero else (1, 1)
         assert found.optimizer == pytest.approx(2 * 16 * (dense / sharers + experts / ep / of_experts) / 1e12)
-        # a node of four has as many adapters as members of a group in it
+        # a group uses as many adapters of a node as it has members there
         of_dense = 63 / 64 * dense / (4e6 * LINK_SHARE)
         apart = (64 // ep - 1) / (64 // ep) * experts / ep / (max(1, 4 // ep) * 1e6 * LINK_SHARE)
         assert found.data_parallel == pytest.approx(moved * (of_dense + apart), rel=1e-3)
@@ -284,13 +302,13 @@ def test_replicas_exchange_units_once_a_step_with_the_last_backward_pass() -> No
     def exchanged(m: int, cluster: Cluster) -> float:
         return step_time(shape, Arrangement(layout, 1, m), cluster, LEAVEN_BF16).data_parallel
 
-    # four ranks a node share, and each has a quarter of the gradients to exchange with three others
+    # the four ranks of a node share; each exchanges a quarter of the gradients with three replicas
     quiet, slow = Cluster(16, fast), Cluster(16, replace(fast, network_gb_s=1e-3))
     moved = 2 * 3 / 4 * 4 * shape.params / 4
     for m in (1, 3):
         found = exchanged(m, slow) - exchanged(m, quiet)
         assert found == pytest.approx(moved / (1e6 * LINK_SHARE), rel=0.01)
-    # what is short enough hides, but for the ends
+    # a short exchange is hidden, except that of the ends
     long = Arrangement(layout, 512, 1)
     ends = 4 * (shape.vocab_size + 2) * 1024 / 4
     some = step_time(shape, long, Cluster(16, fast), LEAVEN_BF16).data_parallel

@@ -31,7 +31,7 @@ def test_the_text_of_the_page_has_the_plans_numbers(way):
         f"{found.speed.mfu:.1%}",
         *costs(found.cluster.cost(found.seconds, PRICE)),
         str(found.arrangement),
-        *(f"{choice.steps:,}" for choice in found.ramp.choices),
+        *(f"{choice.steps:,}" for choice in found.document().ramp.choices),
         "dense bf16 peak",
     ):
         assert part in said

@@ -152,8 +152,7 @@ def plan(
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
         following = next_commands.after_plan(recipe, read, found, overrides or ())
-    found = found.changed(share=share)
-    document = found.document(explain, each).model_copy(update={"next": following})
+    document = found.document(explain, each, share).model_copy(update={"next": following})
     screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import plan_page

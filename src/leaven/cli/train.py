@@ -100,7 +100,7 @@ def train_(
     curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
-    warn(each.message for each in [*warnings(loaded), *layout_cautions(loaded)])
+    warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
         tokens = rank_zero_first(group, lambda: prepare_tokens(loaded))
         with stop_on_signal() as stop, TrainScreen(loaded, log_every) as screen:

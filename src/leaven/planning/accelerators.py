@@ -10,7 +10,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -35,6 +34,7 @@ EXAMPLE = (
     "{ peak = { bf16 = 400 }, memory = { gib = 64, tb_s = 2.0 }, link = { gb_s = 300, node = 8 }, "
     "network = { gb_s = 25 } }"
 )
+_WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
 # Used where no measured matmul is published: the mean ratio to the peak of the measured accelerators, 0.80.
 _USUAL_MATMUL_SHARE = 0.80
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
@@ -75,21 +75,13 @@ class Accelerator:
         return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
 
     def document(self) -> AcceleratorRow:
-        return AcceleratorRow(
-            name=self.name,
-            peak_tflops={dtype: self.peak(dtype) for dtype in DTYPES},
-            matmul_tflops={dtype: dict(self.matmuls).get(dtype) for dtype in DTYPES},
-            planned_tflops=self.matmul_flops / 1e12,
-            memory_gib=self.memory_gib,
-            memory_tb_s=self.memory_tb_s,
-            power_w=self.power_w,
-            multiprocessors=self.multiprocessors,
-            link_gb_s=self.link_gb_s,
-            node_size=self.node_size,
-            network_gb_s=self.network_gb_s,
-            note=self.note,
-            sources=list(self.sources),
-        )
+        values = {
+            "peak_tflops": {dtype: self.peak(dtype) for dtype in DTYPES},
+            "matmul_tflops": {dtype: dict(self.matmuls).get(dtype) for dtype in DTYPES},
+            "planned_tflops": self.matmul_flops / 1e12,
+            "sources": list(self.sources),
+        }
+        return AcceleratorRow(**vars(self) | values)
 
 
 _Positive = Annotated[float, Field(gt=0)]
@@ -110,8 +102,9 @@ class _Rates(_Group):
     tf32: _Positive | None = None
     fp32: _Positive | None = None
 
-    def pairs(self) -> tuple[tuple[Dtype, float], ...]:
-        return tuple((dtype, rate) for dtype in DTYPES if (rate := getattr(self, dtype)) is not None)
+    @property
+    def rates(self) -> dict[Dtype, float]:
+        return {dtype: rate for dtype in DTYPES if (rate := getattr(self, dtype)) is not None}
 
 
 class _Memory(_Group):
@@ -146,49 +139,15 @@ class _Entry(Part):
 
     @model_validator(mode="after")
     def _plausible(self) -> "_Entry":
-        peaks = dict(self.peak.pairs())
+        peaks = self.peak.rates
         if not peaks.keys() & {"bf16", "fp16"}:
             raise ValueError("peak: has neither bf16 nor fp16; the planner needs one of them, in dense TFLOP/s")
-        for dtype, rate in self.matmul.pairs():
+        for dtype, rate in self.matmul.rates.items():
             if rate > (peak := peaks.get(dtype, 0)):
                 raise ValueError(
                     f"matmul.{dtype}: {rate:g} TFLOP/s is above the peak of {peak:g}; give dense numbers"
                 )
         return self
-
-    def accelerator(self, name: str, named: Mapping[str, str]) -> Accelerator:
-        """Return the entry as an :class:`Accelerator`; ``named`` maps short names of sources to full names."""
-        peaks, matmuls = dict(self.peak.pairs()), dict(self.matmul.pairs())
-        half: Dtype = "bf16" if "bf16" in peaks else "fp16"
-        return Accelerator(
-            name=name,
-            peak_tflops=peaks[half],
-            best_matmul_tflops=matmuls.get(half),
-            memory_gib=self.memory.gib,
-            memory_tb_s=self.memory.tb_s,
-            link_gb_s=self.link.gb_s,
-            network_gb_s=self.network.gb_s,
-            node_size=self.link.node,
-            power_w=self.board.power_w,
-            multiprocessors=self.board.multiprocessors,
-            peaks=self.peak.pairs(),
-            matmuls=self.matmul.pairs(),
-            sources=tuple(
-                NumberSource(group=group, text=_spelt(part.source, named), confidence=part.confidence)
-                for group in _Entry.model_fields
-                if isinstance(part := getattr(self, group), _Group) and group in self.model_fields_set
-            ),
-            note=self.note,
-        )
-
-
-def _spelt(source: str, named: Mapping[str, str]) -> str:
-    """Return ``source`` with its short names, at the start and after each semicolon, replaced by full names."""
-    parts = []
-    for part in source.split("; "):
-        short = re.split(r"[ :]", part, maxsplit=1)[0]
-        parts.append(named[short] + part[len(short) :] if short in named else part)
-    return "; ".join(parts)
 
 
 def user_file() -> Path:
@@ -215,27 +174,19 @@ def accelerators() -> dict[str, Accelerator]:
 def _read(own: Path | None) -> dict[str, Accelerator]:
     """Return the built-in accelerators, and the accelerators of the user's file ``own`` if it is given."""
     entries = _parsed(_BUILT_IN)
-    named, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
-    origins = {name: f"{_BUILT_IN}: [{name}]" for name in entries}
+    sources, spelt = entries.pop("sources"), {name.upper(): name for name in entries}
     users = {} if own is None else _parsed(own)
-    sources = users.pop("sources", {})
-    named |= sources if isinstance(sources, dict) else {}
+    of_user = users.pop("sources", {})
+    sources |= of_user if isinstance(of_user, dict) else {}
+    origins = dict.fromkeys(entries, f"{_BUILT_IN}: ")
     for written, groups in users.items():
-        if not _NAME.fullmatch(written) or written.lower() == "cpu":
-            raise InputError(
-                f"{own}: [{written}]: not a valid name of an accelerator; write for example H100-SXM-80GB"
-            )
-        if not isinstance(groups, dict):
-            raise InputError(
-                f"{own}: {written}: an accelerator must be a table; write for example {written} = {EXAMPLE}"
-            )
+        if not _NAME.fullmatch(written) or written.lower() == "cpu" or not isinstance(groups, dict):
+            raise InputError(f"{own}: [{written}] is not an accelerator; {_WRITE}")
         name = spelt.get(written.upper(), written)
-        sourced = {
-            group: {"source": str(own), **part} if isinstance(part, dict) else part for group, part in groups.items()
-        }
-        entries[name] = entries.get(name, {}) | sourced
-        origins[name] = f"{own}: [{written}]"
-    return {name: _validated(entry, origins[name]).accelerator(name, named) for name, entry in entries.items()}
+        parts = {group: {"source": str(own)} | part for group, part in groups.items() if isinstance(part, dict)}
+        entries[name] = entries.get(name, {}) | groups | parts
+        origins[name] = f"{own}: "
+    return {name: _accelerator(name, entry, sources, origins[name]) for name, entry in entries.items()}
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -248,31 +199,48 @@ def _parsed(path: Path) -> dict[str, Any]:
             f"{path}: this file of accelerators cannot be read: {error.strerror}; give a TOML file"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path}: not TOML: {error}; write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
-        ) from None
+        raise InputError(f"{path}: not TOML: {error}; {_WRITE}") from None
 
 
-def _validated(entry: dict[str, Any], where: str) -> _Entry:
-    """Validate an entry of a file and return it; an error reports only the first fault, in one line.
+def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: str) -> Accelerator:
+    """Validate the values of an accelerator; ``sources`` maps short names of sources to full names.
 
-    An unknown key is reported before a missing key, because it is usually the missing key misspelt.
+    An error reports only the first fault, and an unknown key before a missing key, because it is usually the missing
+    key misspelt.
     """
     try:
-        return _Entry.model_validate(entry)
+        entry = _Entry.model_validate(values)
     except ValidationError as error:
         fault = min(error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden")
-    keys = [str(key) for key in fault["loc"]]
-    at, message = ".".join(keys), fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        part: Any = _Entry if len(keys) == 1 else _Entry.model_fields[keys[0]].annotation
-        known = list(part.model_fields)
-        close = get_close_matches(keys[-1], known, n=1)
-        message = f"{at}: no such key; " + (
-            f"did you mean {close[0]}?" if close else f"the keys are {', '.join(known)}"
+        at = ".".join(map(str, fault["loc"]))
+        what = {"extra_forbidden": "no such key", "missing": "missing"}.get(fault["type"])
+        message = what or fault["msg"].removeprefix("Value error, ").replace(
+            "Input should", f"{fault['input']!r} should"
         )
-    elif fault["type"] == "missing":
-        message = f"{at}: missing; write an accelerator for example as {EXAMPLE}"
-    elif keys:
-        message = f"{at}: {message[0].lower()}{message[1:]}, not {fault['input']!r}"
-    raise InputError(f"{where} {message}")
+        raise InputError(f"{file}[{name}] {at}{': ' if at else ''}{message}; {_WRITE}") from None
+
+    def spelt(source: str) -> str:  # a short name is at the start, or after a semicolon
+        return re.sub(r"(^|; )([^ :;]+)", lambda found: f"{found[1]}{sources.get(found[2], found[2])}", source)
+
+    peaks, matmuls = entry.peak.rates, entry.matmul.rates
+    half: Dtype = "bf16" if "bf16" in peaks else "fp16"
+    return Accelerator(
+        name=name,
+        peak_tflops=peaks[half],
+        best_matmul_tflops=matmuls.get(half),
+        memory_gib=entry.memory.gib,
+        memory_tb_s=entry.memory.tb_s,
+        link_gb_s=entry.link.gb_s,
+        network_gb_s=entry.network.gb_s,
+        node_size=entry.link.node,
+        power_w=entry.board.power_w,
+        multiprocessors=entry.board.multiprocessors,
+        peaks=tuple(peaks.items()),
+        matmuls=tuple(matmuls.items()),
+        sources=tuple(
+            NumberSource(group=group, text=spelt(part.source), confidence=part.confidence)
+            for group, part in entry
+            if isinstance(part, _Group) and group in entry.model_fields_set
+        ),
+        note=entry.note,
+    )

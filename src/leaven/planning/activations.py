@@ -56,7 +56,7 @@ def operators_kept(
     if block.qk_norm:
         found["norm.query_key"] = e * (q + k) / tp
     if not code.flash_attention:
-        # The probabilities; with dropout also their mask, and what it leaves of them.
+        # The probabilities; with dropout also its mask and the probabilities after it.
         found["attention.core"] = core.heads * seq_len * ((2 * e + 1) if block.dropout else e) / tp
     found["norm.mlp"] = code.residual * d / stretch
     tensors = _MLP_TENSORS[block.activation]
@@ -92,19 +92,17 @@ def block_kept(
     elif code.selective == "core":  # a flash kernel recomputes it anyway, so nothing is saved
         stays = everything - core
     else:
-        stays = block_input + by_operator["attention.out"] + _every_second_product(block, tp, code)
-    # Backwards through the MLP: gradients of its tensors and, gathered, of its output. Backwards through the core
-    # without a flash kernel: of the scores and of the probabilities, when what the MLP kept is gone.
+        # torchtitan saves the outputs of every second matrix product.
+        every_second = sum(
+            code.element * row.n * row.passed / (tp if row.split == "column" else stretch)
+            for row in block.matmuls[::2]
+        )
+        stays = block_input + by_operator["attention.out"] + every_second
+    # The largest gradients: of the MLP's tensors and its gathered output, or, without a flash kernel, of the scores
+    # and probabilities, when the MLP's saved tensors are free.
     e = code.element
     mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "shared", "experts", "experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))
     gradients = e * widths / tp + e * d_model
     scores = 0.0 if code.flash_attention else 2 * e * block.core.heads * seq_len / tp
     return Kept(stays, everything - stays, max(gradients, scores - mlp))
-
-
-def _every_second_product(block: BlockTable, tp: int, code: TrainingCode) -> float:
-    """Return the bytes per token of what torchtitan saves: the outputs of every second matrix product."""
-    stretch = tp if code.sequence_parallel else 1
-    kept = block.matmuls[::2]
-    return sum(code.element * row.n * row.passed / (tp if row.split == "column" else stretch) for row in kept)

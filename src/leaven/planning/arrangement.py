@@ -4,20 +4,31 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.recipe.errors import InputError
-from leaven.recipe.layout import Layout
+from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 
-_NUMBERS = ("dp", "tp", "pp", "cp", "ep", "zero", "mbs", "dp_replicate", "stages_per_rank")
-_WORDS = {"recompute": "recompute=full", "schedule": "schedule=gpipe"}
-_SWITCHES = {"compile": {"true": True, "false": False}}
-_KEYS = (*_NUMBERS, *_WORDS, *_SWITCHES)
+# The keys of a layout as a user writes it, with their values; None for any whole number from 1 on.
+_KEYS: dict[str, tuple[str, ...] | None] = {
+    "dp": None,
+    "tp": None,
+    "pp": None,
+    "cp": None,
+    "ep": None,
+    "zero": ("0", "1", "2", "3"),
+    "mbs": None,
+    "dp_replicate": None,
+    "stages_per_rank": None,
+    "recompute": get_args(Recompute),
+    "schedule": get_args(Pipeline),
+    "compile": ("true", "false"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,15 +92,11 @@ def parse_keys(text: str) -> dict[str, Any]:
             raise InputError(f"layout {text!r}: no such key {key!r}; {hint}")
         if key in values:
             raise InputError(f"layout {text!r}: {key} appears twice; remove one")
-        if key in _NUMBERS and not value.isdecimal():
-            raise InputError(f"layout {text!r}: {item!r} is not a whole number; write for example {key}=1")
-        if key in _WORDS and not value:
-            raise InputError(f"layout {text!r}: {item!r} has no value; write for example {_WORDS[key]}")
-        if key in _SWITCHES and value not in _SWITCHES[key]:
-            raise InputError(f"layout {text!r}: {item!r} is neither true nor false; write {key}=true or {key}=false")
-        values[key] = int(value) if key in _NUMBERS else _SWITCHES.get(key, {}).get(value, value)
-    if values.get("mbs") == 0:
-        raise InputError(f"layout {text!r}: the micro-batch mbs must be at least 1; write mbs=1 or leave it out")
+        known = _KEYS[key]
+        if value not in known if known else not value.isdecimal() or not int(value):
+            would = listed(known) if known else "a whole number from 1 on"
+            raise InputError(f"layout {text!r}: {item!r} is wrong; {key} is {would}")
+        values[key] = int(value) if value.isdecimal() else value == "true" if key == "compile" else value
     return values
 
 
@@ -108,43 +115,23 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
         raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
 
 
-def parse_layout(text: str, gpus: int, model: Model, *, compile: bool = False) -> tuple[Layout, int | None]:
+def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Parse a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``; also return its micro-batch, or None.
 
     Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and
     ``dp`` gets the number of GPUs divided by tp x pp x cp.
 
     Raises:
-        InputError: if a key is unknown, a value is wrong, or the number of ranks is not the number of GPUs; the
-            message names degrees that would work.
+        InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
-    rest = math.prod(values.get(key, 1) for key in ("tp", "pp", "cp"))
-    if "dp" not in values and rest and gpus % rest == 0:
-        values["dp"] = gpus // rest
-    layout = layout_of(text, values)
-    if layout.ranks != gpus:
-        model_ranks = layout.tp * layout.pp * layout.cp
-        would = f"dp={gpus // model_ranks} would work" if gpus % model_ranks == 0 else _would(model, layout, gpus)
-        raise InputError(f"{_ranks(layout, gpus)}; {would}")
-    return layout, micro_batch
+    dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
+    return layout_of(text, values if rest else {"dp": dp} | values), micro_batch
 
 
-def _would(model: Model, layout: Layout, gpus: int) -> str:
-    """Return the end of an error message: values of tp or pp that the model and the number of GPUs allow."""
-    options = []
-    for key, possible in (("tp", tensor_degrees(model)), ("pp", range(1, model.n_layers + 1))):
-        own = getattr(layout, key)
-        rest = layout.tp * layout.pp * layout.cp // own
-        would = [degree for degree in possible if gpus % (degree * rest) == 0]
-        if own > 1 and would:
-            options.append(f"{key} of {listed(would)}")
-    return f"{', or '.join(options)} would work" if options else f"tp x pp must divide {gpus:,}"
-
-
-def listed(numbers: Iterable[int]) -> str:
-    *most, last = map(str, numbers)
+def listed(values: Iterable[object]) -> str:
+    *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
 
 
@@ -152,13 +139,6 @@ def written(layout: Layout) -> str:
     """Return a layout in the notation of ``--layout``, without values that are the default."""
     values = layout.model_dump(exclude_defaults=True)
     return ",".join(f"{key}={str(values[key]).lower()}" for key in _KEYS if key in values)
-
-
-def _ranks(layout: Layout, gpus: int) -> str:
-    """Return text such as ``layout dp 2 x tp 4 x pp 1 is 8 ranks, the cluster has 4 GPUs``."""
-    cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
-    ranks, has = (f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in ((layout.ranks, "rank"), (gpus, "GPU")))
-    return f"layout dp {layout.dp} x tp {layout.tp} x pp {layout.pp}{cp} is {ranks}, the cluster has {has}"
 
 
 def tensor_degrees(model: Model) -> list[int]:
@@ -178,9 +158,10 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
         InputError: if they do not; the message says what would work.
     """
     if layout.ranks != cluster.gpus:
-        raise InputError(
-            f"{_ranks(layout, cluster.gpus)}; change the degrees so that their product is {cluster.gpus}"
-        )
+        ranks = f"dp {layout.dp} x tp {layout.tp} x pp {layout.pp}" + (f" x cp {layout.cp}" if layout.cp > 1 else "")
+        dp, rest = divmod(cluster.gpus, layout.tp * layout.pp * layout.cp)
+        would = f"tp x pp x cp must divide {cluster.gpus:,}" if rest else f"dp={dp} would work"
+        raise InputError(f"layout {ranks} is {layout.ranks:,}, and the number of GPUs is {cluster.gpus:,}; {would}")
     refusal = shape_refusal(model, layout)
     if refusal is not None:
         raise InputError(f"layout {refusal}")

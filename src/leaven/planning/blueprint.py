@@ -7,7 +7,6 @@ token uses, so the planner's code is the same for every kind of model.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd
@@ -73,15 +72,28 @@ class Core:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """One layer: its matrix products, its attention core, and the parameters of its norms and biases."""
+    """One layer: its matrix products, its attention core, and the parameters of its norms."""
 
     matmuls: tuple[Matmul, ...]
     core: Core
-    vectors: int  # parameters of gains and biases that every tensor-parallel rank stores in full
-    split_vectors: int  # parameters of gains and biases that tensor-parallel ranks split
+    gains: int  # parameters of norms that every tensor-parallel rank stores in full
+    split_gains: int  # parameters of norms that tensor-parallel ranks split
     activation: str
     qk_norm: bool = False
     dropout: bool = False
+
+    @cached_property
+    def vectors(self) -> int:
+        """The number of gains and biases that every tensor-parallel rank stores in full.
+
+        The bias of a row-parallel product is among them, because it is added after the sum over ranks.
+        """
+        return self.gains + sum(row.n for row in self.matmuls if row.bias and row.split == "row")
+
+    @cached_property
+    def split_vectors(self) -> int:
+        """The number of gains and biases that tensor-parallel ranks split."""
+        return self.split_gains + sum(row.n for row in self.matmuls if row.bias and row.split == "column")
 
     @cached_property
     def matrices(self) -> int:
@@ -93,7 +105,7 @@ class BlockTable:
         """The number of weights in routed experts."""
         return sum(row.size for row in self.matmuls if row.routed)
 
-    @property
+    @cached_property
     def params(self) -> int:
         return self.matrices + self.experts + self.vectors + self.split_vectors
 
@@ -203,25 +215,6 @@ def mlp_rows(
     ]
 
 
-def block_table(
-    matmuls: Sequence[Matmul],
-    core: Core,
-    gains: int,
-    split_gains: int,
-    activation: str,
-    *,
-    qk_norm: bool = False,
-    dropout: bool = False,
-) -> BlockTable:
-    """Return the table of a layer with the given matrix products.
-
-    ``gains`` and ``split_gains`` count the parameters of the layer's norms; the biases of the products are added to
-    them. The bias of a row-parallel product is added after the sum over ranks, so every rank stores all of it.
-    """
-    shared, split = (sum(row.n for row in matmuls if row.bias and row.split == how) for how in ("row", "column"))
-    return BlockTable(tuple(matmuls), core, gains + shared, split_gains + split, activation, qk_norm, dropout)
-
-
 @cache
 def blueprint(model: Model) -> Blueprint:
     """Return the blueprint of a model. A model that is already a blueprint is returned unchanged."""
@@ -231,8 +224,8 @@ def blueprint(model: Model) -> Blueprint:
     norm = d * (2 if model.norm == "layernorm" and model.bias else 1)
     per_head = model.qk_norm and model.qk_norm_per_head
     rows = attention_rows(d, heads, kv_heads, d_head, bias=model.bias, qkv_bias=model.bias)
-    block = block_table(
-        rows + mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias),
+    block = BlockTable(
+        (*rows, *mlp_rows("mlp", d, model.d_ff, gated=model.gated, bias=model.bias)),
         Core(heads, kv_heads, d_head, d_head),
         2 * norm + (2 * d_head if model.qk_norm and not per_head else 0),
         (heads + kv_heads) * d_head if per_head else 0,

@@ -9,7 +9,9 @@ start from the speed of a similar size. Sizes within 5% of each other share one 
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from leaven.catalogue.laws import FRONTIERS
 from leaven.catalogue.neighbours import neighbours
@@ -19,11 +21,12 @@ from leaven.catalogue.starter.request import LEAST_PARAMS, MOST_PARAMS, MOST_TOK
 from leaven.catalogue.starter.shape import choose_shape
 from leaven.catalogue.starter.starter import MOST_EPOCHS
 from leaven.documents.planning import BudgetDocument, FittingSize, Price, RefusedRow, TimeFit
+from leaven.planning.arrangement import Arrangement
 from leaven.planning.calibration import CalibrationRecord, history
 from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job
-from leaven.planning.plan import ClusterPlan, plan
+from leaven.planning.plan import plan
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -41,32 +44,22 @@ _SAME = 0.05  # sizes this near share a plan; shapes have whole layers and width
 _STEPS = 4
 
 
-@dataclass(frozen=True)
-class BudgetSpeed:
-    """The speed at which the cluster trains one model shape."""
-
-    shape: ModelShape
-    batch_tokens: int
-    flops: float  # 6 N D per second, on all GPUs
-    mfu: float  # share of the dense peak, counting full attention
-    plan: ClusterPlan | None  # None if the user gave the MFU
-
-
 def parse_budget(text: str) -> tuple[Cluster, float]:
     """Parse text such as ``64xH100 x 14d`` into a cluster and seconds; times may also be ``300h`` or ``2w``.
 
     Raises:
-        InputError: if the text does not have this form, or the cluster is unknown.
+        InputError: if the text does not have this form, the time is zero, or the cluster is unknown.
     """
     match = _BUDGET.fullmatch(text.strip())
-    if match is None:
+    if match is None or not (seconds := _seconds(match)):
         raise InputError(
             f"--budget {text}: not a cluster and a time in h, d or w; write for example '64xH100-80GB x 14d'"
         )
-    seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
-    if not seconds:
-        raise InputError(f"--budget {text}: the time is zero; write for example '{match['cluster']} x 14d'")
     return parse_cluster(match["cluster"]), seconds
+
+
+def _seconds(time: re.Match[str]) -> float:
+    return float(time["time"]) * _SECONDS[time["unit"].lower()]
 
 
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
@@ -84,8 +77,10 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
             f"--mfu {mfu:g}: not a share of the dense peak; give a number between 0 and 1, for example 0.4"
         )
     speeds = _Speeds(cluster, seconds, mfu)
+    laws: dict[str, Callable[[float], float]] = {each.name: each.sizes.optimal_params for each in FRONTIERS}
+    laws |= {f"{ratio:,} tokens a parameter": partial(_params_at, ratio) for ratio in OVER_TRAINED}
     rows, refused = [], []
-    for law, size in sorted(_answers(), key=lambda answer: answer[1](1e22)):
+    for law, size in sorted(laws.items(), key=lambda law: law[1](1e22)):  # nearly equal sizes share a plan
         try:
             rows.append(speeds.row(law, size))
         except InputError as error:
@@ -124,118 +119,100 @@ def size_for_time(
         InputError: if the time cannot be read, or no model fits it.
     """
     match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)
-    if match is None or not float(match["time"]):
+    if match is None or not (seconds := _seconds(match)):
         raise InputError(f"--time {time}: not a time in h, d or w; write for example 3h or 2d")
-    seconds = float(match["time"]) * _SECONDS[match["unit"].lower()]
     speeds = _Speeds(cluster, seconds, records=history(), vocab=vocab, seq_len=seq_len)
     try:
-        full = speeds.row("", lambda flops: math.sqrt(flops / 6 / RULE_OF_THUMB))
+        full = speeds.row("", partial(_params_at, RULE_OF_THUMB))
     except InputError as error:
         raise InputError(f"--time {time}: {error}") from None
-    params, tokens = full.params, full.tokens
-    short = text_tokens is not None and tokens > MOST_EPOCHS * text_tokens
-    if text_tokens is not None and short:
-        tokens = MOST_EPOCHS * text_tokens
+    params, tokens, short = full.params, full.tokens, None
+    if text_tokens is not None and tokens > MOST_EPOCHS * text_tokens:
+        tokens, short = MOST_EPOCHS * text_tokens, text_tokens
         params = min(max(tokens / RULE_OF_THUMB, _LEAST_FOR_TEXT), params)
-        seconds = speeds.seconds(params, tokens)
-    fit = TimeFit(cluster=str(cluster), seconds=seconds, text_tokens=text_tokens if short else None)
+        seconds = 6 * params * tokens / speeds.at(params, tokens).flops
+    fit = TimeFit(cluster=str(cluster), seconds=seconds, text_tokens=short)
     return round(params), int(float(f"{tokens:.3g}")), fit
 
 
-def _answers() -> list[tuple[str, Callable[[float], float]]]:
-    """Return the laws of the best model size by name, each as a function from FLOPs to parameters."""
-    frontiers = [(frontier.name, frontier.sizes.optimal_params) for frontier in FRONTIERS]
-
-    def at(ratio: int) -> Callable[[float], float]:
-        return lambda flops: math.sqrt(flops / 6 / ratio)
-
-    return [*frontiers, *((f"{ratio:,} tokens a parameter", at(ratio)) for ratio in OVER_TRAINED)]
+def _params_at(ratio: int, flops: float) -> float:
+    """Return the parameters of a model that gets ``ratio`` tokens per parameter from a number of FLOPs."""
+    return math.sqrt(flops / 6 / ratio)
 
 
+class BudgetSpeed(NamedTuple):
+    """The speed at which the cluster trains one model shape."""
+
+    shape: ModelShape
+    batch_tokens: int
+    flops: float  # 6 N D per second, on all GPUs
+    mfu: float  # share of the dense peak, counting full attention
+    how: Arrangement | None  # the fastest layout; None if the user gave the MFU
+
+
+@dataclass(frozen=True)
 class _Speeds:
     """The planned speeds of one budget by model size; nearly equal sizes share a plan."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        seconds: float,
-        mfu: float | None = None,
-        *,
-        records: Sequence[CalibrationRecord] = (),
-        vocab: int | None = None,
-        seq_len: int | None = None,
-    ) -> None:
-        self._cluster, self._seconds, self._mfu, self._records = cluster, seconds, mfu, records
-        self._vocab, self._seq_len = vocab, seq_len
-        self._planned: dict[float, BudgetSpeed] = {}
+    cluster: Cluster
+    seconds: float
+    mfu: float | None = None  # given by the user
+    records: Sequence[CalibrationRecord] = ()  # that correct the planned speeds
+    vocab: int | None = None  # None: chosen by size
+    seq_len: int | None = None  # None: chosen by size
+    planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # by parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
         """Return the size and tokens of one law, at the speed with which the cluster trains that size."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
-        last = next(reversed(self._planned.values()), None)
-        peak = self._cluster.accelerator.peak_tflops * 1e12 * self._cluster.gpus
-        flops = last.flops if last else (self._mfu or _FIRST_MFU) * peak
+        last = next(reversed(self.planned.values()), None)
+        peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus
+        flops = last.flops if last else (self.mfu or _FIRST_MFU) * peak
         for _ in range(_STEPS):
-            params = size(flops * self._seconds)
-            speed = self._at(params, flops * self._seconds / 6 / params)
+            params = size(flops * self.seconds)
+            speed = self.at(params, flops * self.seconds / 6 / params)
             flops = speed.flops
-            settled = size(flops * self._seconds)
+            settled = size(flops * self.seconds)
             if abs(settled / params - 1) < _SAME / 2:
                 break
-        tokens = flops * self._seconds / 6 / settled
+        tokens = flops * self.seconds / 6 / settled
         return FittingSize(
             law=law,
             params=settled,
             tokens=tokens,
             tokens_per_param=tokens / settled,
             flops=6 * settled * tokens,
-            days=self._seconds / 86_400,
+            days=self.seconds / 86_400,
             mfu=speed.mfu,
-            tflops_per_gpu=speed.mfu * self._cluster.accelerator.peak_tflops,
+            tflops_per_gpu=speed.mfu * self.cluster.accelerator.peak_tflops,
             batch_tokens=speed.batch_tokens,
             shape=speed.shape.model_dump(mode="json") | {"params": speed.shape.params},
-            layout=speed.plan and speed.plan.arrangement.to_json(),
+            layout=speed.how and speed.how.to_json(),
         )
 
-    def seconds(self, params: float, tokens: float) -> float:
-        """Return the time in which the cluster trains a model of ``params`` parameters on ``tokens`` tokens."""
-        return 6 * params * tokens / self._at(params, tokens).flops
-
-    def _at(self, params: float, tokens: float) -> BudgetSpeed:
+    def at(self, params: float, tokens: float) -> BudgetSpeed:
         """Return the speed of a shape with about ``params`` parameters, trained on about ``tokens`` tokens."""
-        for planned, speed in self._planned.items():
+        for planned, speed in self.planned.items():
             if abs(planned / params - 1) < _SAME:
                 return speed
-        cluster = self._cluster
-        request = StarterRequest(
-            "budget",
-            round(params),
-            round(tokens),
-            vocab=self._vocab,
-            seq_len=self._seq_len,
-            gpus=cluster.gpus,
-        )
-        _check(request)
+        cluster, size = self.cluster, (round(params), round(tokens))
+        request = StarterRequest("budget", *size, vocab=self.vocab, seq_len=self.seq_len, gpus=cluster.gpus)
+        if not LEAST_PARAMS <= request.params <= MOST_PARAMS or request.tokens > MOST_TOKENS:
+            change = "increase" if request.params < LEAST_PARAMS else "reduce"
+            params_text, tokens_text = map(format_quantity, size)
+            raise InputError(
+                f"{params_text} parameters on {tokens_text} tokens are outside the range that leaven plans; "
+                f"{change} the time"
+            )
         near = neighbours(request.params, request.tokens)
         shape = choose_shape(request, near)
         batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
-        if self._mfu is None:
+        if self.mfu is None:
             compute = "fp32" if cluster.accelerator.name == "cpu" else "bf16"
-            found = plan(Job(shape, batch, cluster), request.tokens).calibrated(self._records, compute)
-            mfu, rate = found.speed.mfu, found.speed.tokens_per_second
+            found = plan(Job(shape, batch, cluster), request.tokens).calibrated(self.records, compute)
+            how, mfu, rate = found.arrangement, found.speed.mfu, found.speed.tokens_per_second
         else:
-            found, mfu = None, self._mfu
+            how, mfu = None, self.mfu
             rate = mfu * cluster.accelerator.peak_tflops * 1e12 * cluster.gpus / flops_per_token(shape)
-        self._planned[params] = BudgetSpeed(shape, batch, 6 * shape.params * rate, mfu, found)
-        return self._planned[params]
-
-
-def _check(request: StarterRequest) -> None:
-    size = f"{format_quantity(request.params)} parameters on {format_quantity(request.tokens)} tokens"
-    if request.params < LEAST_PARAMS:
-        raise InputError(
-            f"{size}: below {format_quantity(LEAST_PARAMS)} parameters a model is nearly all vocabulary; "
-            "increase the time"
-        )
-    if request.params > MOST_PARAMS or request.tokens > MOST_TOKENS:
-        raise InputError(f"{size}: too large to plan; reduce the time")
+        self.planned[params] = BudgetSpeed(shape, batch, 6 * shape.params * rate, mfu, how)
+        return self.planned[params]

@@ -8,7 +8,7 @@ record is lost. Lines that this version of leaven cannot read are skipped.
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from leaven import storage
+from leaven.documents.planning import CalibrationRow
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB, worst_stage
@@ -115,27 +116,18 @@ def history(folder: Path | None = None) -> list[CalibrationRecord]:
     return found
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Factors that correct the planner's predictions, from runs on this accelerator."""
-
-    time: float  # factor on the time of a step
-    memory: float | None  # factor on memory; None if memory was not measured
-    runs: int  # number of runs that count
-    low: float  # smallest time factor of a run
-    high: float  # largest time factor of a run
-    measurement: bool = False  # whether the only record is from --measure
-
-    def __str__(self) -> str:
-        runs = "a measurement" if self.measurement else "1 run" if self.runs == 1 else f"{self.runs} runs"
-        spread = f" ({self.low:.3g} to {self.high:.3g})" if self.runs > 1 else ""
-        return f"x{self.time:.3g} by {runs} on this accelerator{spread}"
-
-
 def calibration(
-    records: Iterable[CalibrationRecord], accelerator: str, params: int, layout: Layout, compute: str
-) -> Calibration | None:
+    records: Iterable[CalibrationRecord],
+    accelerator: str,
+    params: int,
+    layout: Layout,
+    *,
+    compute: str,
+    step_seconds: float,
+) -> CalibrationRow | None:
     """Return the correction factors for a model of ``params`` parameters in a layout, or None if no record is usable.
+
+    ``step_seconds`` is the planner's own time of a step.
 
     Only records of the same accelerator and dtype count; records of a processor must also be of the same processor
     model. A factor is the weighted median of measured / predicted. A run is near if its parameters are within a
@@ -146,30 +138,39 @@ def calibration(
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
-        mine = record.accelerator == accelerator and device in {None, record.device}
         ratio = max(record.model.params, params) / min(record.model.params, params)
-        if mine and record.compute == compute and record.measured is not None and ratio <= FAR:
+        mine = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
+        if mine and record.measured is not None and ratio <= FAR:
             differ = len(_kinds(record.layout) ^ _kinds(layout))
-            found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record))
-    if any(near for near, _, _ in found):
+            found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record, record.measured))
+    if any(near for near, *_ in found):
         found = [each for each in found if each[0]]
     times, memories = [], []
     found = found[-NEWEST:]
-    for _, weight, record in found:
+    for _, weight, record, took in found:
         # If the accelerator is no longer in the table, use what was predicted then.
         expected = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
-        took = record.measured
-        if expected is None or took is None:
+        if expected is None:
             continue
         times.append((took.step_seconds / expected.step_seconds, weight))
         if took.memory_gib is not None and expected.memory_gib is not None:
             memories.append((took.memory_gib / expected.memory_gib, weight))
     if not times:
         return None
-    ratios = [ratio for ratio, _ in times]
-    memory = weighted_median(memories) if memories else None
-    here = len(found) == 1 and found[0][2].by == "measurement"
-    return Calibration(weighted_median(times), memory, len(times), min(ratios), max(ratios), here)
+    time, low, high = weighted_median(times), min(times)[0], max(times)[0]
+    measurement = len(found) == 1 and found[0][2].by == "measurement"
+    runs = "a measurement" if measurement else "1 run" if len(times) == 1 else f"{len(times)} runs"
+    spread = f" ({low:.3g} to {high:.3g})" if len(times) > 1 else ""
+    return CalibrationRow(
+        time=time,
+        memory=weighted_median(memories) if memories else None,
+        runs=len(times),
+        low=low,
+        high=high,
+        measurement=measurement,
+        uncalibrated_step_seconds=step_seconds,
+        says=f"x{time:.3g} by {runs} on this accelerator{spread}",
+    )
 
 
 def weighted_median(values: list[tuple[float, float]]) -> float:
@@ -194,13 +195,6 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
 
 def _kinds(layout: Layout) -> set[str]:
     """Return the features of a layout for which the planner may misjudge the time."""
-    kinds = {
-        "dp": layout.dp > 1,
-        "tp": layout.tp > 1,
-        "pp": layout.pp > 1,
-        "cp": layout.cp > 1,
-        "zero 3": layout.zero == 3,
-        "recompute": layout.recompute == "full",
-        "compile": layout.compile,
-    }
-    return {kind for kind, there in kinds.items() if there}
+    degrees = {key for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
+    other = {"zero": layout.zero == 3, "recompute": layout.recompute == "full", "compile": layout.compile}
+    return degrees | {key for key, there in other.items() if there}

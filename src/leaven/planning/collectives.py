@@ -1,6 +1,5 @@
 """Compute the time of communication between ranks, inside a node and across nodes."""
 
-from dataclasses import replace
 from math import ceil, log2
 
 from leaven.planning.hardware import Cluster
@@ -63,24 +62,11 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 
     Each of n ranks sends (n - 1)/n of its bytes, in equal parts, to the other ranks.
     """
-    if ranks == 1:
-        return 0.0
-    accelerator = cluster.accelerator
-    across = ranks * stride > accelerator.node_size
-    gb_s = accelerator.network_gb_s if across else accelerator.link_gb_s
-    latency = NETWORK_LATENCY if across else LINK_LATENCY
-    return (ranks - 1) / ranks * size / (gb_s * 1e9 * LINK_SHARE) + latency
+    return hop((ranks - 1) / ranks * size, ranks * stride, cluster) if ranks > 1 else 0.0
 
 
-def hop(size: float, ranks: int, cluster: Cluster) -> float:
-    """Return the seconds to send ``size`` bytes to the next stage of a pipeline that spans ``ranks`` ranks."""
-    across = ranks > cluster.accelerator.node_size
+def hop(size: float, span: int, cluster: Cluster) -> float:
+    """Return the seconds in which a rank sends ``size`` bytes to others in a group that spans ``span`` ranks."""
+    across = span > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
     return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)
-
-
-def one_nic(cluster: Cluster) -> Cluster:
-    """Return the cluster with one GPU per node, for training codes whose rings do not share the NICs of a node."""
-    if cluster.gpus <= cluster.accelerator.node_size:
-        return cluster
-    return replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))

@@ -1,39 +1,18 @@
 """Explain why another layout was not chosen, and what to change if no layout fits."""
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from leaven.documents.planning import Comparison, Explanation
 from leaven.planning.accelerators import accelerators
-from leaven.planning.arrangement import (
-    Arrangement,
-    check_layout,
-    layout_of,
-    parse_keys,
-    shape_refusal,
-    tensor_degrees,
-    written,
-)
-from leaven.planning.blueprint import Blueprint, Model, blueprint
+from leaven.planning.arrangement import parse_keys, shape_refusal, tensor_degrees, written
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import (
-    EQUAL,
-    USABLE,
-    Exploration,
-    Job,
-    LayoutCandidate,
-    explore,
-    fits,
-    in_a_node,
-    layouts,
-)
-from leaven.planning.memory import GIB, Memory, worst_stage
+from leaven.planning.layouts import EQUAL, USABLE, Exploration, Job, LayoutCandidate, explore, in_a_node, layouts
+from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
-from leaven.recipe.units import format_quantity
 
 # Names of the parts of a step in a sentence.
 PARTS = {
@@ -49,36 +28,8 @@ _N_NOT = 4
 _SLOWER = 0.03
 # If nothing fits, these multiples of the GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
-# If no layout divides the GPUs, this many other counts are tried on either side.
+# If no layout divides the GPUs, this many smaller numbers are tried.
 _TRIED = 64
-
-
-def _comparison(
-    asked: str,
-    chosen: LayoutCandidate,
-    line: str,
-    found: LayoutCandidate | None = None,
-    needs: tuple[Arrangement, Memory] | None = None,
-) -> Explanation:
-    """Return the comparison of a requested layout with the chosen one.
-
-    ``found`` is the best candidate that fits. If none fits, ``needs`` is the arrangement that needs the least memory.
-    """
-    how, memory = (found.arrangement, found.memory) if found else needs or (None, None)
-
-    def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
-        return {part: Comparison(asked=own.get(part, 0.0), chosen=other.get(part, 0.0)) for part in {**own, **other}}
-
-    return Explanation(
-        asked=asked,
-        line=line,
-        possible=how is not None,
-        fits=found is not None,
-        layout=how and how.to_json(),
-        step_seconds=found and found.time.step,
-        seconds=side_by_side(vars(found.time), vars(chosen.time)) if found else {},
-        gib=side_by_side(memory.parts_gib, chosen.memory.parts_gib) if memory else {},
-    )
 
 
 def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Explanation:
@@ -91,31 +42,65 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     if not fixed:
         raise InputError(f"--explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
     micro_batch = fixed.pop("mbs", None)
-    _require_values(asked, fixed)
     job = exploration.job if micro_batch is None else replace(exploration.job, micro_batch=micro_batch)
     notes = _unsearched(job, fixed)
     if job.by_leaven:  # layouts that leaven cannot train are searched on request only
         fixed = {"cp": 1, "ep": 1} | fixed
     if fixed.get("zero", 0) > 1 and not {"pp", "schedule", "stages_per_rank"} & {*fixed}:
         fixed["pp"] = 1
-    refusal = _refusal(job, fixed)
-    if refusal is not None:
-        return _comparison(asked, chosen, refusal.removeprefix(f"{asked}: "))
-    seen = explore(job, fixed)
-    if seen.fitting:
-        found = seen.fitting[0]
-        return _comparison(asked, chosen, _slower(found, chosen) + notes, found)
-    if seen.too_large:
-        least = seen.too_large[0]
-        return _comparison(asked, chosen, too_large(job.cluster, least[1]), needs=least)
-    reason = str(seen.refusal) if seen.refusal else f"no layout of {job.cluster.gpus:,} GPUs has that"
-    # If only degrees of the choice itself are requested, give the reason why its layout has no such micro-batch.
-    if fixed.keys() <= {"cp", "ep", "compile"}:
-        try:
-            job.arrangements(chosen.arrangement.layout)
-        except InputError as error:
-            reason = str(error)
-    return _comparison(asked, chosen, reason)
+    found, line = None, _refusal(job, fixed)
+    if line is None:
+        seen = explore(job, fixed)
+        found = next(iter((*seen.fitting, *seen.too_large)), None)
+        if found is None:
+            line = str(seen.refusal or f"no layout of {job.cluster.gpus:,} GPUs has that")
+            if fixed.keys() <= {"cp", "ep", "compile"}:
+                try:  # say why the chosen layout cannot have this micro-batch
+                    job.arrangements(chosen.arrangement.layout)
+                except InputError as error:
+                    line = str(error)
+        else:
+            line = _slower(found, chosen) + notes if found.fits else memory_and_limit(found)
+    step = found.time if found and found.fits else None
+
+    def side_by_side(own: dict[str, float], other: dict[str, float]) -> dict[str, Comparison]:
+        return {part: Comparison(asked=own[part], chosen=other[part]) for part in own}
+
+    return Explanation(
+        asked=asked,
+        line=line.removeprefix(f"{asked}: "),
+        possible=found is not None,
+        fits=step is not None,
+        layout=found and found.arrangement.to_json(),
+        step_seconds=step and step.step,
+        seconds=side_by_side(vars(step), vars(chosen.time)) if step else {},
+        gib=side_by_side(found.memory.parts_gib, chosen.memory.parts_gib) if found else {},
+    )
+
+
+def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
+    """Return notes about requested values that the search never tries or leaven cannot train."""
+    zero = fixed.get("zero", 0)
+    left_out = {
+        "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
+        f"ZeRO {zero} with a pipeline": zero > 1 and fixed.get("pp", 1) > 1,
+        "a zero-bubble schedule": fixed.get("schedule") == "zero-bubble",
+    }
+    names = " and ".join(name for name, asked in left_out.items() if asked)
+    notes = f"; the search leaves out {names}" if names else ""
+    if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
+        notes += "; leaven can plan and export this but cannot train with it"
+    return notes
+
+
+def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
+    """Return why no layout of the model and the cluster can have these values, or None if one may exist."""
+    tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
+    ranks = tp * pp * cp * fixed.get("dp", 1)
+    refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))
+    if refusal is None and job.cluster.gpus % ranks:
+        return f"{job.cluster.gpus:,} GPUs are not divisible by {ranks}"
+    return refusal
 
 
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
@@ -125,31 +110,31 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
     they do not fit or are more than 3% slower. If a value requires other values to change too, the line names them:
     ``pp 2 (with zero 1)``.
     """
-    cluster = exploration.job.cluster
+    own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
     for key in ("tp", "pp", "zero", "recompute"):
-        own = chosen.arrangement.layout
-        fitting: dict[Any, list[LayoutCandidate]] = {}
-        for candidate in exploration.layouts:
-            fitting.setdefault(getattr(candidate.arrangement.layout, key), []).append(candidate)
-        misfits: dict[Any, list[tuple[Arrangement, Memory]]] = {}
-        for how, memory in exploration.misfits:
-            misfits.setdefault(getattr(how.layout, key), []).append((how, memory))
-        for value in _neighbours(getattr(own, key), {*fitting, *misfits}):
-            alike = [each for each in fitting.get(value, []) if not _others(each.arrangement.layout, own, key)]
-            lean = [memory for how, memory in misfits.get(value, []) if not _others(how.layout, own, key)]
-            if lean and not alike:
-                found.append((float("inf"), f"{key} {value}: {too_large(cluster, lean[0])}"))
-            elif value in fitting:
-                near = (alike or fitting[value])[0]
-                others = _others(near.arrangement.layout, own, key)
-                slower = near.time.step / chosen.time.step - 1
-                if slower > _SLOWER:
-                    what = f"{key} {value}" + (f" (with {', '.join(others)})" if others else "")
-                    found.append((slower, f"{what}: {_reason(near, chosen)}"))
-            else:
-                found.append((float("inf"), f"{key} {value}: {too_large(cluster, misfits[value][0][1])}"))
+        by_value: dict[Any, list[LayoutCandidate]] = {}
+        for candidate in (*exploration.layouts, *exploration.misfits):
+            by_value.setdefault(getattr(candidate.arrangement.layout, key), []).append(candidate)
+        for value in _neighbours(getattr(own, key), by_value):
+            alike = (one for one in by_value[value] if not _others(one.arrangement.layout, own, key))
+            near = next(alike, by_value[value][0])
+            slower = near.time.step / chosen.time.step - 1
+            if not near.fits:
+                found.append((float("inf"), f"{key} {value}: {memory_and_limit(near)}"))
+            elif slower > _SLOWER:
+                others = ", ".join(_others(near.arrangement.layout, own, key))
+                what = f"{key} {value}" + (f" (with {others})" if others else "")
+                found.append((slower, f"{what}: {_reason(near, chosen)}"))
     return tuple(line for _, line in sorted(found)[:_N_NOT])
+
+
+def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
+    """Return the values to compare with ``own``: the next lower and higher number, or for a word all other words."""
+    if isinstance(own, str):
+        return [value for value in values if value != own]
+    lower, higher = [n for n in values if n < own], [n for n in values if n > own]
+    return [*([max(lower)] if lower else []), *([min(higher)] if higher else [])]
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
@@ -157,17 +142,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
     it."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
-    mine, theirs = layout.model_dump(), own.model_dump()
-    return [f"{name} {value}" for name, value in mine.items() if name not in follow and value != theirs[name]]
-
-
-def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values to compare with ``own``: the next lower and higher number, or for a word all other words."""
-    others = [value for value in values if value != own]
-    if isinstance(own, str):
-        return others
-    lower, higher = [n for n in others if n < own], [n for n in others if n > own]
-    return [*([max(lower)] if lower else []), *([min(higher)] if higher else [])]
+    return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
 
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
@@ -178,9 +153,8 @@ def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
     slower = found.time.step / chosen.time.step - 1
     if abs(slower) <= EQUAL:
         return f"as fast with {memory} ({found.arrangement})"
-    if slower < 0:
-        return f"{slower:+.1%} time, {memory}: faster ({found.arrangement})"
-    return f"{slower:+.1%} time, {memory}: {_reason(found, chosen)} ({found.arrangement})"
+    reason = "faster" if slower < 0 else _reason(found, chosen)
+    return f"{slower:+.1%} time, {memory}: {reason} ({found.arrangement})"
 
 
 def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
@@ -192,63 +166,27 @@ def _reason(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
         m = found.arrangement.grad_accumulation
         return f"bubble {share:.0%} at {m} micro-batch{'' if m == 1 else 'es'}"
     if part == "compute":
-        again = found.arrangement.layout.recompute, chosen.arrangement.layout.recompute
-        what = "more compute" if again[0] in {"none", again[1]} else "more compute with recomputation"
-        return f"{found.time.compute / chosen.time.compute - 1:.0%} {what}"
-    return f"{PARTS.get(part, part.replace('_', ' '))} {share:.0%} of the step"
+        again = found.arrangement.layout.recompute
+        how = "" if again in {"none", chosen.arrangement.layout.recompute} else " with recomputation"
+        return f"{found.time.compute / chosen.time.compute - 1:.0%} more compute{how}"
+    return f"{PARTS[part]} {share:.0%} of the step"
 
 
-def too_large(cluster: Cluster, memory: Memory) -> str:
+def memory_and_limit(candidate: LayoutCandidate) -> str:
     """Return text such as ``needs 75.8 GiB, limit 68 of 80 GiB (85%)``."""
-    gib = cluster.accelerator.memory_gib
-    return f"needs {memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"
-
-
-def _require_values(asked: str, fixed: dict[str, Any]) -> None:
-    """Raise InputError if no layout can have one of the values."""
-    for key, value in fixed.items():
-        rest = {"dp": value} if key in {"ep", "dp_replicate"} else {}
-        rest |= {"zero": 1} if key == "dp_replicate" else {"pp": 2} if key in {"schedule", "stages_per_rank"} else {}
-        if (key == "stages_per_rank" and value > 1) or (key, value) == ("schedule", "interleaved"):
-            rest |= {"schedule": "interleaved", "stages_per_rank": value if key == "stages_per_rank" else 2}
-        layout_of(asked, rest | {key: value})
-
-
-def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return a note about requested values that the search never tries, to append to a line."""
-    left_out = []
-    if fixed.get("tp", 1) > job.cluster.accelerator.node_size:
-        left_out.append("tensor parallelism across nodes")
-    if fixed.get("zero", 0) > 1 and fixed.get("pp", 1) > 1:
-        left_out.append(f"ZeRO {fixed['zero']} with a pipeline")
-    if fixed.get("schedule") == "zero-bubble":
-        left_out.append("a zero-bubble schedule")
-    notes = f"; the search leaves out {' and '.join(left_out)}" if left_out else ""
-    if job.by_leaven and max(fixed.get("cp", 1), fixed.get("ep", 1)) > 1:
-        notes += "; leaven can plan and export this but cannot train with it"
-    return notes
-
-
-def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the model and the cluster can have these values, or None if one may exist."""
-    tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
-    product = tp * pp * cp * fixed.get("dp", 1)
-    divides = job.cluster.gpus % product == 0
-    return shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep)) or (
-        None if divides else f"{job.cluster.gpus:,} GPUs are not divisible by {product}"
-    )
+    gib = candidate.job.cluster.accelerator.memory_gib
+    return f"needs {candidate.memory.total / GIB:.1f} GiB, limit {USABLE * gib:.0f} of {gib:g} GiB ({USABLE:.0%})"
 
 
 def no_layout(seen: Exploration) -> InputError:
     """Return the error for a search that found no layout: one line with the reason and what would work."""
     job, beyond = seen.job, seen.untrained
     if seen.misfits:
-        message = _nothing_fits(job, *seen.misfits[0])
-    elif near := _near(job):
+        message = _nothing_fits(seen.misfits[0])
+    elif fewer := _fewer_gpus(job):
         message = (
             f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of "
-            f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; "
-            f"{' or '.join(f'{count:,}' for count in near)} GPUs would work"
+            f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
         )
     else:
         message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
@@ -257,27 +195,27 @@ def no_layout(seen: Exploration) -> InputError:
     return InputError(message)
 
 
-def lacking(job: Job, chosen: LayoutCandidate) -> str:
-    """Return how much memory a layout that does not fit needs, and one change with which it would fit."""
-    layout, message = chosen.arrangement.layout, too_large(job.cluster, chosen.memory)
-    changes: list[dict[str, Any]] = [{"recompute": "full"}, *({"zero": zero} for zero in range(layout.zero + 1, 4))]
-    for key in ("tp", "pp"):
-        changes += [{key: getattr(layout, key) * n, "dp": layout.dp // n} for n in (2, 4, 8) if layout.dp % n == 0]
-    for change in changes:
-        try:
-            other = Layout.model_validate(layout.model_dump() | change)
-            check_layout(job.model, other, job.cluster)
-            how = job.arrangements(other)[0]
-        except ValueError:  # of the layout by itself, or with this model or batch
-            continue
-        memory = worst_stage(job.model, how, job.code)
-        if other != layout and fits(memory, job.cluster):
-            asked = ",".join(f"{key}={value}" for key, value in change.items())
-            return f"{message}; {asked} would fit in {memory.total / GIB:.1f} GiB"
-    return f"{message}; without --layout leaven plans one that fits"
+def _nothing_fits(least: LayoutCandidate) -> str:
+    job, model = least.job, least.job.model
+    times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
+    larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
+    more = next((cluster for cluster in larger if _any_fits(replace(job, cluster=cluster))), None)
+    would = [f"{more} would work"] if more else []
+    if isinstance(model, ModelShape) and model.vocab_size % 128:
+        padded = model.model_copy(update={"vocab_size": -(-model.vocab_size // 128) * 128})
+        if _any_fits(replace(job, model=padded)):
+            vocab = f"a vocabulary of {padded.vocab_size:,} instead of {model.vocab_size:,}"
+            would.append(f"{vocab} would fit, since tp divides it")
+    if not would:
+        would = ["use an accelerator with more memory or a shorter seq_len"]
+    return (
+        f"nothing fits: even the layout with the least memory ({least.arrangement}) needs "
+        f"{least.memory.total / GIB:.1f} GiB of {job.cluster.accelerator.memory_gib:g} on each GPU; "
+        f"{'; '.join(would)}"
+    )
 
 
-def possible(job: Job) -> bool:
+def _any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
     for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # the leanest are at the end
@@ -285,50 +223,9 @@ def possible(job: Job) -> bool:
             smallest = job.arrangements(layout)[0]  # where the smallest micro-batch does not fit, nothing does
         except InputError:
             continue
-        if fits(worst_stage(job.model, smallest, job.code), job.cluster):
+        if LayoutCandidate(job, smallest).fits:
             return True
     return False
-
-
-def _nothing_fits(job: Job, least: Arrangement, memory: Memory) -> str:
-    accelerator = job.cluster.accelerator
-    message = (
-        f"nothing fits: even the layout with the least memory ({least}) needs {memory.total / GIB:.1f} GiB of "
-        f"{accelerator.memory_gib:g} on each GPU"
-    )
-    larger = (_of_gpus(job.cluster, job.cluster.gpus * times) for times in _MORE)
-    more = next((cluster for cluster in larger if possible(replace(job, cluster=cluster))), None)
-    would = [f"{more} would work"] if more else []
-    # What fits with some layers fits with fewer.
-    layers = bisect_left(
-        range(1, job.model.n_layers), True, key=lambda n: not possible(replace(job, model=_of_layers(job, n)))
-    )
-    if layers:
-        size = format_quantity(blueprint(_of_layers(job, layers)).params)
-        would.append(f"{job.cluster} could hold {layers} of the {job.model.n_layers} layers, {size} parameters")
-    padded = _padded(job)
-    if padded is not None and possible(padded):
-        vocab = padded.model.vocab_size
-        would.append(f"a vocabulary of {vocab:,} instead of {job.model.vocab_size:,} would fit, since tp divides it")
-    elif not more:
-        would.append(
-            "more GPUs do not help with this batch: use an accelerator with more memory or a shorter seq_len"
-        )
-    return f"{message}; {'; '.join(would)}"
-
-
-def _padded(job: Job) -> Job | None:
-    """Return the job with its vocabulary padded to a multiple of 128, or None if there is nothing to pad."""
-    if not isinstance(job.model, ModelShape) or job.model.vocab_size % 128 == 0:
-        return None
-    model = job.model.model_copy(update={"vocab_size": -(-job.model.vocab_size // 128) * 128})
-    return replace(job, model=model)
-
-
-def _of_layers(job: Job, layers: int) -> Model:
-    if isinstance(job.model, Blueprint):
-        return replace(job.model, blocks=job.model.blocks[:layers])
-    return job.model.model_copy(update={"n_layers": layers})
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
@@ -340,25 +237,15 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, gpus=gpus)
 
 
-def _near(job: Job) -> list[int]:
-    """Return the nearest lower and the nearest higher number of GPUs with which some layout fits."""
-    counts, found = sorted(_dividing(job)), []
-    own = bisect_left(counts, job.cluster.gpus)
-    for near in (counts[:own][::-1], counts[own:]):
-        some = (count for count in near[:_TRIED] if count != job.cluster.gpus)
-        found += [next((n for n in some if possible(replace(job, cluster=_of_gpus(job.cluster, n)))), None)]
-    return [count for count in found if count]
+def _fewer_gpus(job: Job) -> int | None:
+    """Return the nearest smaller number of GPUs with which some layout fits, or None.
 
-
-def _dividing(job: Job) -> set[int]:
-    """Return every number of GPUs that some layout can use.
-
-    Each number is dp x tp x pp, where dp divides the batch, tp is a tensor-parallel degree that the model allows, and
-    every pipeline stage has a layer and a micro-batch.
+    Such a number is dp x tp x pp, where dp divides the batch, tp is a tensor-parallel degree that the model allows,
+    and every pipeline stage has a layer and a micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)
-    return {
+    counts = {
         dp * tp * pp
         for dp in range(1, 0 if rest else sequences + 1)
         if sequences % dp == 0
@@ -366,3 +253,5 @@ def _dividing(job: Job) -> set[int]:
         for tp in tensor_degrees(model)
         if in_a_node(tp, dp * tp * pp, node)
     }
+    fewer = sorted((count for count in counts if count < job.cluster.gpus), reverse=True)[:_TRIED]
+    return next((n for n in fewer if _any_fits(replace(job, cluster=_of_gpus(job.cluster, n)))), None)

@@ -12,7 +12,7 @@ from leaven.recipe.errors import InputError
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
-_FORMS = {"PCIE", "NVL"}  # an SXM board is the one that is neither
+_FORMS = {"PCIE", "NVL"}  # words that tell a board from the SXM board of the same kind
 _MEMORY = re.compile(r"\d+GB")
 _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
 # Power of the building over that of its boards. 1 counts the boards alone: hosts, network and cooling differ from
@@ -79,15 +79,12 @@ def parse_cluster(text: str) -> Cluster:
     if text.strip().lower() in {"cpu", "1xcpu"}:
         return Cluster(1, this_machine())
     match = _CLUSTER.fullmatch(text)
-    if match is None or re.match(_COUNT, match[3]):
+    counts = [int(re.sub(r"[_,]", "", count or "1")) for count in match.groups()[:2]] if match else []
+    if match is None or not all(counts) or re.match(rf"{_COUNT}|cpu$", match[3], re.IGNORECASE):
         raise InputError(
             f"{text!r} is not a cluster; write for example 64xH100-80GB, nodes x GPUs as in 8x8xH100-80GB, or cpu"
         )
-    first, second = (int(re.sub(r"[_,]", "", count)) for count in (match[1], match[2] or "1"))
-    if match[3].lower() == "cpu":
-        raise InputError(f"{text!r}: cpu is one process on this machine; write cpu")
-    if first * second == 0:
-        raise InputError(f"{text!r} has no GPU; write for example 1x{match[3]}")
+    first, second = counts
     found = find_accelerator(match[3])
     node = second if match[2] else _even_nodes(first, found.node_size)
     return Cluster(first * second, found if node == found.node_size else replace(found, node_size=node))
@@ -98,9 +95,9 @@ def _even_nodes(gpus: int, node: int) -> int:
 
     If no such number divides ``gpus``, the number of GPUs in a full node is returned.
     """
-    return (
-        next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node) if gpus > node else node
-    )
+    if gpus <= node:
+        return node
+    return next((each for each in range(node, (node - 1) // 2, -1) if gpus % each == 0), node)
 
 
 def parse_price(text: str) -> Price:
@@ -127,14 +124,10 @@ def find_accelerator(name: str) -> Accelerator:
     wanted = [word for word in _words(name) if word not in _MAKERS]
     # The first in the table that has every word: SXM is before PCIe, the larger memory first.
     for known in accelerators().values():
-        if wanted and _is_called(_words(known.name), wanted):
+        if _is_called(_words(known.name), wanted):
             return known
-    by_short: dict[str, str] = {}
-    for known_name in accelerators():
-        by_short.setdefault(known_name.upper(), known_name)
-        by_short.setdefault(known_name.upper().split("-")[0], known_name)
-    close = get_close_matches(name.upper(), by_short, n=6, cutoff=0.0)
-    nearest = list(dict.fromkeys(by_short[short] for short in close))[:3]
+    by_upper = {known.upper(): known for known in accelerators()}
+    nearest = [by_upper[upper] for upper in get_close_matches(name.upper(), by_upper, n=3, cutoff=0.0)]
     word = re.sub(r"[^\w.\-]+", "-", name).strip("-") or "Z1-64GB"
     raise InputError(
         f"no accelerator {name!r} in the table; the nearest are {', '.join(nearest)} (leaven hardware lists all); "

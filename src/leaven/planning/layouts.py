@@ -6,7 +6,7 @@ fit, its multiples do not fit either.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -40,27 +40,7 @@ FILLS = 4
 # Times that differ by less than this share are equal.
 EQUAL = 0.01
 # A layout that leaven cannot train is mentioned if it is faster by more than this share.
-_WORTH_A_WORD = 0.02
-
-
-@dataclass(frozen=True)
-class LayoutCandidate:
-    """An arrangement with its memory and the time of its step."""
-
-    arrangement: Arrangement
-    memory: Memory
-    time: StepTime
-
-    def fits(self, cluster: Cluster) -> bool:
-        return fits(self.memory, cluster)
-
-    def times(self, factor: float) -> "LayoutCandidate":
-        """Return the candidate with the time of its step multiplied by ``factor``."""
-        return replace(self, time=self.time.times(factor))
-
-    @property
-    def trained(self) -> bool:
-        return _trained(self.arrangement)
+_MENTIONED_IF_FASTER_BY = 0.02
 
 
 @dataclass(frozen=True)
@@ -84,29 +64,18 @@ class Job:
         the smallest batch of a ramp does not fill the pipeline are left out.
 
         Raises:
-            InputError: if the batch is not a whole number of sequences, does not divide over the ranks, or does not
-                fill the pipeline; the message says what would work.
+            InputError: if the batch does not divide over the ranks or does not fill the pipeline; the message says
+                what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
-        sequences, rest = divmod(self.batch_tokens, seq_len)
-        if rest or not sequences:
-            lower = max(sequences, 1) * seq_len
-            raise InputError(
-                f"a batch of {self.batch_tokens:,} tokens is not a whole number of sequences of {seq_len:,}; "
-                f"use {lower:,} or {lower + seq_len:,}"
-            )
+        sequences = self.batch_tokens // seq_len
         share, rest = divmod(sequences, layout.dp)
         sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
         if rest or share % (given or 1):
-            unit = layout.dp * (given or 1)
-            batch = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens would work"
-            if rest:
-                over = f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
-                raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {batch}")
-            raise InputError(
-                f"micro-batch {given} does not divide a rank's {share:,} sequences at dp {layout.dp}; "
-                f"micro-batch {listed(sizes)} would work, or {batch}"
-            )
+            unit, over = layout.dp * (given or 1), f"dp {layout.dp}" + (f" x micro-batch {given}" if given else "")
+            would = f"a batch of {max(round(sequences / unit), 1) * unit * seq_len:,} tokens"
+            would += "" if rest else f" or micro-batch {listed(sizes)}"
+            raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {would} would work")
         most = max(1, _MOST_TOKENS // seq_len)
         sizes = [given] if given else [size for size in sizes if size <= most]
         smallest = self.smallest_tokens or self.batch_tokens
@@ -120,9 +89,31 @@ class Job:
         """Return the time of a step in an arrangement."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
-    def candidate(self, how: Arrangement) -> LayoutCandidate:
-        """Return an arrangement together with its memory and time."""
-        return LayoutCandidate(how, worst_stage(self.model, how, self.code), self.time(how))
+
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """An arrangement of a job. Memory and time are computed when they are first read."""
+
+    job: Job
+    arrangement: Arrangement
+
+    @cached_property
+    def memory(self) -> Memory:
+        """The memory of the rank that needs the most."""
+        return worst_stage(self.job.model, self.arrangement, self.job.code)
+
+    @cached_property
+    def time(self) -> StepTime:
+        return self.job.time(self.arrangement)
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= USABLE * self.job.cluster.accelerator.memory_gib * GIB
+
+    @property
+    def trained(self) -> bool:
+        """Whether leaven can train it; leaven can only plan and export context and expert parallelism."""
+        return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
 
 
 @dataclass(frozen=True)
@@ -131,28 +122,20 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # the best first
-    too_large: tuple[tuple[Arrangement, Memory], ...]  # each layout's smallest micro-batch, least memory first
+    too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch, least memory first
     refusal: InputError | None  # the error of the first layout that cannot divide the batch, if any
-    evaluations: int = field(compare=False, default=0)  # number of memories and times that were computed
-
-    def slower(self, factor: float) -> "Exploration":
-        """Return the same result with the time of every step set to ``factor`` times the planner's own time."""
-        fitting = tuple(candidate.times(factor / self.job.slower) for candidate in self.fitting)
-        return replace(self, job=replace(self.job, slower=factor), fitting=fitting)
 
     @property
-    def misfits(self) -> tuple[tuple[Arrangement, Memory], ...]:
+    def misfits(self) -> tuple[LayoutCandidate, ...]:
         """The entries of ``too_large`` that leaven could choose if they fitted."""
-        if not self.job.by_leaven:
-            return self.too_large
-        return tuple(each for each in self.too_large if _trained(each[0]))
+        return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
         """The arrangements that fit and that leaven may choose, the best first."""
         if not self.job.by_leaven:
             return self.fitting
-        return tuple(ranked(self.job.model, [candidate for candidate in self.fitting if candidate.trained]))
+        return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
@@ -168,17 +151,8 @@ class Exploration:
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
-        worth = not self.choices or beyond.time.step < (1 - _WORTH_A_WORD) * self.choices[0].time.step
+        worth = not self.choices or beyond.time.step < (1 - _MENTIONED_IF_FASTER_BY) * self.choices[0].time.step
         return beyond if worth else None
-
-
-def _trained(how: Arrangement) -> bool:
-    """Return whether leaven can train an arrangement; it can only plan and export context and expert parallelism."""
-    return how.layout.cp == how.layout.ep == 1
-
-
-def fits(memory: Memory, cluster: Cluster) -> bool:
-    return memory.total <= USABLE * cluster.accelerator.memory_gib * GIB
 
 
 def layouts(
@@ -194,25 +168,74 @@ def layouts(
     over only 1, 2, 4 or 8 nodes and replicated on the others.
     """
     fixed = fixed or {}
-    gpus, node = cluster.gpus, cluster.accelerator.node_size
-    for tp in _values(fixed, "tp", (tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node))):
-        for pp in _values(fixed, "pp", _divisors(gpus, tp, model.n_layers)):
-            for cp in _values(
-                fixed, "cp", (cp for cp in _divisors(gpus, tp * pp, model.seq_len) if _cuts(model.seq_len, cp))
-            ):
-                for dp in _values(fixed, "dp", (gpus // (tp * pp * cp),)):
-                    if dp * tp * pp * cp == gpus:
-                        yield from _kinds(model, {"dp": dp, "tp": tp, "pp": pp, "cp": cp}, node, code, fixed)
+    gpus, node, n_layers, seq_len = cluster.gpus, cluster.accelerator.node_size, model.n_layers, model.seq_len
+    experts = blueprint(model).experts
+    # A flash kernel recomputes the attention core anyway, so "selective" saves nothing with it.
+    recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
+
+    def values(key: str, free: Iterable[Any]) -> Iterable[Any]:
+        return (fixed[key],) if key in fixed else free
+
+    def divisors(number: int, most: int) -> list[int]:
+        return [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0]
+
+    degrees = [
+        (dp, tp, pp, cp)
+        for tp in values("tp", [tp for tp in tensor_degrees(model) if in_a_node(tp, gpus, node)])
+        for pp in values("pp", divisors(gpus // tp, n_layers))
+        for cp in values("cp", [cp for cp in divisors(gpus // (tp * pp), seq_len) if _cuts(seq_len, cp)])
+        for dp in values("dp", (gpus // (tp * pp * cp),))
+        if dp * tp * pp * cp == gpus
+    ]
+    for dp, tp, pp, cp in degrees:
+        zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
+        per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= n_layers] or [1]
+        eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(dp * cp, experts) % ep == 0)]
+        # Numbers of ZeRO 3 replicas: one, and those for which 1, 2, 4 or 8 nodes share a model.
+        shared_by = [max(1, node // (tp * cp)) * nodes for nodes in (1, 2, 4, 8)]
+        replicas = sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
+        free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
+        for zero, v, recompute, ep in product(*(values(key, some) for key, some in free.items())):
+            if pp * v > n_layers:
+                continue
+            for replicate in values("dp_replicate", replicas if zero == 3 else (1,)):
+                try:
+                    yield Layout(
+                        dp=dp,
+                        tp=tp,
+                        pp=pp,
+                        cp=cp,
+                        ep=ep,
+                        zero=zero,
+                        dp_replicate=replicate,
+                        schedule=fixed.get("schedule", "interleaved" if v > 1 else "1f1b"),
+                        stages_per_rank=v,
+                        recompute=recompute,
+                        compile=fixed.get("compile", False),
+                    )
+                except ValidationError:  # a fixed value cannot be combined with the rest
+                    assert fixed
+
+
+def in_a_node(tp: int, gpus: int, node: int) -> bool:
+    """Return whether tensor-parallel groups of ``tp`` ranks fit into the nodes so that no group spans two nodes."""
+    return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
+
+
+def _cuts(seq_len: int, cp: int) -> bool:
+    """Return whether each of ``cp`` ranks can get a piece of the first half of a sequence and a piece of the second.
+
+    With such pieces, causal attention is the same amount of work for all ranks.
+    """
+    return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)
 
 
 def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     """Evaluate every layout of a job with every micro-batch that fits; ``fixed`` is as in :func:`layouts`."""
     fitting: list[LayoutCandidate] = []
-    too_large: list[tuple[Arrangement, Memory]] = []
+    too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
-    evaluations = 0
-    fixed = {"compile": job.compile} | dict(fixed or {})
-    for layout in layouts(job.model, job.cluster, job.code, fixed):
+    for layout in layouts(job.model, job.cluster, job.code, {"compile": job.compile} | dict(fixed or {})):
         try:
             possible = job.arrangements(layout)
         except InputError as error:  # this layout cannot divide the batch; another may
@@ -222,19 +245,17 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
         for how in possible:
             if any(how.micro_batch % size == 0 for size in too_much):
                 continue
-            memory = worst_stage(job.model, how, job.code)
-            evaluations += 1
-            if fits(memory, job.cluster):
-                fitting.append(LayoutCandidate(how, memory, job.time(how)))
+            candidate = LayoutCandidate(job, how)
+            if candidate.fits:
+                fitting.append(candidate)
             else:
-                if not too_much:
-                    too_large.append((how, memory))
+                too_large += [] if too_much else [candidate]
                 too_much.append(how.micro_batch)
-    too_large.sort(key=lambda misfit: misfit[1].total)
-    return Exploration(job, tuple(ranked(job.model, fitting)), tuple(too_large), refusal, evaluations + len(fitting))
+    too_large.sort(key=lambda misfit: misfit.memory.total)
+    return Exploration(job, tuple(ranked(fitting)), tuple(too_large), refusal)
 
 
-def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
+def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
     Times within 1% of each other count as equal, because the planner is no more precise. Candidates with equal times
@@ -252,7 +273,7 @@ def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandid
             thin_pipeline(how),
             how.layout.zero,
             how.layout.dp_replicate * how.layout.stages_per_rank,
-            -min(how.micro_batch * model.seq_len, _ENOUGH_TOKENS),
+            -min(how.micro_batch * candidate.job.model.seq_len, _ENOUGH_TOKENS),
             candidate.memory.total,
         )
 
@@ -262,70 +283,3 @@ def ranked(model: Model, candidates: list[LayoutCandidate]) -> list[LayoutCandid
 def thin_pipeline(how: Arrangement) -> bool:
     """Return whether a pipeline has fewer than four micro-batches per stage, the minimum by a rule of thumb."""
     return how.layout.pp > 1 and how.grad_accumulation < FILLS * how.layout.pp
-
-
-def pareto(candidates: Iterable[LayoutCandidate]) -> list[LayoutCandidate]:
-    """Return the candidates that no other candidate beats in both time and memory, the fastest first."""
-    front: list[LayoutCandidate] = []
-    for candidate in sorted(candidates, key=lambda candidate: (candidate.time.step, candidate.memory.total)):
-        if not front or candidate.memory.total < front[-1].memory.total:
-            front.append(candidate)
-    return front
-
-
-def _kinds(
-    model: Model, degrees: dict[str, int], node: int, code: TrainingCode, fixed: Mapping[str, Any]
-) -> Iterator[Layout]:
-    """Yield every layout with the given degrees: all ZeRO stages, replicas, stages per rank and recomputations."""
-    pp, sharers = degrees["pp"], degrees["dp"] * degrees["cp"]
-    zeros = (0,) if sharers == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
-    per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= model.n_layers] or [1]
-    # A flash kernel recomputes the attention core anyway, so "selective" saves nothing with it.
-    recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
-    experts = blueprint(model).experts
-    eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(sharers, experts) % ep == 0)]
-    free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
-    for zero, v, recompute, ep in product(*(_values(fixed, key, values) for key, values in free.items())):
-        if pp * v > model.n_layers:
-            continue
-        for replicate in _values(fixed, "dp_replicate", _replicas(degrees, node) if zero == 3 else (1,)):
-            schedule = fixed.get("schedule", "interleaved" if v > 1 else "1f1b")
-            try:
-                yield Layout.model_validate(
-                    degrees
-                    | {"ep": ep, "zero": zero, "dp_replicate": replicate, "recompute": recompute}
-                    | {"schedule": schedule, "stages_per_rank": v, "compile": fixed.get("compile", False)}
-                )
-            except ValidationError:  # a fixed value cannot be combined with the rest
-                assert fixed
-
-
-def _replicas(degrees: dict[str, int], node: int) -> list[int]:
-    """Return the numbers of ZeRO 3 replicas to try: one, and those for which 1, 2, 4 or 8 nodes share a model."""
-    dp, in_node = degrees["dp"], max(1, node // (degrees["tp"] * degrees["cp"]))
-    shared_by = [in_node * nodes for nodes in (1, 2, 4, 8)]
-    return sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
-
-
-def _values(fixed: Mapping[str, Any], key: str, free: Any) -> Iterator[Any]:
-    return iter((fixed[key],) if key in fixed else free)
-
-
-def _divisors(gpus: int, taken: int, most: int) -> Iterator[int]:
-    """Yield the degrees up to ``most`` that divide ``gpus / taken``. ``taken`` is the product of the degrees that are
-    already chosen. If it does not divide ``gpus``, there are none."""
-    left = gpus // taken if taken and gpus % taken == 0 else 0
-    return (degree for degree in range(1, min(left, most) + 1) if left % degree == 0)
-
-
-def in_a_node(tp: int, gpus: int, node: int) -> bool:
-    """Return whether tensor-parallel groups of ``tp`` ranks fit into the nodes so that no group spans two nodes."""
-    return gpus % tp == 0 and tp <= node and (node % tp == 0 or gpus <= node)
-
-
-def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether each of ``cp`` ranks can get a piece of the first half of a sequence and a piece of the second.
-
-    With such pieces, causal attention is the same amount of work for all ranks.
-    """
-    return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)

@@ -13,7 +13,7 @@ from functools import cache
 from leaven.planning.activations import block_kept, operators_kept
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Blueprint, Model, blueprint
-from leaven.planning.stages import end_parameters, in_flight, rank_blocks
+from leaven.planning.stages import in_flight, rank_blocks, rank_parameters
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
 from leaven.recipe.layout import Layout
 
@@ -64,7 +64,6 @@ class _States:
     update: float  # extra memory of the update
     stays: float  # activations, bytes per token of every micro-batch in flight
     once: float  # activations that exist only once, bytes per token
-    unembedding: float  # parameters of the unembedding on this rank
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
@@ -84,21 +83,23 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
         # The final norm's input and its output, which the unembedding reads.
         at_end: float = code.residual + code.element
         if code.unembedding:
-            # The loss has already computed the gradients of the unembedding and of its input, and keeps them until
-            # the backward pass; the product that is added to the first exists beside them.
+            # The loss keeps the gradients of the unembedding and of its input until the backward pass. The product
+            # that is added to the unembedding's gradient exists at the same time.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
-            logits += waiting * code.unembedding * rank.unembedding + code.element * rank.unembedding
-            # Also the cast unembedding and, for all positions, the input, its part in a chunk, and its gradient.
+            unembedding = table.embedding / layout.tp
+            logits += waiting * code.unembedding * unembedding + code.element * unembedding
+            # Also the unembedding in the compute dtype and, for all positions, its input, a chunk of the input, and
+            # the input's gradient.
             if layout.tp > 1:
-                logits += code.element * (rank.unembedding + 3 * tokens * table.d_model)
+                logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
     in_block = max(0.0, inside + rank.exchange + rank.units - logits)
     exchange = min(rank.exchange, in_block)
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
     activations += in_block - exchange - units
-    update = max(0.0, rank.update - gathered - logits - activations)  # these are free when it is allocated
+    update = max(0.0, rank.update - gathered - logits - activations)  # the update reuses their memory
     buffers = rank.buffers + exchange + update
     dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
     dynamic += gathered + activations + logits + buffers
@@ -118,12 +119,11 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
 
 @cache
 def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> _States:
-    t, first, last = layout.tp, stage == 0, stage == layout.pp - 1
+    t = layout.tp
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
-    ends = end_parameters(table, t, first=first, last=last)
-    dense = ends + sum(count * (block.whole + block.cut / t) for block, count in blocks)
-    experts = sum(count * block.experts for block, count in blocks) / (t * layout.ep)
-    # Two data-parallel groups: the more ranks share an expert, the fewer copies of it exist.
+    in_blocks, experts, ends = rank_parameters(table, layout, stage, code)
+    dense = ends + in_blocks
+    # Experts are sharded only over the ranks that hold the same experts.
     sharers = layout.dp * layout.cp // layout.dp_replicate
     expert_sharers = max(1, sharers // layout.ep)
 
@@ -133,7 +133,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         return bytes_each * (parameters / sharers + of_experts / expert_sharers)
 
     vectors = sum(count * (block.vectors + block.split_vectors / t) for block, count in blocks)
-    matrices = dense - ends - vectors
+    matrices = in_blocks - vectors
     of_matrices = code.optimizer if code.optimizer_of_matrices is None else code.optimizer_of_matrices
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
@@ -144,7 +144,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
     if code.autocast and layout.zero == 3:
         units, gathered = 2 * unit * copy, gathered - 2 * unit * copy
-        if first and not table.tied:
+        if stage == 0 and not table.tied:
             gathered -= code.gathered_ends * table.embedding / t
     if code.autocast and layout.ranks == 1:
         gathered = code.compute_copy * (dense - ends + table.embedding)
@@ -163,7 +163,6 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
         update=held(code.update_copy, 1, dense, experts),
         stays=stays,
         once=once,
-        unembedding=table.embedding / t,
     )
 
 

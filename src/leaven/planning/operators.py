@@ -101,10 +101,10 @@ def block_operators(
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
-    if not block.dropout:  # rotary positions: queries and keys are read and written; else also turned, scaled, added
+    if not block.dropout:  # rotary positions: a fused kernel reads and writes queries and keys, others four times
         heads = (block.core.heads + block.core.kv_heads) / work.tp
-        turned = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
-        seconds = stream_seconds(turned, accelerator)
+        moved = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
+        seconds = stream_seconds(moved, accelerator)
         found.append(Operator("positions", seconds, seconds))
     return tuple(operator.times(code.slower) for operator in found)
 

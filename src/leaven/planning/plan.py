@@ -11,38 +11,24 @@ from leaven.documents.planning import (
     MemoryPlan,
     PlanDocument,
     Price,
-    RampPlan,
     SpeedPlan,
     StageMemory,
 )
-from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.arrangement import Arrangement, check_layout, parse_layout, written
 from leaven.planning.blueprint import blueprint
-from leaven.planning.explain import explain, lacking, no_layout, not_lines
+from leaven.planning.calibration import CalibrationRecord, calibration
+from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
-from leaven.planning.layouts import (
-    FILLS,
-    Exploration,
-    Job,
-    LayoutCandidate,
-    explore,
-    pareto,
-    ranked,
-    thin_pipeline,
-)
+from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
 from leaven.planning.memory import GIB, Memory, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
 from leaven.planning.timing import StepTime
-from leaven.planning.training_codes import (
-    Moments,
-    in_precision,
-    states,
-)
+from leaven.planning.training_codes import Moments, in_precision, states
 from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 
 if TYPE_CHECKING:
-    from leaven.planning.calibration import Calibration, CalibrationRecord
     from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
@@ -57,7 +43,7 @@ ACCURACY = (
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plan of a run in one arrangement on a cluster. Derived values are computed when they are first read.
+    """The plan of a run on a cluster. Its values are computed when they are first read.
 
     All times, also those of other layouts, include the calibration (``job.slower``). ``memory`` does not: it is the
     planner's own estimate.
@@ -65,28 +51,46 @@ class ClusterPlan:
 
     job: Job
     tokens: int  # that the run trains on
-    batch: Batch
-    chosen: LayoutCandidate
-    share: float = SHARE  # the share of the full batch's throughput that a ramp must keep from its start
-    calibration: "Calibration | None" = None
+    batch: Batch  # with its ramp
+    layout: Layout | None = None  # that the user gave; None for the fastest that fits
+    calibration: CalibrationRow | None = None
 
-    def changed(self, *, calibration: "Calibration | None" = None, share: float | None = None) -> "ClusterPlan":
-        """Return the plan with another calibration or another share."""
-        calibration, share = calibration or self.calibration, self.share if share is None else share
-        slower = calibration.time if calibration else 1.0
-        job, chosen = replace(self.job, slower=slower), self.chosen.times(slower / self.job.slower)
-        plan = replace(self, job=job, chosen=chosen, calibration=calibration, share=share)
-        if "exploration" in vars(self):  # reuse the search
-            vars(plan)["exploration"] = self.exploration.slower(slower)
-        return plan
-
-    def calibrated(self, records: "Iterable[CalibrationRecord]", compute: str) -> "ClusterPlan":
+    def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
         """Return the plan corrected by the records of its accelerator and dtype, or unchanged if there are none."""
-        from leaven.planning.calibration import calibration
+        accelerator, params, layout = self.cluster.accelerator.name, self.job.model.params, self.arrangement.layout
+        found = calibration(records, accelerator, params, layout, compute=compute, step_seconds=self.time.step)
+        return replace(self, job=replace(self.job, slower=found.time), calibration=found) if found else self
 
-        layout, accelerator = self.arrangement.layout, self.cluster.accelerator.name
-        found = calibration(records, accelerator, self.job.model.params, layout, compute)
-        return self if found is None else self.changed(calibration=found)
+    @cached_property
+    def exploration(self) -> Exploration:
+        """The search over all layouts and micro-batches, which also runs if the user gave a layout."""
+        return explore(self.job)
+
+    @cached_property
+    def chosen(self) -> LayoutCandidate:
+        """The planned layout with its fastest micro-batch that fits, or else with the one of the least memory."""
+        if self.layout is None:
+            if not self.exploration.layouts:
+                raise no_layout(self.exploration)
+            return self.exploration.layouts[0]
+        check_layout(self.job.model, self.layout, self.job.cluster)
+        tried = [LayoutCandidate(self.job, how) for how in self.job.arrangements(self.layout)]
+        fitting = [candidate for candidate in tried if candidate.fits]
+        return ranked(fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
+
+    @property
+    def candidates(self) -> tuple[LayoutCandidate, ...]:
+        """All arrangements that fit, the best first."""
+        return self.exploration.fitting
+
+    @cached_property
+    def pareto(self) -> tuple[LayoutCandidate, ...]:
+        """The arrangements that no other arrangement beats in both time and memory, the fastest first."""
+        front: list[LayoutCandidate] = []
+        for candidate in sorted(self.exploration.choices, key=lambda each: (each.time.step, each.memory.total)):
+            if not front or candidate.memory.total < front[-1].memory.total:
+                front.append(candidate)
+        return tuple(front)
 
     @property
     def cluster(self) -> Cluster:
@@ -103,7 +107,7 @@ class ClusterPlan:
 
     @property
     def fits(self) -> bool:
-        return self.chosen.fits(self.cluster)
+        return self.chosen.fits
 
     @property
     def time(self) -> StepTime:
@@ -132,24 +136,11 @@ class ClusterPlan:
         return RampThroughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
 
     @cached_property
-    def exploration(self) -> Exploration:
-        """The search over all layouts and micro-batches, which also runs if the user gave a layout."""
-        return explore(self.job)
-
-    @property
-    def candidates(self) -> tuple[LayoutCandidate, ...]:
-        """All arrangements that fit, the best first."""
-        return self.exploration.fitting
-
-    @cached_property
-    def pareto(self) -> tuple[LayoutCandidate, ...]:
-        """The arrangements that no other arrangement beats in both time and memory, the fastest first."""
-        return tuple(pareto(self.exploration.choices))
-
-    @cached_property
     def cautions(self) -> tuple[str, ...]:
         """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
-        found = [] if self.fits else [lacking(self.job, self.chosen)]
+        found = [] if self.fits else [memory_and_limit(self.chosen)]
+        if not self.fits and self.exploration.layouts:
+            found[0] += f"; --layout {written(self.exploration.layouts[0].arrangement.layout)} would fit"
         device = self.cluster.accelerator
         if any(of.confidence == "guess" for of in device.sources):
             rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
@@ -160,27 +151,24 @@ class ClusterPlan:
                 f"{m} micro-batches for a pipeline of {layout.pp}; the rule of thumb is {FILLS * layout.pp} or "
                 f"more: {self.time.bubble / self.time.step:.0%} of a step is bubble"
             )
-        room, factor = self.cluster.accelerator.memory_gib, self.calibration and self.calibration.memory
-        context = self.job.code.fixed_gib  # not a tensor, so not in what runs measured
-        took = (self.memory.total / GIB - context) * (factor or 1.0) + context
-        if self.fits and took > room:
-            found.append(
-                f"runs on this accelerator needed x{factor:.3g} of the planned memory; at this factor the run does "
-                f"not fit: {took:.3g} GiB of {room:.3g}"
-            )
+        factor = self.calibration and self.calibration.memory
+        if factor and self.fits:
+            context = self.job.code.fixed_gib  # not a tensor, so not in what runs measured
+            took = (self.memory.total / GIB - context) * factor + context
+            if took > device.memory_gib:
+                found.append(
+                    f"runs on this accelerator needed x{factor:.3g} of the planned memory; at this factor the run "
+                    f"does not fit: {took:.3g} GiB of {device.memory_gib:.3g}"
+                )
         return tuple(found)
 
-    @cached_property
-    def ramp(self) -> RampPlan:
-        """The plan of a batch ramp in this layout: where it should start, and what each start costs."""
-        return plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=self.share)
-
-    def document(self, asked: str | None = None, price: Price | None = None) -> PlanDocument:
+    def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the layout of ``--explain``, and ``price`` is the price of a GPU-hour.
+        ``asked`` is the layout of ``--explain``, ``price`` the price of a GPU-hour, and ``share`` the share of the
+        full batch's throughput that a ramp must keep from its start.
         """
-        model, code, own, times = self.job.model, self.job.code, self.arrangement.layout, self.calibration
+        model, code, own = self.job.model, self.job.code, self.arrangement.layout
         stages = [stage_memory(model, self.arrangement, rank, code) for rank in range(own.pp)]
         totals = [memory.total for memory in stages]
         activations = activation_parts(model, self.arrangement, totals.index(max(totals)), code)
@@ -211,15 +199,10 @@ class ClusterPlan:
             stages=[StageMemory(gib=memory.total / GIB, parts=memory.parts_gib) for memory in stages],
             pareto=[_row(candidate) for candidate in self.pareto],
             untrained=untrained and _row(untrained),
-            ramp=self.ramp,
+            ramp=plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=share),
             **{"not": list(not_lines(self.exploration, self.chosen))},
             cautions=list(self.cautions),
-            calibration=times
-            and CalibrationRow(
-                **vars(times),
-                uncalibrated_step_seconds=replace(self.job, slower=1.0).time(self.arrangement).step,
-                says=str(times),
-            ),
+            calibration=self.calibration,
             explain=None if asked is None else explain(self.exploration, self.chosen, asked),
             next=[],
         )
@@ -245,9 +228,7 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
     compiled = recipe.layout.compile
-    asked, micro_batch = (
-        parse_layout(layout, cluster.gpus, recipe.model, compile=compiled) if layout else (None, None)
-    )
+    asked, micro_batch = parse_layout(layout, cluster.gpus, compile=compiled) if layout else (None, None)
     if micro_batch is None and recipe.batch.micro_batch != "auto":
         micro_batch = recipe.batch.micro_batch
     job = Job(
@@ -272,17 +253,6 @@ def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | Non
         InputError: if the layout, batch or cluster is impossible, or if nothing fits; the message says what would
             work.
     """
-    batch = batch or Batch(tokens=job.batch_tokens)
-    if layout is None:
-        seen = explore(job)
-        if not seen.layouts:
-            raise no_layout(seen)
-        found = ClusterPlan(job, tokens, batch, seen.layouts[0])
-        vars(found)["exploration"] = seen  # reuse the search
-        return found
-    check_layout(job.model, layout, job.cluster)
-    tried = [job.candidate(how) for how in job.arrangements(layout)]
-    fitting = [candidate for candidate in tried if candidate.fits(job.cluster)]
-    # If nothing fits, show the one that needs the least memory.
-    chosen = ranked(job.model, fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
-    return ClusterPlan(job, tokens, batch, chosen)
+    found = ClusterPlan(job, tokens, batch or Batch(tokens=job.batch_tokens), layout)
+    found.chosen  # noqa: B018  raises the error if there is no such plan
+    return found

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle, islice
-from typing import NamedTuple
+from itertools import cycle
+from typing import Any, NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.catalogue.runs import find_run
@@ -14,7 +14,6 @@ from leaven.planning.blueprint import (
     Core,
     Matmul,
     attention_rows,
-    block_table,
     mlp_rows,
 )
 from leaven.planning.hardware import parse_cluster
@@ -22,10 +21,6 @@ from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.planning.training_codes import TRAINING_CODES, Moments
 from leaven.recipe.errors import InputError
-
-_NEEDED = ("n_layers", "d_model", "n_heads", "gated", "norm", "tied_embeddings", "qk_norm")
-_EXPERTS = ("experts_per_token", "d_expert")
-_LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class LayerWidths(NamedTuple):
@@ -56,7 +51,7 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus, model) if layout else (None, None)
+    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
     job = Job(
         model,
         _sequences(run.batch_tokens, seq_len) * seq_len,
@@ -94,73 +89,60 @@ def published_blueprint(
     Raises:
         InputError: if a part of the shape is not published; the message names it.
     """
-    missing = [name for name in _NEEDED if getattr(arch, name) is None]
-    missing += [] if arch.vocab_padded or arch.vocab_size else ["vocab_size"]
-    missing += [name for name in (_EXPERTS if arch.n_experts else ()) if getattr(arch, name) is None]
-    missing += [name for name in (_LATENT if arch.kv_lora_rank else ("n_kv_heads",)) if getattr(arch, name) is None]
-    widths = _layer_widths(arch)
-    if missing == ["n_heads", "n_kv_heads"] and arch.layerwise_scaling and widths:  # they differ by layer
-        missing = []
-    if missing or widths is None:
-        raise InputError(
-            f"the shape is not published in full: {', '.join(missing or ['d_ff'])} is not known; "
-            "plan a run with a complete shape"
-        )
-    d, vocab = arch.d_model or 0, arch.vocab_padded or arch.vocab_size or 0
-    gains = _gains(arch)
-    made: dict[tuple[LayerWidths, int | None], BlockTable] = {}
-    blocks = []
-    for layer, window in zip(widths, islice(cycle(windows), len(widths)), strict=True):
-        key = (layer, window)
-        if key not in made:
-            made[key] = _block(arch, layer, window, dropout=dropout)
-        blocks.append(made[key])
+    d, gain = _known(arch, "d_model"), _gains(arch)
+    blocks: dict[tuple[LayerWidths, int | None], BlockTable] = {}
+    layers = list(zip(_layer_widths(arch), cycle(windows), strict=False))
+    for layer, window in dict.fromkeys(layers):
+        blocks[layer, window] = _block(arch, layer, window, dropout=dropout)
     return Blueprint(
         seq_len,
         d,
-        vocab,
-        tuple(blocks),
-        bool(arch.tied_embeddings),
+        arch.vocab_padded or _known(arch, "vocab_size"),
+        tuple(blocks[layer] for layer in layers),
+        _known(arch, "tied_embeddings"),
         positions=seq_len * d if arch.positional == "learned" else 0,
         embedding_norm=arch.embedding_norm,
-        embedding_vectors=d * gains if arch.embedding_norm else 0,
-        final_vectors=d * gains,
+        embedding_vectors=d * gain if arch.embedding_norm else 0,
+        final_vectors=d * gain,
     )
 
 
-def _layer_widths(arch: PublishedArchitecture) -> Sequence[LayerWidths] | None:
-    """Return the widths of each layer, or None if they are not published."""
+def _known(arch: PublishedArchitecture, name: str) -> Any:
+    """Return a part of the shape, or raise InputError if it is not published."""
+    value = getattr(arch, name)
+    if value is None:
+        raise InputError(f"the shape is not published in full: {name} is not known; plan a run with a complete shape")
+    return value
+
+
+def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
-    n_kv_heads = arch.n_heads if arch.kv_lora_rank is not None else arch.n_kv_heads
-    if arch.n_layers is None or arch.n_heads is None or n_kv_heads is None:
-        return None
-    n_dense = arch.n_layers if arch.n_experts is None else (arch.n_dense_layers or 0)
-    if n_dense and arch.d_ff is None:
-        return None
-    dense, sparse = (LayerWidths(arch.n_heads, n_kv_heads, width) for width in (arch.d_ff, None))
-    return [dense] * n_dense + [sparse] * (arch.n_layers - n_dense)
+    n_layers, n_heads = _known(arch, "n_layers"), _known(arch, "n_heads")
+    n_kv_heads = n_heads if arch.kv_lora_rank is not None else _known(arch, "n_kv_heads")
+    n_dense = n_layers if arch.n_experts is None else (arch.n_dense_layers or 0)
+    dense = [LayerWidths(n_heads, n_kv_heads, _known(arch, "d_ff"))] * n_dense if n_dense else []
+    return dense + [LayerWidths(n_heads, n_kv_heads, None)] * (n_layers - n_dense)
 
 
-def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Sequence[LayerWidths] | None:
+def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> list[LayerWidths]:
     """Return the layer widths of OpenELM, which differ from layer to layer.
 
     Multipliers are linear over the layers and rounded to 0.01; widths are rounded to whole groups of heads. Source:
     apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
     """
-    if arch.n_layers is None or arch.d_model is None or arch.d_head is None:
-        return None
+    n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 
     def width(ends: tuple[float, float], layer: int, divisor: int) -> int:
         """Return the multiple of ``divisor`` that is nearest to a layer's exact width, but at least 90% of it."""
         first, last = ends
-        exact = round(first + (last - first) * layer / ((arch.n_layers or 0) - 1), 2) * (arch.d_model or 0)
+        exact = round(first + (last - first) * layer / (n_layers - 1), 2) * d
         rounded = max(divisor, int(exact + divisor / 2) // divisor * divisor)
         return rounded + divisor if rounded < 0.9 * exact else rounded
 
     widths = []
-    for layer in range(arch.n_layers):
-        n_heads = width(scaling.qkv_multipliers, layer, arch.d_head * scaling.gqa_groups) // arch.d_head
+    for layer in range(n_layers):
+        n_heads = width(scaling.qkv_multipliers, layer, d_head * scaling.gqa_groups) // d_head
         d_ff = width(scaling.ffn_multipliers, layer, scaling.ffn_divisor)
         widths.append(LayerWidths(n_heads, n_heads // scaling.gqa_groups, d_ff))
     return widths
@@ -169,31 +151,38 @@ def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> Se
 def _gains(arch: PublishedArchitecture) -> int:
     """Return the number of parameters that a norm has per channel."""
     bias = arch.bias if arch.norm_bias is None else arch.norm_bias
-    return (1 + (arch.norm == "layernorm" and bool(bias))) if arch.norm_affine else 0
+    return (1 + (_known(arch, "norm") == "layernorm" and bool(bias))) if arch.norm_affine else 0
 
 
 def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, *, dropout: bool) -> BlockTable:
     heads, kv_heads, d_ff = layer
-    d, gain = arch.d_model or 0, _gains(arch)
-    bias, gated = bool(arch.bias), bool(arch.gated)
+    d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
+    bias = bool(arch.bias)
     gains, split_gains = 2 * d * gain, 0
     if (rank := arch.kv_lora_rank) is not None:
         matmuls, core = _latent(arch, heads, rank, window)
         gains += (rank + (arch.q_lora_rank or 0)) * gain
     else:
         head = arch.d_head or d // heads
-        qkv_bias = bool(arch.bias if arch.qkv_bias is None else arch.qkv_bias)
+        qkv_bias = bias if arch.qkv_bias is None else arch.qkv_bias
         matmuls = attention_rows(d, heads, kv_heads, head, bias=bias, qkv_bias=qkv_bias)
         core = Core(heads, kv_heads, head, head, window)
         if arch.positional == "relative":  # Transformer-XL projects the encoding of each distance
             matmuls.append(Matmul("attention.distance", d, d, "column"))
-        if arch.qk_norm and arch.qk_norm_width == "head":
+        if qk_norm and arch.qk_norm_width == "head":
             gains += 2 * head * gain
-        elif arch.qk_norm:
+        elif qk_norm:
             split_gains = (heads + kv_heads) * head * gain
-    matmuls += _experts(arch, gated) if d_ff is None else mlp_rows("mlp", d, d_ff, gated=gated, bias=bias)
+    if d_ff is not None:
+        matmuls += mlp_rows("mlp", d, d_ff, gated=gated, bias=bias)
+    else:  # the router, the routed experts, and the shared experts as one wider MLP
+        width, routed, passed = (_known(arch, name) for name in ("d_expert", "n_experts", "experts_per_token"))
+        matmuls.append(Matmul("router", d, routed, "none"))
+        matmuls += mlp_rows("experts", d, width, gated=gated, stored=routed, passed=passed)
+        if arch.n_shared_experts:
+            matmuls += mlp_rows("shared", d, width * arch.n_shared_experts, gated=gated)
     activation = arch.activation or ("swiglu" if gated else "gelu")
-    return block_table(matmuls, core, gains, split_gains, activation, qk_norm=bool(arch.qk_norm), dropout=dropout)
+    return BlockTable(tuple(matmuls), core, gains, split_gains, activation, qk_norm=qk_norm, dropout=dropout)
 
 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
@@ -201,9 +190,8 @@ def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | No
 
     The projections to a latent are not split: every tensor-parallel rank stores them in full, as in Megatron.
     """
-    d = arch.d_model or 0
-    nope, rope, value = arch.qk_nope_head_dim or 0, arch.qk_rope_head_dim or 0, arch.v_head_dim or 0
-    queries = arch.q_lora_rank
+    d, queries = arch.d_model or 0, arch.q_lora_rank
+    nope, rope, value = (_known(arch, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     rows = [Matmul("attention.query", queries or d, heads * (nope + rope), "column")]
     if queries is not None:
         rows.insert(0, Matmul("attention.query_latent", d, queries, "none"))
@@ -213,11 +201,3 @@ def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | No
         Matmul("attention.out", heads * value, d, "row"),
     ]
     return rows, Core(heads, heads, nope + rope, value, window)
-
-
-def _experts(arch: PublishedArchitecture, gated: bool) -> list[Matmul]:
-    """Return the matrix products of the router, of the routed experts, and of the shared experts as one wider MLP."""
-    d, width, routed, shared = arch.d_model or 0, arch.d_expert or 0, arch.n_experts or 0, arch.n_shared_experts or 0
-    rows = [Matmul("router", d, routed, "none")]
-    rows += mlp_rows("experts", d, width, gated=gated, stored=routed, passed=arch.experts_per_token or 0)
-    return rows + (mlp_rows("shared", d, width * shared, gated=gated) if shared else [])

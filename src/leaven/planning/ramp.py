@@ -6,6 +6,8 @@ micro-batch may become smaller: a forward pass cannot contain more sequences tha
 micro-batches fill a pipeline better. :mod:`leaven.recipe.batch` computes which step has which batch.
 """
 
+from itertools import groupby
+
 from leaven.documents.planning import RampChoice, RampMicroBatch, RampPlan, RampPoint
 from leaven.planning.arrangement import Arrangement
 from leaven.planning.flops import flops_per_token
@@ -34,17 +36,13 @@ class RampThroughput:
         trainer does it: the rank with the most sequences sets the time.
         """
         if sequences not in self._steps:
-            self._steps[sequences] = min(
-                ((how, self.job.time(how).step) for how in self._ways(sequences)),
-                key=lambda found: found[1],
-            )
+            layout, most = self.full.layout, self.full.micro_batch
+            share = -(-sequences // layout.dp)
+            sizes = [most] if self.job.micro_batch else [*(2**n for n in range(most.bit_length())), most]
+            counts = {-(-share // size) for size in sizes}
+            ways = [Arrangement(layout, -(-share // count), count) for count in counts]
+            self._steps[sequences] = min(((how, self.job.time(how).step) for how in ways), key=lambda found: found[1])
         return self._steps[sequences]
-
-    def _ways(self, sequences: int) -> set[Arrangement]:
-        share, most = -(-sequences // self.full.layout.dp), self.full.micro_batch
-        sizes = [self.full.micro_batch] if self.job.micro_batch else [*(2**n for n in range(most.bit_length())), most]
-        forwards = {-(-share // size) for size in sizes}
-        return {Arrangement(self.full.layout, -(-share // m), m) for m in forwards}
 
     def seconds(self, batch_tokens: int) -> float:
         return self.step(batch_tokens // self.job.model.seq_len)[1]
@@ -71,11 +69,9 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        job = self.job
+        job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
-        full_steps = -(-over_tokens // job.batch_tokens)
-        consumed = sum(size * steps for size, steps in _steps(sizes, over_tokens))
-        at_full = consumed / job.batch_tokens * self.seconds(job.batch_tokens)
+        at_full = sum(size * n for size, n in steps) / job.batch_tokens * self.seconds(job.batch_tokens)
         return RampChoice(
             start_tokens=sizes[0][1],
             increment_tokens=increment,
@@ -83,8 +79,8 @@ class RampThroughput:
             share=self.point(sizes[0][1] // job.model.seq_len).share,
             hours=seconds / 3600,
             extra_hours=(seconds - at_full) / 3600,
-            steps=sum(steps for _, steps in _steps(sizes, over_tokens)),
-            full_steps=full_steps,
+            steps=sum(n for _, n in steps),
+            full_steps=-(-over_tokens // job.batch_tokens),
         )
 
 
@@ -119,12 +115,11 @@ def plan_ramp(
         ramp = BatchRamp(start_tokens=point.batch_tokens, increment_tokens=increment * seq_len, over_tokens=over)
         sizes = Batch(tokens=job.batch_tokens, ramp=ramp).sizes
         choices.append(throughput.choice(sizes, increment * seq_len, over))
-    micro_batches: list[RampMicroBatch] = []
-    for point in points.values():
-        if point.batch_tokens >= start.batch_tokens and (
-            not micro_batches or micro_batches[-1].micro_batch != point.micro_batch
-        ):
-            micro_batches.append(RampMicroBatch(from_batch_tokens=point.batch_tokens, micro_batch=point.micro_batch))
+    in_ramp = (point for point in points.values() if point.batch_tokens >= start.batch_tokens)
+    micro_batches = [
+        RampMicroBatch(from_batch_tokens=next(alike).batch_tokens, micro_batch=size)
+        for size, alike in groupby(in_ramp, key=lambda point: point.micro_batch)
+    ]
     return RampPlan(
         share=share,
         start=start,

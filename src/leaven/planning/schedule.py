@@ -8,7 +8,6 @@ Stage s of p ranks with v stages each runs on rank s mod p (Narayanan et al. 202
 Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -16,7 +15,7 @@ from typing import Literal, NamedTuple
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import Model
 from leaven.planning.hardware import Cluster
-from leaven.planning.stages import stage_layers, stage_parameters
+from leaven.planning.stages import rank_parameters, stage_layers
 from leaven.planning.timing import adding_seconds, block_time, logits_seconds, transfer_seconds
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout
@@ -75,14 +74,9 @@ def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
-    if layout.schedule == "gpipe":
-        ahead = passes
-    elif layout.schedule == "interleaved":
-        ahead = (v - 1) * p + 2 * (p - 1 - rank)
-    else:
-        ahead = (v - 1) * p + p - 1 - rank
+    ahead = (v - 1) * p + (p - 1 - rank) * (2 if layout.schedule == "interleaved" else 1)
+    ahead = passes if layout.schedule == "gpipe" else min(ahead, passes)
     forwards, backwards = (list(_turns(layout, rank, micro_batches, last)) for last in (False, True))
-    ahead = min(ahead, passes)
     split = layout.schedule == "zero-bubble"
     found: list[Key] = [("forward", *at) for at in forwards[:ahead]]
     for n, at in enumerate(backwards):
@@ -122,41 +116,23 @@ def simulate(
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
-    assert len(forward) == len(backward) == stages
     orders = [order(layout, rank, micro_batches) for rank in range(p)]
-    half: Kind = "input" if layout.schedule == "zero-bubble" else "backward"
-
-    def takes(kind: Kind, stage: int) -> float:
-        if kind in {"forward", "backward"}:
-            return (forward if kind == "forward" else backward)[stage]
-        return weight[stage] if kind == "weight" else backward[stage] - weight[stage]
-
-    def needs(kind: Kind, stage: int, micro_batch: int) -> Key | None:
-        """Return the pass of another rank that must end before this pass can start, or None."""
-        if kind == "forward" and stage:
-            return ("forward", stage - 1, micro_batch)
-        if kind == half and stage < stages - 1:
-            return (half, stage + 1, micro_batch)
-        return None
-
+    seconds: dict[Kind, Sequence[float]] = {"forward": forward, "backward": backward, "weight": weight}
+    seconds["input"] = [both - own for both, own in zip(backward, weight, strict=True)]
+    # These kinds of passes need the result of the same kind on the previous or the next stage.
+    sources: dict[Kind, int] = {"forward": -1, "input" if layout.schedule == "zero-bubble" else "backward": 1}
     ended: dict[Key, float] = {}
     done: list[list[Pass]] = [[] for _ in range(p)]
-    ready = deque(range(p))
-    while ready:
-        rank = ready.popleft()
-        passes, mine = orders[rank], done[rank]
-        while len(mine) < len(passes):
-            key = passes[len(mine)]
-            need = needs(*key)
-            if need is not None and need not in ended:
-                break
-            start = mine[-1].end if mine else 0
-            if need is not None:
-                start = max(start, ended[need])
-            ended[key] = start + takes(*key[:2])
-            mine.append(Pass(*key, start, ended[key]))
-            ready += {(key[1] + side) % p for side in (-1, 1)} - {rank}
-    assert all(len(mine) == len(passes) for mine, passes in zip(done, orders, strict=True))
+    while len(ended) < sum(map(len, orders)):
+        for passes, mine in zip(orders, done, strict=True):  # every rank runs until it has to wait for another rank
+            for kind, stage, micro_batch in passes[len(mine) :]:
+                source = stage + sources.get(kind, 0)
+                needed, waits = (kind, source, micro_batch), source != stage and 0 <= source < stages
+                if waits and needed not in ended:
+                    break
+                start = max(mine[-1].end if mine else 0, ended[needed] if waits else 0)
+                end = ended[kind, stage, micro_batch] = start + seconds[kind][stage]
+                mine.append(Pass(kind, stage, micro_batch, start, end))
     return Timeline(tuple(map(tuple, done)))
 
 
@@ -172,7 +148,7 @@ def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCod
     exchanged, sent = block.all_reduce / passes, transfer_seconds(model, how, cluster, code)
     forward = [n * (block.forward + exchanged) + sent for n in layers]
     adding = [
-        adding_seconds(stage_parameters(model, layout, rank, code), cluster.accelerator, code)
+        adding_seconds(rank_parameters(model, layout, rank, code).total, cluster.accelerator, code)
         / layout.stages_per_rank
         for rank in range(layout.pp)
     ]

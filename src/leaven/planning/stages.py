@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import cache
+from typing import NamedTuple
 
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
 from leaven.planning.training_codes import LEAVEN_BF16, Balance, TrainingCode
@@ -74,31 +75,32 @@ def rank_blocks(
     return tuple(found.items())
 
 
-def rank_layers(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> int:
-    """Return the number of blocks on a pipeline rank, over all its stages."""
-    return sum(stage_layers(model, layout.pp * layout.stages_per_rank, code.balance)[rank :: layout.pp])
+class RankParameters(NamedTuple):
+    """The parameters on one tensor-parallel rank of a pipeline rank."""
+
+    blocks: float  # in blocks, without routed experts
+    experts: float  # of routed experts, which are distributed over the ``ep`` ranks
+    ends: float  # outside the blocks; tied embeddings are stored on both ends of the pipeline
+
+    @property
+    def total(self) -> float:
+        return self.blocks + self.experts + self.ends
 
 
-def stage_parameters(model: Model, layout: Layout, stage: int, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the number of parameters on one tensor-parallel rank of a pipeline rank.
-
-    Tied embeddings are stored on both ends of the pipeline; routed experts are distributed over the ``ep`` ranks.
-    """
-    table = blueprint(model)
-    blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
-    dense = sum(count * (block.whole + block.cut / layout.tp) for block, count in blocks)
-    experts = sum(count * block.experts for block, count in blocks) / (layout.tp * layout.ep)
-    return dense + experts + end_parameters(table, layout.tp, first=stage == 0, last=stage == layout.pp - 1)
-
-
-def end_parameters(table: Blueprint, tp: int, *, first: bool, last: bool) -> float:
-    """Return the number of parameters outside the blocks on one tensor-parallel rank of an end of the pipeline."""
-    parameters = 0.0
+def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> RankParameters:
+    """Return the number of parameters on one tensor-parallel rank of a pipeline rank, over all its stages."""
+    table, t, first, last = blueprint(model), layout.tp, rank == 0, rank == layout.pp - 1
+    blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance)
+    ends = 0.0
     if first:
-        parameters += table.embedding / tp + table.embedding_vectors + table.positions
+        ends += table.embedding / t + table.embedding_vectors + table.positions
     if last:
-        parameters += table.final_vectors + (0 if table.tied and first else table.embedding / tp)
-    return parameters
+        ends += table.final_vectors + (0 if table.tied and first else table.embedding / t)
+    return RankParameters(
+        blocks=sum(count * (block.whole + block.cut / t) for block, count in blocks),
+        experts=sum(count * block.experts for block, count in blocks) / (t * layout.ep),
+        ends=ends,
+    )
 
 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:

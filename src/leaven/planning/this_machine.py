@@ -44,7 +44,7 @@ def this_machine() -> Accelerator:
     from psutil import virtual_memory  # slow to import
 
     cores = os.cpu_count() or 1
-    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 x 3 GHz, and two of cpu_count's share a core; bf16 runs as fp32 does
+    rate = 0.05 * cores  # TFLOP/s: 8 lanes x 2 FLOPs x 3 GHz for two logical cores; bf16 is as fast as fp32
     guess = tuple(
         NumberSource(group=group, text=f"a guess for {cores} cores", confidence="guess")
         for group in ("peak", "memory", "board")
@@ -73,7 +73,7 @@ def trainable_here(recipe: Recipe) -> bool:
     machine = this_machine()
     memory = gpus * _GPU_BYTES if gpus else machine.memory_gib * 2**30
     flops_per_second = gpus * _GPU_FLOPS if gpus else machine.peak_tflops * 1e12
-    seconds = _flops(recipe) / (_MFU * flops_per_second)
+    seconds = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * flops_per_second)
     return recipe.model.params * _BYTES_PER_PARAMETER < memory and seconds < _MAX_SECONDS
 
 
@@ -86,7 +86,7 @@ def cluster_for(recipe: Recipe) -> str:
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"
     for_memory = recipe.model.params * _BYTES_PER_PARAMETER / _GPU_BYTES
-    for_time = _flops(recipe) / (_MFU * _GPU_FLOPS * _MAX_SECONDS)
+    for_time = flops_per_token(recipe.model) * recipe.data.tokens / (_MFU * _GPU_FLOPS * _MAX_SECONDS)
     needed = math.ceil(math.log2(max(for_memory, for_time)))
     most = math.floor(math.log2(max(recipe.batch.tokens // recipe.model.seq_len, 1)))
     return f"{2 ** min(max(needed, 0), most)}x{_GPU}"
@@ -95,7 +95,3 @@ def cluster_for(recipe: Recipe) -> str:
 def gpus_here() -> int:
     """Return the number of NVIDIA GPUs of this machine, counted by device files so that torch is not imported."""
     return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) if os.path.isdir("/dev") else 0
-
-
-def _flops(recipe: Recipe) -> float:
-    return flops_per_token(recipe.model) * recipe.data.tokens

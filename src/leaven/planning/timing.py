@@ -13,17 +13,17 @@ Stragglers, congestion and a slow host are not modelled.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
 
 from leaven.planning.accelerators import Accelerator
 from leaven.planning.arrangement import Arrangement, scheduled
 from leaven.planning.blueprint import BlockTable, Blueprint, Model, blueprint
-from leaven.planning.collectives import all_reduce, all_to_all, hop, one_nic, ring
+from leaven.planning.collectives import all_reduce, all_to_all, hop, ring
 from leaven.planning.hardware import Cluster
 from leaven.planning.operators import Operator, Work, block_operators, matmul_seconds, stream_seconds
-from leaven.planning.stages import end_parameters, rank_blocks, rank_layers, stage_parameters
+from leaven.planning.stages import RankParameters, rank_parameters, stage_layers
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Layout, Recompute
 
@@ -55,7 +55,6 @@ class BlockTime:
     backward: float  # with recomputation
     all_reduce: float  # communication
     weight: float  # part of ``backward`` that computes the gradients of weights
-    operators: tuple[Operator, ...]  # of the first block, without recomputation
 
     @property
     def total(self) -> float:
@@ -86,17 +85,16 @@ def _block_time(
         share = count / table.n_layers
         operators = block_operators(block, work, accelerator, code)
         once = sum(operator.forward for operator in operators)
-        again = _again(operators, once, recompute, code)
+        again = _recomputed(operators, once, recompute, code)
         forward += share * once
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
         passes = 3 if recompute == "full" else 2  # with recomputation there are two forward passes
         exchanged += share * passes * _exchange(block, work, accelerator, code)
-    first = block_operators(table.blocks[0], work, accelerator, code)
-    return BlockTime(forward, backward, exchanged, weight, first)
+    return BlockTime(forward, backward, exchanged, weight)
 
 
-def _again(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
+def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompute, code: TrainingCode) -> float:
     """Return the seconds that recomputation adds to the backward pass of a block."""
     if recompute == "none":
         return 0.0
@@ -131,32 +129,6 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
         message = stream * sent / (work.tp if code.sequence_parallel else 1)
         seconds += 2 * all_to_all(message, work.ep, work.tp, node)
     return seconds
-
-
-@dataclass(frozen=True)
-class _Stage:
-    """The sizes of pipeline ranks that determine the time of a step."""
-
-    most: int  # blocks of the rank with the most
-    last: int  # blocks of the last rank
-    blocks: float  # parameters in blocks, without routed experts, on the rank with the most parameters
-    experts: float  # parameters of routed experts on that rank
-    ends: float  # parameters outside the blocks on that rank
-
-    @property
-    def parameters(self) -> float:
-        return self.blocks + self.experts + self.ends
-
-
-@cache
-def _stages(table: Blueprint, layout: Layout, code: TrainingCode) -> _Stage:
-    ranks, t, v = range(layout.pp), layout.tp, layout.stages_per_rank
-    counts = [rank_layers(table, layout, rank, code) for rank in ranks]
-    parameters, rank = max((stage_parameters(table, layout, rank, code), rank) for rank in ranks)
-    held = rank_blocks(table, layout.pp, v, rank, code.balance)
-    experts = sum(count * block.experts for block, count in held) / (t * layout.ep)
-    ends = end_parameters(table, t, first=rank == 0, last=rank == layout.pp - 1)
-    return _Stage(max(counts), counts[-1], parameters - experts - ends, experts, ends)
 
 
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
@@ -195,6 +167,15 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
     return how.micro_batch * table.seq_len // how.layout.cp
 
 
+@cache
+def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
+    """Return the most blocks of a pipeline rank, the blocks of the last rank, and the most parameters of a rank."""
+    layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
+    blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
+    parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
+    return max(blocks), blocks[-1], max(parameters, key=lambda held: held.total)
+
+
 def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> StepTime:
     """Return the time of one optimizer step.
 
@@ -206,69 +187,77 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
-    block, stage = block_time(table, how, cluster, code), _stages(table, layout, code)
+    block, (most, last, held) = block_time(table, how, cluster, code), _largest(table, layout, code)
     logits = logits_seconds(table, how, cluster, code)
-    # The slowest stage: the last with the logits, or one of more blocks in the middle.
-    ends = stage.last * block.total + logits >= stage.most * block.total
-    n, extra = (stage.last, logits) if ends else (stage.most, 0.0)
+    # The slowest stage is the last one with the logits, or a middle one with more blocks.
+    ends = last * block.total + logits >= most * block.total
+    n, extra = (last, logits) if ends else (most, 0.0)
     bandwidth = accelerator.memory_tb_s * 1e12
-    adding = adding_seconds(stage.parameters, accelerator, code)
+    adding = adding_seconds(held.total, accelerator, code)
     compute, exchanged = n * (block.forward + block.backward) + extra + adding, n * block.all_reduce
     transfer = 2 * layout.stages_per_rank * transfer_seconds(table, how, cluster, code)
     idle = compute + exchanged + transfer
     if layout.schedule == "zero-bubble":
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
-    share = stage.parameters
-    if layout.zero:  # the more ranks share an expert, the fewer copies exist (planning/memory.py)
+    share = held.total
+    if layout.zero:  # experts are sharded only over the ranks that hold the same experts
         sharers = layout.dp * layout.cp // layout.dp_replicate
-        share = (stage.blocks + stage.ends) / sharers + stage.experts / max(1, sharers // layout.ep)
+        share = (held.blocks + held.ends) / sharers + held.experts / max(1, sharers // layout.ep)
     return StepTime(
         compute=m * compute,
         tensor_parallel=m * exchanged,
         pipeline=m * transfer,
         bubble=(p - 1) * idle / layout.stages_per_rank,
         data_parallel=_data_parallel(
-            how, cluster, code, stage, forward=n * block.forward, backward=n * block.backward
+            how, cluster, code, held, most=most, forward=n * block.forward, backward=n * block.backward
         ),
         optimizer=2 * share * states / bandwidth,
     )
 
 
 def _data_parallel(
-    how: Arrangement, cluster: Cluster, code: TrainingCode, stage: _Stage, *, forward: float, backward: float
+    how: Arrangement,
+    cluster: Cluster,
+    code: TrainingCode,
+    held: RankParameters,
+    *,
+    most: int,
+    forward: float,
+    backward: float,
 ) -> float:
     """Return the seconds per step of data-parallel communication that no compute hides.
 
-    ``forward`` and ``backward`` are the times of the stage for one micro-batch.
+    ``held`` are the parameters of the rank with the most, and ``most`` is the number of its blocks. ``forward`` and
+    ``backward`` are the times of the slowest stage for one micro-batch.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
-    if not code.shared_nics:
-        cluster = one_nic(cluster)
+    if not code.shared_nics and cluster.nodes > 1:  # a ring has one adapter, as if a node had one GPU
+        cluster = replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
-    each, units = code.accumulation or code.grads, code.units * stage.most
-    # The ends are the root unit's, or else in the messages.
-    ends, blocks = (stage.ends, stage.blocks) if units else (0.0, stage.blocks + stage.ends)
-    messages = units or (stage.most if often else ceil(each * (blocks + stage.experts) / code.message))
+    each, units = code.accumulation or code.grads, code.units * most
+    # With units, parameters outside the blocks are exchanged as the root unit, otherwise in the messages.
+    ends, blocks = (held.ends, held.blocks) if units else (0.0, held.blocks + held.ends)
+    messages = units or (most if often else ceil(each * (blocks + held.experts) / code.message))
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
         """Return the seconds to exchange all blocks; an expert is exchanged only by the ranks that store it."""
-        of_experts = collective(of_each * stage.experts, expert_sharers, tp * ep, cluster, messages)
-        return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if stage.experts else 0.0)
+        of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, cluster, messages)
+        return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if held.experts else 0.0)
 
     if layout.zero == 0:
         root = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
         return root + max(0.0, over(all_reduce, each) - hidden)
     # Replicas exchange their shards once a step, unit by unit during the last backward pass.
     between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, cluster, units or 1)
-    if stage.experts:
+    if held.experts:
         copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers
-        between += all_reduce(each * stage.experts / expert_sharers, copies, stride, cluster, units or 1)
+        between += all_reduce(each * held.experts / expert_sharers, copies, stride, cluster, units or 1)
     scatter, root, after = over(ring, each), 0.0, 0.0
     if ends:
         root = ring(each * ends, sharers, tp, cluster)

@@ -1,6 +1,8 @@
 """Check, before a run starts, whether leaven can train a recipe in its layout on the given number of processes."""
 
+from contextlib import suppress
 from importlib.metadata import version
+from itertools import product
 
 from pydantic import ValidationError
 
@@ -8,7 +10,6 @@ from leaven.planning.arrangement import pipeline_refusal, shape_refusal
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.tested_ranges import Caution
 
 
 def require_trainable(recipe: Recipe, processes: int) -> None:
@@ -22,40 +23,19 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
             raise InputError(
                 f"[layout] {key}: leaven can plan and export it but not train with it; use --set layout.{key}=1"
             )
-    require_ranks(recipe, processes)
+    _require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
     smallest = min(tokens for _, tokens in recipe.batch.sizes)
-    for refusal in (
-        shape_refusal(recipe.model, recipe.layout),
-        pipeline_refusal(recipe.layout, recipe.model.seq_len, smallest, micro_batch),
-        _torch_refusal(recipe),
-    ):
-        if refusal is not None:
-            raise InputError(f"[layout] {refusal}")
-    if recipe.stability.noise_scale_every_tokens is not None:
-        refusal = _noise_refusal(recipe)
-        if refusal is not None:
-            raise InputError(f"[stability] noise_scale_every_tokens {refusal}")
-
-
-def require_ranks(recipe: Recipe, processes: int) -> None:
-    """Check that a layout has this number of ranks.
-
-    Raises:
-        InputError: if it has another number; the message names the nearest possible layouts.
-    """
-    layout = recipe.layout
-    if layout.ranks == processes:
-        return
-    there = "there is one process" if processes == 1 else f"there are {processes} processes"
-    message = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
-    if processes == 1:
-        raise InputError(
-            f"{message}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
-            "device with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
-        )
-    near = [f"dp={dp} tp={tp} pp={pp}" for dp, tp, pp in nearest(recipe, processes)]
-    raise InputError(f"{message}; {' or '.join(near) or f'no layout of {processes} with this schedule'} would do")
+    refusal = (
+        shape_refusal(recipe.model, recipe.layout)
+        or pipeline_refusal(recipe.layout, recipe.model.seq_len, smallest, micro_batch)
+        or _torch_refusal(recipe)
+    )
+    if refusal:
+        raise InputError(f"[layout] {refusal}")
+    refusal = _noise_refusal(recipe)
+    if refusal:
+        raise InputError(f"[stability] noise_scale_every_tokens {refusal}")
 
 
 def resized(recipe: Recipe, processes: int) -> Recipe:
@@ -68,31 +48,29 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
     return recipe.replace({"layout.dp": dp, "layout.dp_replicate": replicate})
 
 
-def nearest(recipe: Recipe, processes: int) -> list[tuple[int, int, int]]:
-    """Return up to two possible (dp, tp, pp) with this number of ranks; the first is nearest to the recipe's."""
+def _require_ranks(recipe: Recipe, processes: int) -> None:
+    """Raise InputError if the layout has another number of ranks; the message names up to two nearest layouts."""
     layout = recipe.layout
-
-    def possible(degrees: dict[str, int]) -> bool:
-        try:
-            other = Layout.model_validate(layout.model_dump() | degrees)
-        except ValidationError:
-            return False
-        return shape_refusal(recipe.model, other) is None
-
-    degrees = [
-        (processes // tp // pp, tp, pp)
-        for tp in range(1, processes + 1)
-        if processes % tp == 0
-        for pp in range(1, processes // tp + 1)
-        if processes // tp % pp == 0 and possible({"dp": processes // tp // pp, "tp": tp, "pp": pp})
-    ]
-
-    def distance(degree: tuple[int, int, int]) -> tuple[int, float]:
-        dp, tp, pp = degree
-        changed = (tp != layout.tp) + (pp != layout.pp)
-        return changed, max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp) + dp / processes
-
-    return sorted(degrees, key=distance)[:2]
+    if layout.ranks == processes:
+        return
+    there = "there is one process" if processes == 1 else f"there are {processes} processes"
+    message = f"[layout] dp {layout.dp} x tp {layout.tp} x pp {layout.pp} is {layout.ranks} ranks, and {there}"
+    if processes == 1:
+        raise InputError(
+            f"{message}; start it with torchrun --nproc-per-node {layout.ranks} -m leaven train ..., or on one "
+            "device with --set layout.dp=1 --set layout.tp=1 --set layout.pp=1 --set layout.zero=0"
+        )
+    found, degrees = [], [degree for degree in range(1, processes + 1) if processes % degree == 0]
+    for tp, pp in product(degrees, degrees):
+        dp, rest = divmod(processes, tp * pp)
+        with suppress(ValidationError):
+            other = layout.model_dump() | {"dp": dp, "tp": tp, "pp": pp}
+            if not rest and shape_refusal(recipe.model, Layout.model_validate(other)) is None:
+                changed = (tp != layout.tp) + (pp != layout.pp)
+                ratio = max(tp / layout.tp, layout.tp / tp) * max(pp / layout.pp, layout.pp / pp)
+                found.append((changed, ratio + dp / processes, f"dp={dp} tp={tp} pp={pp}"))
+    near = [layout for *_, layout in sorted(found, key=lambda one: one[:2])[:2]]
+    raise InputError(f"{message}; {' or '.join(near) or f'no layout of {processes} with this schedule'} would do")
 
 
 def _noise_refusal(recipe: Recipe) -> str | None:
@@ -101,6 +79,8 @@ def _noise_refusal(recipe: Recipe) -> str | None:
     The measurement needs the gradient of a part of the batch, summed over all processes, before the gradient of the
     whole batch is complete.
     """
+    if recipe.stability.noise_scale_every_tokens is None:
+        return None
     layout = recipe.layout
     off = "remove this setting to train without measuring it"
     if layout.pp > 1:
@@ -134,15 +114,14 @@ def _torch_refusal(recipe: Recipe) -> str | None:
     return f'schedule = "zero-bubble" computes wrong gradients in torch {there}; install torch 2.13, or use "1f1b"'
 
 
-def layout_cautions(recipe: Recipe) -> list[Caution]:
+def layout_cautions(recipe: Recipe) -> list[str]:
     """Return warnings about a layout that is allowed but probably a mistake."""
-    layout = recipe.layout
-    found = []
+    layout, found = recipe.layout, []
     if layout.zero and layout.dp == 1:
-        message = f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing"
-        found.append(Caution("zero", layout.zero, 0, message))
+        found.append(f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing")
     smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
     if smallest < layout.dp:
-        message = f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
-        found.append(Caution("dp", layout.dp, smallest, message))
+        found.append(
+            f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
+        )
     return found

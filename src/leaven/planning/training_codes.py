@@ -3,7 +3,7 @@ besides shape and layout. Their values are in training_codes.toml."""
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -53,9 +53,7 @@ class TrainingCode:
     residual: int = 2  # bytes of an element of the residual stream
     flash_attention: bool = True  # the scores of attention are never written
     sequence_parallel: bool = False  # between products a tensor rank holds only part of the sequence
-    gathered_inputs: bool = (
-        False  # with sequence_parallel: a rank still saves full inputs of column-parallel products
-    )
+    gathered_inputs: bool = False  # with sequence_parallel: full inputs of column-parallel products are still saved
     selective: Selective = "core"  # what is recomputed: the core of attention, or all but every second product
     # Loss.
     logit: int = 14  # peak bytes per logit
@@ -100,20 +98,18 @@ class TrainingCode:
         )
 
 
-def read_training_codes(path: Path) -> dict[str, TrainingCode]:
-    """Read the training codes in a TOML file, and return them by name. Every group of values in the file must name
-    its source."""
+def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
+    """Yield the names and values of the training codes in a file. Every group of values must name its source."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        flat = dict(values.get(groups.pop("like", ""), {}))
+        values[name] = dict(values.get(groups.pop("like", ""), {}))
         for group, entries in groups.items():
             assert entries.pop("source", ""), f"{path}: [{name}] {group} has no source"
-            flat |= entries
-        values[name] = flat
-    return {name: adapter.validate_python(flat) for name, flat in values.items()}
+            values[name] |= entries
+        yield name, adapter.validate_python(values[name])
 
 
-TRAINING_CODES: Mapping[str, TrainingCode] = read_training_codes(Path(__file__).with_suffix(".toml"))
+TRAINING_CODES: Mapping[str, TrainingCode] = dict(_read(Path(__file__).with_suffix(".toml")))
 LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven-fp32"]
 
 
@@ -148,6 +144,7 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[Sta
     weights") are 20 bytes each, which requires a master copy of weights that are already in fp32.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
+    of_matrices = (code.optimizer_of_matrices or 0) - code.master
     master = "an fp32 copy that updates are added to, because in 16 bits small updates would be rounded off"
     adam = f"Adam's means of the gradient and of its square, {moments / 2:g} bytes each"
     found = (
@@ -155,12 +152,7 @@ def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[Sta
         ("gradients", params, code.grads, "one for every weight, until the update"),
         ("accumulation", params, code.accumulation, "the sum of gradients over micro-batches, stored separately"),
         ("master weights", params, code.master, master),
-        (
-            "momentum of matrices",
-            lean,
-            (code.optimizer_of_matrices or 0) - code.master,
-            "Muon's mean of the gradient",
-        ),
+        ("momentum of matrices", lean, of_matrices, "Muon's mean of the gradient"),
         ("moments", params - lean, moments, adam),
     )
     return [
