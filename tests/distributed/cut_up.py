@@ -22,7 +22,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.rewinds import Rewind
+from leaven.training.run_folder import Rewind
 
 
 def rows(step: int, rank: int, size: int) -> Checkpoint:

@@ -27,7 +27,7 @@ from leaven.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from leaven.training.rewinds import Rewind
+from leaven.training.run_folder import Rewind
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 

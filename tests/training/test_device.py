@@ -22,8 +22,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training import device as devices
-from leaven.training import noise, optimizer
+from leaven.training import optimizer
 from leaven.training.device import (
+    DTYPES,
     best_matmul,
     default_device,
     device_peak,
@@ -36,7 +37,6 @@ from leaven.training.device import (
     utilisation,
 )
 from leaven.training.engine import Training
-from leaven.training.precision import DTYPES
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -123,7 +123,7 @@ def test_a_run_on_mps_makes_no_float64_tensor(
         }
     )
     tokens = prepare(recipe.data, recipe.model.vocab_size)
-    for module in (kernels, optimizer, noise):
+    for module in (kernels, optimizer):
         monkeypatch.setattr(module, "wide", lambda device: torch.float32)
     mode, positions_of = NoFloat64(), transformer.Positions.__init__
 
@@ -239,7 +239,7 @@ def test_step_time_on_a_cpu_excludes_validation_and_checkpoints(
         monkeypatch.setattr(Training, name, slow)
 
     monkeypatch.setattr("leaven.training.step_metrics.time", SimpleNamespace(perf_counter=clock))
-    during("_counted", 10.0)  # each step asks once, and each validation
+    during("_batch", 10.0)  # each step asks once, and each validation
     during("checkpoint", 1_000.0)
     every = {"evaluation.every_tokens": 512, "stability.checkpoint_every_tokens": 768, "batch.micro_batch": 8}
     recipe = tiny.replace(every | {"data.tokens": 2_048})

@@ -25,7 +25,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
-from leaven.training import precision
+from leaven.training import optimizer
 from leaven.training.checkpoint import read_checkpoint
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
@@ -98,14 +98,14 @@ def test_a_run_stopped_twice_has_the_same_bits(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first stop is in the batch ramp, after the loss scale has halved."""
-    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**30)
+    monkeypatch.setattr(optimizer, "FIRST_SCALE", 2.0**30)
     recipe, parts = tiny.replace(STATEFUL), RunFolder(tmp_path / "parts")
     whole = train(recipe, tokens, tmp_path / "whole")
     for last in (5, 15):
         stopped = train(recipe, tokens, parts.path, stop=lambda last=last: len(parts.metrics()) >= last)
         assert not stopped.finished
         assert stopped.loss is None
-        assert parts.metrics()[-1]["loss_scale"] < precision.FIRST_SCALE
+        assert parts.metrics()[-1]["loss_scale"] < optimizer.FIRST_SCALE
     resumed = train(recipe, tokens, parts.path)
     exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale", "noise_scale", "batch_tokens")
     lines = [

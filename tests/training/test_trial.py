@@ -18,6 +18,7 @@ from leaven.training.checkpoint import checkpoints
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.outcome import Baseline, Outcome
+from leaven.training.step_metrics import Step
 from leaven.training.trial import cooldown_start, train_trial
 
 STEP = 256  # tokens
@@ -201,13 +202,13 @@ def test_a_branch_shorter_than_a_quarter_of_the_longest_diverges_by_its_mean(
 ) -> None:
     recipe, durations = tiny.replace(WSD), (6 * STEP, 32 * STEP)
     whole = train_trial(recipe, durations=durations)
-    read = Training._read
+    issue = Training.issue
 
-    def lost(training: Training, pending: Any) -> Any:
-        found = read(training, pending)
-        return replace(found, loss=1e3) if training.recipe.data.tokens == durations[0] else found
+    def lost(training: Training) -> Callable[[], Step]:
+        read, hurt = issue(training), training.recipe.data.tokens == durations[0]
+        return lambda: replace(read(), loss=1e3) if hurt else read()
 
-    monkeypatch.setattr(Training, "_read", lost)
+    monkeypatch.setattr(Training, "issue", lost)
     hurt = train_trial(recipe, durations=durations)
     assert [tokens for tokens, _ in whole.branches] == [*durations]
     assert hurt.branches == whole.branches[1:]

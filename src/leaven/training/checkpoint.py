@@ -32,7 +32,7 @@ from leaven.recipe.errors import InputError
 from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
-from leaven.training.rewinds import Rewind, undone
+from leaven.training.run_folder import Rewind, undone
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
@@ -305,7 +305,7 @@ def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -
     return found
 
 
-class Checkpoints(Callback["Step"]):
+class Checkpoints(Callback):
     """Saves a checkpoint at a fixed interval in tokens, while training continues."""
 
     def __init__(self, trainer: "RunTrainer") -> None:

@@ -30,10 +30,10 @@ from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
 from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.recipe import Recipe
-from leaven.training.precision import DTYPES
 
 T = TypeVar("T")
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first

@@ -4,11 +4,13 @@ verification checks use the same loop."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from leaven.training.engine import Training
 
 
 @dataclass(frozen=True)
@@ -30,37 +32,16 @@ class Diverged(RuntimeError):
     """Raised when the loss is not finite, or has risen and does not fall again."""
 
 
-S_co = TypeVar("S_co", bound=StepResult, covariant=True)
-S = TypeVar("S", bound=StepResult)
-S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
-
-
-class Trainable(Protocol[S_co]):
-    """What the loop can train: :class:`leaven.training.engine.Training`, or any other class with these members."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens trained so far."""
-        ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    def issue(self) -> Callable[[], S_co]:
-        """Start one optimizer step without waiting for it. Return a function that waits for the step and returns its
-        result."""
-        ...
-
-
-class Callback(Generic[S_contra]):
+class Callback:
     """A base class with the methods that the loop calls; by default they do nothing. The loop calls its callbacks in
     the order of its list. A callback may raise an exception to end the run."""
 
     def before_step(self) -> None:
         """React before each step. The result of the previous step may not have been read yet."""
 
-    def after_step(self, step: S_contra) -> None:
-        """React to the result of a step, once it has been read."""
+    def after_step(self, step: Any) -> None:
+        """React to the result of a step, once it has been read. ``step`` is a :class:`StepResult`, or the
+        :class:`leaven.training.step_metrics.Step` of a recipe's training."""
 
     def is_due(self, before: int, after: int) -> bool:
         """Return whether to call :meth:`on_due` after a step that advances the run from ``before`` to ``after``
@@ -82,16 +63,18 @@ class Callback(Generic[S_contra]):
         """Release resources at the end of the run, also after an error."""
 
 
-class Loop(Generic[S]):
+class Loop:
     """Trains until the end of the run, and calls the callbacks.
 
     With ``lookahead``, the result of a step is read after the next step has been started, so that the device never
     waits.
     """
 
-    def __init__(self, training: Trainable[S], callbacks: Sequence[Callback[S]], *, lookahead: bool = False) -> None:
+    def __init__(
+        self, training: "Training | PlainTraining", callbacks: Sequence[Callback], *, lookahead: bool = False
+    ) -> None:
         self._training, self._callbacks, self._lookahead = training, callbacks, lookahead
-        self._pending: Callable[[], S] | None = None
+        self._pending: Callable[[], StepResult] | None = None
         self._discarded = False
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
@@ -124,7 +107,7 @@ class Loop(Generic[S]):
         done, self._pending = self._pending, None
         return self._hand_over(done)
 
-    def _hand_over(self, done: Callable[[], S] | None) -> bool:
+    def _hand_over(self, done: Callable[[], StepResult] | None) -> bool:
         """Wait for a step and pass its result to the callbacks. Return False if a callback has moved the run to
         another state, which drops the pending step."""
         self._discarded = False

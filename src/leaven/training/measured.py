@@ -22,6 +22,7 @@ from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
 from leaven.training.device import (
+    DTYPES,
     accelerator_of,
     best_matmul,
     default_device,
@@ -34,7 +35,6 @@ from leaven.training.device import (
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
-from leaven.training.precision import DTYPES
 from leaven.training.run_profile import record_of
 
 WARM_UP, STEPS = 2, 3

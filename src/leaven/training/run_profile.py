@@ -35,7 +35,7 @@ ENOUGH = 10
 """A measurement is added to the calibration history if it covers at least this many steps."""
 
 
-class RunProfile(Callback[Step]):
+class RunProfile(Callback):
     """Measures step time and memory from one start of a run to its stop. Each batch size has a row in ``plan.json``.
 
     A new row replaces the row of an earlier start if the new one covers at least as many steps.

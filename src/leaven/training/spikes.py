@@ -25,7 +25,7 @@ from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
 from leaven.training.checkpoint import checkpoints_to_keep, first_in_each_interval
 from leaven.training.loop import Callback
-from leaven.training.rewinds import Rewind, position
+from leaven.training.run_folder import Rewind, position
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
@@ -257,7 +257,7 @@ def oldest_checkpoint(
     return kept(there, anomaly.step, batches.tokens_at_step(anomaly.onset - 1))[0]
 
 
-class SpikeGuard(Callback["Step"]):
+class SpikeGuard(Callback):
     """Skips outlier steps, rolls back to a checkpoint, or stops the run, depending on ``on_spike``."""
 
     def __init__(self, trainer: "RunTrainer") -> None:

@@ -17,7 +17,7 @@ What ``leaven train`` does from start to end:
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,27 +27,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
+from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.callbacks import StepLog, Validation
 from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, checkpoints, read_checkpoint, tokens_of
 from leaven.training.device import (
     default_device,
     device_peak,
     held_memory,
     mfu_convention,
+    peak_memory,
     reset_peak_memory,
+    time_fixed_work,
     utilisation,
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
-from leaven.training.rewinds import Rewind
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import ManualRewind, Rewind, RunFolder
 from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_metrics import Step
+from leaven.training.step_metrics import Step, StepLog
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -77,7 +77,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and the result is not
             ``finished``.
-        log_to: writers of curves (:data:`leaven.training.curves.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
         back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -149,7 +149,7 @@ class RunTrainer:
         self.checkpoints = Checkpoints(self)
         self.spikes = SpikeGuard(self)
         # The guard is last: everything about a step is written before the run rolls back.
-        self.callbacks: list[Callback[Step]] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
+        self.callbacks: list[Callback] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self) -> None:
@@ -270,6 +270,54 @@ class RunTrainer:
         self.training.follow(self.rewinds)
         for callback in self.callbacks:
             callback.restore(found.state if found is not None else {})
+
+
+class Validation(Callback):
+    """Computes the validation loss at a fixed interval in tokens. If the run has several processes, it then compares
+    their speed and memory, to find a slow process."""
+
+    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
+        self.trainer, self.training = trainer, trainer.training
+        recipe = self.training.recipe
+        self._every = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
+        self._bits_per_byte_factor = bits_per_byte_factor
+        self.owed = False  # whether a stop interrupted a validation
+
+    def is_due(self, before: int, after: int) -> bool:
+        return after // self._every > before // self._every
+
+    def on_due(self) -> None:
+        self.evaluate()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Compute and log the validation loss. Return it in nats per token and in bits per byte."""
+        trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
+        trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
+        self.owed = True
+        loss = training.evaluate()
+        self.owed = False
+        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        trainer.event("validation", **values)
+        if trainer.group.size > 1:
+            self._compare_processes()
+        trainer.log.validation(values)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return {"owes_validation": True} if self.owed and not self.training.finished else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.owed = state.get("owes_validation", False)
+
+    def _compare_processes(self) -> None:
+        """Log which process is slowest at a fixed computation, and which process uses the most memory."""
+        device = self.training.device
+        measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
+        seconds, memory = zip(*measured, strict=True)
+        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
+        ratio = max(seconds) / median(seconds)
+        self.trainer.profile.fullest(max(memory))
+        self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
 @contextmanager

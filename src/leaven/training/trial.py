@@ -31,7 +31,6 @@ from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, c
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
-from leaven.training.step_metrics import Step
 
 
 def train_trial(
@@ -59,7 +58,7 @@ def train_trial(
     at_once = trunk.stability.on_spike != "off"
     monitor = DivergenceMonitor(trunk.model.vocab_size, trunk.data.tokens, at_once)
     cooldowns = Cooldowns(training, monitor, branches)
-    callbacks: list[Callback[Step]] = [cooldowns, monitor]
+    callbacks: list[Callback] = [cooldowns, monitor]
     if baseline is not None and comparable(baseline, trunk.data.tokens):
         callbacks.append(Pruning(monitor, baseline, trunk.schedule.warmup_tokens))
     if checkpoint is not None:
@@ -132,7 +131,7 @@ def cooldown_start(recipe: Recipe) -> float:
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
-class Cooldowns(Callback[Step]):
+class Cooldowns(Callback):
     """Trains the cooldowns of the shorter durations. When the trunk reaches the start of a cooldown, that cooldown is
     trained from a copy of the state."""
 
@@ -170,13 +169,11 @@ class Cooldowns(Callback[Step]):
         self._branches = self._branches[len(self._branches) - state["left"] :]
 
 
-class TrialCheckpoint(Callback[StepResult]):
+class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
     a checkpoint."""
 
-    def __init__(
-        self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback[Step]]
-    ) -> None:
+    def __init__(self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback]) -> None:
         self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks
         self._last = time.monotonic()
 

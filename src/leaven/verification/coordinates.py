@@ -191,7 +191,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return row(slope=slopes[worst], limit=limits[worst], passed=False, note=note, beyond=beyond[worst])
 
 
-class _FirstOutputs(Callback[StepResult]):
+class _FirstOutputs(Callback):
     """A callback that keeps the outputs of the first forward pass."""
 
     def __init__(self, recorder: ActivationRecorder) -> None:

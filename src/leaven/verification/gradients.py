@@ -172,7 +172,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return row(slope=value, limit=limit, passed=False, note=_note(axis.name, value, what), beyond=beyond)
 
 
-class _GradientRecorder(Callback[StepResult]):
+class _GradientRecorder(Callback):
     """A callback that keeps the RMS of each gradient in the first step, and in each step of the last quarter of
     ``steps``."""
 
