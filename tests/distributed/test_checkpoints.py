@@ -153,7 +153,7 @@ def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shifted(1, 1), "w: a part of it is saved by no process"),
+        (shifted(1, 1), "w: a part of it is saved twice"),
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
         (overlapping, "w: a part of it is saved twice"),
         (twice, "step.w: a part of it is saved twice"),
