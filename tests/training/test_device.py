@@ -29,8 +29,8 @@ from leaven.training.device import (
     default_device,
     device_peak,
     free_memory,
+    known_peak,
     mfu_convention,
-    peak_flops,
     peak_memory,
     require_device,
     reset_peak_memory,
@@ -148,8 +148,10 @@ def test_a_run_on_mps_makes_no_float64_tensor(
         ("cpu", "bf16", None),
     ],
 )
-def test_peaks_by_device_name(device: str, compute: str, peak: float | None) -> None:
-    assert peak_flops(device, compute) == peak
+def test_peaks_by_device_name(device: str, compute: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device_name", lambda _: device)
+    found = known_peak(CPU, compute)
+    assert (found and found.flops) == peak
 
 
 def test_an_unknown_device_is_measured_once() -> None:

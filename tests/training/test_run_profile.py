@@ -129,6 +129,6 @@ def test_the_median_excludes_the_first_steps(tiny: Recipe, tokens: TokenSet, tmp
     row = next(row for row in rows(run.path) if row["batch_tokens"] == 256)
     assert (row["measured"]["step_seconds"], row["steps"]) == (0.5, 6)
     assert row["measured"]["memory_gib"] == pytest.approx(3.0 - 1.0)
-    measured.fullest(4.5)  # of another process
+    measured.highest_memory = 4.5  # of another process
     measured.write()
     assert rows(run.path)[0]["measured"]["memory_gib"] == pytest.approx(4.5 - 1.0)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
 from statistics import median
 
@@ -82,35 +83,34 @@ def measure(
     flops = best_matmul(device, DTYPES[recipe.precision.compute], torch.get_num_threads())
     recipe, how = _short(recipe, device, flops)
     full = recipe.model.n_layers
-    deepest = full
+    shortest, deepest = min(2, full), full
     while deepest and not _fits(recipe.replace({"model.n_layers": deepest}), how, device, flops):
         deepest -= 1
+
+    def at_depths(depths: tuple[int, ...]) -> list[StepCost]:
+        """Return the costs at each depth, or fewer if memory runs out."""
+        done, total = count(1), len(depths) * (WARM_UP + STEPS)
+        shallow = [recipe.replace({"model.n_layers": depth}) for depth in depths]
+        found = [
+            _measure_steps(each, device, memory_before, stop, lambda: on_step(next(done), total)) for each in shallow
+        ]
+        return [cost for cost in found if cost is not None]
+
+    depths: tuple[int, ...] = (full,)
+    costs: list[StepCost] = []
     try:
-        while deepest >= min(2, full):
+        while len(costs) < len(depths):
+            if deepest < shortest:
+                raise InputError(
+                    f"not even {shortest} layers of this model fit on {device_name(device)}, which has "
+                    f"{free_memory(device) / GIB:.3g} GiB free; use a smaller model or a shorter [model] seq_len"
+                )
             depths = (full,) if deepest == full else (deepest // 2, deepest)
-            costs: list[StepCost] = []
-            for number, depth in enumerate(depths):
-                before, total = number * (WARM_UP + STEPS), len(depths) * (WARM_UP + STEPS)
-
-                def report(done: int, before: int = before, total: int = total) -> None:
-                    on_step(before + done, total)
-
-                shallow = recipe.replace({"model.n_layers": depth})
-                cost = _measure_steps(shallow, device, memory_before, stop, report)
-                if cost is None:  # out of memory
-                    break
-                costs.append(cost)
-            if len(costs) == len(depths):
-                break
+            costs = at_depths(depths)
             deepest //= 2
-        else:
-            raise InputError(
-                f"not even {min(2, full)} layers of this model fit on {device_name(device)}, which has "
-                f"{free_memory(device) / GIB:.3g} GiB free; use a smaller model or a shorter [model] seq_len"
-            )
     except StopRequested:
         return None
-    took = costs[0] if deepest == full else _extrapolated(depths, costs, full)
+    took = costs[0] if depths == (full,) else _extrapolated(depths, costs, full)
     record = record_of(recipe, device, recipe.batch.tokens, how).model_copy(
         update={"by": "measurement", "measured": took, "steps": STEPS}
     )
@@ -173,7 +173,7 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 
 
 def _measure_steps(
-    recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[int], None]
+    recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
     """Measure the cost of a step on random tokens. Return None if it runs out of memory.
 
@@ -185,10 +185,10 @@ def _measure_steps(
         training = Training(recipe, _random_tokens(recipe))
         training.stop = stop
         seconds = []
-        for done in range(WARM_UP + STEPS):
+        for _ in range(WARM_UP + STEPS):
             training.progress = Progress()
             seconds.append(training.issue()().seconds)
-            on_step(done + 1)
+            on_step()
         return seconds
 
     reset_peak_memory(device)
@@ -204,12 +204,12 @@ def _measure_steps(
 def _random_tokens(recipe: Recipe) -> TokenSet:
     """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
-    count = recipe.batch.tokens + 1
-    ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=count, dtype=np.uint32)])
+    length = recipe.batch.tokens + 1
+    ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])
     return TokenSet(
         names=("random",),
         proportions=(Fraction(1),),
-        sources=(Shards(ids, ids, count, count, "random", ()),),
+        sources=(Shards(ids, ids, length, length, "random", ()),),
         vocab_size=model.vocab_size,
         end_of_text=0,
         fingerprint="random",

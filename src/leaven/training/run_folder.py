@@ -175,9 +175,9 @@ class RunFolder:
                 write_recipe(recipe, self.recipe_file)
             yield self
 
-    def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
-        """Write and return the recipe after its layout or micro-batch has changed at ``tokens`` trained tokens."""
-        why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
+    def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
+        """Write and return the run's recipe after changes. ``since`` says since when, for the reasons in ``why``."""
+        why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
             write_recipe(recipe, self.recipe_file)
@@ -322,14 +322,11 @@ class ManualRewind:
             rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
             lines = run.metrics()
             at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
-            listed_changes = [{"path": path, "before": before, "after": after} for path, before, after in changes]
-            changed = {"recipe": recipe.model_dump(mode="json", exclude_none=True)} if changes else {}
-            run.event("rewind", **at, **asdict(rewind), asked=asdict(self), changes=listed_changes, **changed)
+            changed = logged(changes, recipe) if changes else {"changes": []}
+            run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
             run.require_written()
             if changes:
-                reason = f"since {to_tokens:,} tokens, by --rewind-to; before: "
-                why = {path: f"{reason}{before}" for path, before, _ in changes}
-                write_recipe(recipe.replace({"why": recipe.why | why}), run.recipe_file)
+                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
 
     def _target(self, run: RunFolder) -> int:
         from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of  # imports torch
@@ -350,6 +347,12 @@ def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
     Differences in layout and micro-batch do not count."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
+
+
+def logged(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
+    """Return the values of an event after which the run has another recipe."""
+    listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
+    return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 
 
 def changeable(path: str) -> bool:

@@ -47,7 +47,7 @@ class RunProfile(Callback):
         self._seen: Counter[int] = Counter()
         self._seconds: dict[int, deque[float]] = {}
         self._memory: dict[int, float] = {}
-        self._highest_memory = 0.0  # GiB, of any process
+        self.highest_memory = 0.0  # GiB, of the process that uses the most
         self._batch_tokens = 0
         self._before = _rows(run) if run.writes else []
 
@@ -58,26 +58,12 @@ class RunProfile(Callback):
             self._seconds.setdefault(size, deque(maxlen=KEPT)).append(step.seconds)
             self._memory[size] = step.memory_gib
 
-    def fullest(self, memory_gib: float) -> None:
-        """Record the memory, in GiB, of the process that uses the most."""
-        self._highest_memory = memory_gib
-
-    def write(self) -> None:
-        """Write the rows so far. If the disk is full, the run continues and the rows are not written."""
-        if self._run.writes:
-            self._write(self._records())
-
-    def close(self) -> None:
-        """Write the rows, and add the row of the last batch size to the calibration history."""
+    def write(self) -> list[CalibrationRecord]:
+        """Write the rows so far, and return those of this start. If the disk is full, the run continues and the rows
+        are not written."""
         if not self._run.writes:
-            return
-        self._write(records := self._records())
-        for record in records:
-            if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
-                remember(record)
-
-    def _write(self, records: list[CalibrationRecord]) -> None:
-        rows = {_key(record): record for record in self._before}
+            return []
+        records, rows = self._records(), {_key(record): record for record in self._before}
         for record in records:
             older = rows.get(_key(record))
             if older is None or record.steps >= older.steps:
@@ -85,6 +71,13 @@ class RunProfile(Callback):
         document = {"rows": [_row(record) for record in rows.values()]}
         with suppress(InputError):
             write_text(self._run.plan_file, json.dumps(document, indent=1))
+        return records
+
+    def close(self) -> None:
+        """Write the rows, and add the row of the last batch size to the calibration history."""
+        for record in self.write():
+            if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
+                remember(record)
 
     def _records(self) -> list[CalibrationRecord]:
         """Return the records of all batch sizes so far, and of the next batch size."""
@@ -94,7 +87,7 @@ class RunProfile(Callback):
 
     def _record(self, batch_tokens: int) -> CalibrationRecord:
         training, seconds = self._training, self._seconds.get(batch_tokens)
-        held = max(self._memory.get(batch_tokens, 0.0), self._highest_memory) - self._memory_before / GIB
+        held = max(self._memory.get(batch_tokens, 0.0), self.highest_memory) - self._memory_before / GIB
         measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
         size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
         how = Arrangement(training.recipe.layout, size, forwards)

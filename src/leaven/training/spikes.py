@@ -144,7 +144,11 @@ class SpikeDetector:
             found = {"value": value, "median": middle, "deviations": deviations, "sum": self.watches[name].total}
             numbers[name] = {key: float(f"{number:.6g}") for key, number in found.items()}
         if self.skipping:
-            self._look_ahead(step.step)
+            loss, grad_norm = self.watches["loss"], self.watches["grad_norm"]
+            if loss.ready and grad_norm.ready:
+                tops = [middle + OUTSTANDING * spread for middle, spread in (loss.usual(), grad_norm.usual())]
+                limits = Limits(tops[0], math.exp(tops[1]))
+                self._limits = [*self._limits[-2:], (step.step + 2, limits)]
             return None
         certain = [name for name in numbers if self.watches[name].total >= LIMIT]
         if not certain:
@@ -152,8 +156,8 @@ class SpikeDetector:
         onset = self.since
         assert onset is not None
         moves = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
-        loss = numbers["loss"]
-        why = f"{moves}, loss {loss['median']:.2f} -> {loss['value']:.2f} within {step.step - onset + 1} steps"
+        was = numbers["loss"]
+        why = f"{moves}, loss {was['median']:.2f} -> {was['value']:.2f} within {step.step - onset + 1} steps"
         return Anomaly(onset, step.step, why, numbers)
 
     def _leave_out(self, step: "Step") -> Anomaly | None:
@@ -171,12 +175,6 @@ class SpikeDetector:
         """Return the limits for a step. Limits are set two steps in advance, so that they are the same whether or not
         the loop reads results one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
-
-    def _look_ahead(self, step: int) -> None:
-        loss, grad_norm = self.watches["loss"], self.watches["grad_norm"]
-        if loss.ready and grad_norm.ready:
-            tops = [middle + OUTSTANDING * spread for middle, spread in (loss.usual(), grad_norm.usual())]
-            self._limits = [*self._limits[-2:], (step + 2, Limits(tops[0], math.exp(tops[1])))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""

@@ -8,10 +8,12 @@ What ``leaven train`` does from start to end:
    parameter table says which lr, init and decay each parameter gets (``scaling/table.py``, from the rule in
    ``scaling/rules.py``); initial values are drawn from it and the seed.
 3. If the folder has a checkpoint, the run continues from the newest whole one (``checkpoint.py``).
-4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``). The loop (``loop.py``) reads the
-   result of a step only after it has started the next one, so that the device never waits.
-5. Callbacks act around the steps: step log and validation (``callbacks.py``), spike guard (``spikes.py``) and
-   checkpoints (``checkpoint.py``). A rewind (``rewinds.py``) loads an earlier checkpoint and goes on from there.
+4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
+   ``optimizer.py``). The loop (``loop.py``) reads the result of a step only after it has started the next one, so
+   that the device never waits.
+5. Callbacks act around the steps: the step log (``step_metrics.py``), validation (here), the spike guard
+   (``spikes.py``) and checkpoints (``checkpoint.py``). A rewind loads an earlier checkpoint and goes on from there;
+   what follows from it is in ``run_folder.py``.
 6. :class:`RunTrainer` returns the result as a ``TrainDocument``.
 """
 
@@ -44,7 +46,7 @@ from leaven.training.device import (
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
-from leaven.training.run_folder import ManualRewind, Rewind, RunFolder
+from leaven.training.run_folder import ManualRewind, Rewind, RunFolder, logged
 from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
 from leaven.training.step_metrics import Step, StepLog
@@ -90,21 +92,20 @@ def train(
     finish = run.finish() if back is None else None
     if finish is not None:
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
-    timed = recipe.batch.micro_batch == "auto"
-    if timed:
+    if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
-    if timed and group is not SINGLE_PROCESS:  # several devices would have to run out of memory together
-        recipe, timed = by_rule_of_thumb(recipe), False
-    memory_before = held_memory(default_device())
+        if group is not SINGLE_PROCESS:  # timing would have to run out of memory on several devices together
+            recipe = by_rule_of_thumb(recipe)
+    memory_before, choice = held_memory(default_device()), None
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     training = Training(recipe, tokens, group=group)
     training.stop = stop
-    try:
-        choice = choose_micro_batch(training) if timed else None
-        if choice is not None:
-            training.set_micro_batch(choice.micro_batch, choice.why)
-    except StopRequested:
-        return _summary(run, training.progress, None, "before its first step")
+    if recipe.batch.micro_batch == "auto":
+        try:
+            choice = choose_micro_batch(training)
+        except StopRequested:
+            return _summary(run, training.progress, None, "before its first step")
+        training.set_micro_batch(choice.micro_batch, choice.why)
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
@@ -201,9 +202,8 @@ class RunTrainer:
     def rearrange(self, changes: list[Difference]) -> None:
         """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
         training = self.training
-        training.recipe = self.run.rearrange(training.recipe, changes, training.tokens)
-        listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
-        self.event("layout", changes=listed, recipe=training.recipe.model_dump(mode="json", exclude_none=True))
+        training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
+        self.event("layout", **logged(changes, training.recipe))
 
     def close(self) -> None:
         """Close the callbacks."""
@@ -316,7 +316,7 @@ class Validation(Callback):
         seconds, memory = zip(*measured, strict=True)
         slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
         ratio = max(seconds) / median(seconds)
-        self.trainer.profile.fullest(max(memory))
+        self.trainer.profile.highest_memory = max(memory)
         self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
