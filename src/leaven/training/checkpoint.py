@@ -300,6 +300,8 @@ def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -
 class Checkpoints(Callback):
     """Saves a checkpoint at a fixed interval in tokens, while training continues."""
 
+    every_tokens: int
+
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
         recipe, stability = self.training.recipe, self.training.recipe.stability
@@ -315,9 +317,6 @@ class Checkpoints(Callback):
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
-
-    def is_due(self, before: int, after: int) -> bool:
-        return after // self.every_tokens > before // self.every_tokens
 
     def on_due(self) -> None:
         self.save()

@@ -29,7 +29,7 @@ from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
 from leaven.training.device import DTYPES, default_device, keep_freed_memory, known_peak, require_device
-from leaven.training.loop import Diverged
+from leaven.training.loop import Diverged, passes
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
 from leaven.training.run_folder import Rewind, lr_factor, skipped
@@ -159,7 +159,7 @@ class Training:
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)
         tokens = start.tokens + batch.tokens
-        noise = self.noise if self.noise and self.noise.due(start.tokens, tokens) else None
+        noise = self.noise if self.noise and passes(self.noise.every, start.tokens, tokens) else None
         first_targets = self._first_targets(batch) if noise else None
         if recipe.model.dropout:  # seeded by seed, step and rank, so that a resumed run draws the same masks
             ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)

@@ -32,9 +32,16 @@ class Diverged(RuntimeError):
     """Raised when the loss is not finite, or has risen and does not fall again."""
 
 
+def passes(every_tokens: int, before: int, after: int) -> bool:
+    """Return whether a run passes a multiple of ``every_tokens`` between two numbers of trained tokens."""
+    return after // every_tokens > before // every_tokens
+
+
 class Callback:
     """A base class with the methods that the loop calls; by default they do nothing. The loop calls its callbacks in
     the order of its list. A callback may raise an exception to end the run."""
+
+    every_tokens: int | None = None  # how often to call :meth:`on_due`; None for never
 
     def before_step(self) -> None:
         """React before each step. The result of the previous step may not have been read yet."""
@@ -43,13 +50,9 @@ class Callback:
         """React to the result of a step, once it has been read. ``step`` is a :class:`StepResult`, or the
         :class:`leaven.training.step_metrics.Step` of a recipe's training."""
 
-    def is_due(self, before: int, after: int) -> bool:
-        """Return whether to call :meth:`on_due` after a step that advances the run from ``before`` to ``after``
-        tokens. Neither method is called after the last step."""
-        return False
-
     def on_due(self) -> None:
-        """React between two steps, once the results of all started steps have been read."""
+        """React between two steps, each time the run has passed a multiple of :attr:`every_tokens`, but not after the
+        last step. The results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -96,7 +99,8 @@ class Loop:
             return
         if not self._lookahead and not self.read():
             return
-        due = [callback for callback in self._callbacks if callback.is_due(before, self._training.tokens)]
+        after = self._training.tokens
+        due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
         if due and self.read():
             for callback in due:
                 callback.on_due()

@@ -254,11 +254,6 @@ class NoiseScale:
         device = model.device
         return None if every is None else cls(every, model, torch.zeros(2, dtype=wide(device), device=device))
 
-    def due(self, before: int, after: int) -> bool:
-        """Return whether to measure the noise scale in a step that advances the run from ``before`` to ``after``
-        tokens."""
-        return after // self.every > before // self.every
-
     def after_first(self) -> None:
         """Measure the gradient after the first micro-batch of a step."""
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())

@@ -122,7 +122,8 @@ def train(
                 trainer.event("micro_batch", **asdict(choice))
             finish = trainer.train(lambda: group.any(stop()))
         finally:
-            trainer.close()
+            for callback in trainer.callbacks:
+                callback.close()
         return _summary(run, training.progress, finish, trainer.unsaved)
 
 
@@ -205,11 +206,6 @@ class RunTrainer:
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
         self.event("layout", **logged(changes, training.recipe))
 
-    def close(self) -> None:
-        """Close the callbacks."""
-        for callback in self.callbacks:
-            callback.close()
-
     @property
     def good_tokens(self) -> int:
         """The number of tokens trained before the first suspicious step, or so far if no step is suspicious."""
@@ -279,12 +275,9 @@ class Validation(Callback):
     def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
         recipe = self.training.recipe
-        self._every = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
+        self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
         self._bits_per_byte_factor = bits_per_byte_factor
         self.owed = False  # whether a stop interrupted a validation
-
-    def is_due(self, before: int, after: int) -> bool:
-        return after // self._every > before // self._every
 
     def on_due(self) -> None:
         self.evaluate()
