@@ -82,8 +82,6 @@ class Training:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
         leaves = {held.row.name: held.leaf for held in self.sharded.held}
         self.optimizer = Optimizer.build(leaves, self.sharded.rows, recipe.hyperparameters.optimizer)
-        self.text = tokens.fingerprint
-        self.epochs = tokens.epochs(recipe.data.tokens)
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
         self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)

@@ -82,28 +82,27 @@ class Loop:
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until the run is done or stopped. Return whether it is done."""
+        training = self._training
         while not stop():
-            if not self._training.finished:
-                self._take_step()
-            elif self.read():  # after the last step the run may roll back
-                break
+            if training.finished:
+                if self.read():  # after the last step the run may roll back
+                    break
+                continue
+            before = training.tokens
+            for callback in self._callbacks:
+                callback.before_step()
+            previous, self._pending = self._pending, training.issue()
+            if not self._hand_over(previous) or training.finished:
+                continue
+            if not self._lookahead and not self.read():
+                continue
+            after = training.tokens
+            due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
+            if due and self.read():
+                for callback in due:
+                    callback.on_due()
         self.read()
-        return self._training.finished
-
-    def _take_step(self) -> None:
-        before = self._training.tokens
-        for callback in self._callbacks:
-            callback.before_step()
-        done, self._pending = self._pending, self._training.issue()
-        if not self._hand_over(done) or self._training.finished:
-            return
-        if not self._lookahead and not self.read():
-            return
-        after = self._training.tokens
-        due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
-        if due and self.read():
-            for callback in due:
-                callback.on_due()
+        return training.finished
 
     def read(self) -> bool:
         """Wait for the pending step, if any, and pass its result to the callbacks. Return False if a callback has

@@ -115,7 +115,7 @@ def train(
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
         try:
-            trainer.start()
+            trainer.start(tokens)
             if moved:
                 trainer.rearrange(moved)
             if choice is not None:
@@ -154,7 +154,7 @@ class RunTrainer:
         self.callbacks: list[Callback] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
-    def start(self) -> None:
+    def start(self, tokens: "TokenSet") -> None:
         """Continue from the newest checkpoint. A new run saves one first, so that it can always roll back."""
         found = self._newest(self.rewinds)
         self._restore(found)
@@ -162,8 +162,8 @@ class RunTrainer:
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
-            text=self.training.text,
-            epochs=self.training.epochs,
+            text=tokens.fingerprint,
+            epochs=tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             **self.log.batch(),
             mfu_convention=mfu_convention(peak) if peak else None,
