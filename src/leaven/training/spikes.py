@@ -260,30 +260,30 @@ class SpikeGuard(Callback):
 
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
-        self.guard: SpikeDetector | None = None
+        self.detector: SpikeDetector | None = None
 
     def before_step(self) -> None:
-        self.training.limits = self.guard.limits(self.training.progress.step + 1) if self.guard else Limits()
+        self.training.limits = self.detector.limits(self.training.progress.step + 1) if self.detector else Limits()
 
     def after_step(self, step: "Step") -> None:
-        if self.guard is None:
+        if self.detector is None:
             return
-        anomaly = self.guard.observe(step)
+        anomaly = self.detector.observe(step)
         if anomaly is not None:
             self.trainer.loop.discard()
             self._respond(anomaly)
         elif was_skipped(step):
             values = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
-            self.trainer.event("skip", **values, limits=asdict(self.guard.limits(step.step)))
+            self.trainer.event("skip", **values, limits=asdict(self.detector.limits(step.step)))
 
     def state(self) -> dict[str, Any]:
-        return {"guard": self.guard.state_dict()} if self.guard else {}
+        return {"guard": self.detector.state_dict()} if self.detector else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         on_spike = self.training.recipe.stability.on_spike
-        self.guard = None if on_spike == "off" else SpikeDetector(skipping=on_spike == "skip")
-        if self.guard and "guard" in state:
-            self.guard.load_state_dict(state["guard"])
+        self.detector = None if on_spike == "off" else SpikeDetector(skipping=on_spike == "skip")
+        if self.detector and "guard" in state:
+            self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
         """Respond to an anomaly: roll back, or end the run."""

@@ -209,7 +209,7 @@ class RunTrainer:
     @property
     def good_tokens(self) -> int:
         """The number of tokens trained before the first suspicious step, or so far if no step is suspicious."""
-        since = self.spikes.guard.since if self.spikes.guard else None
+        since = self.spikes.detector.since if self.spikes.detector else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
