@@ -13,7 +13,7 @@ from leaven.planning.calibration import StepCost, history
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training import measured
-from leaven.training.measured import STEPS, WARM_UP, measure
+from leaven.training.measured import TIMED_STEPS, UNTIMED_STEPS, measure
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
     calls: list[tuple[int, int]] = []
     found = measure(recipe, "cpu", on_step=lambda done, total: calls.append((done, total)))
     assert found is not None
-    assert calls == [(n + 1, WARM_UP + STEPS) for n in range(WARM_UP + STEPS)]
+    assert calls == [(n + 1, UNTIMED_STEPS + TIMED_STEPS) for n in range(UNTIMED_STEPS + TIMED_STEPS)]
     assert found.layers == (2,)
     assert found.matmul_tflops == 0.1
     record = found.record

@@ -15,8 +15,8 @@ from leaven.planning.calibration import CalibrationRecord, history
 from leaven.planning.this_machine import processor
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
+from leaven.training.measured import WARM_UP, RunProfile
 from leaven.training.run_folder import RunFolder
-from leaven.training.run_profile import WARM_UP, RunProfile
 from leaven.training.trainer import train
 
 

@@ -45,9 +45,9 @@ from leaven.training.device import (
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
+from leaven.training.measured import RunProfile
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
 from leaven.training.run_folder import ManualRewind, Rewind, RunFolder, logged
-from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
 from leaven.training.step_metrics import Step, StepLog
 

@@ -1,4 +1,5 @@
-"""Trains one trial: a recipe until it is done, diverges or is pruned.
+"""Trains one trial: a recipe until it is done, diverges or is pruned. :class:`WorkerPool` trains trials in worker
+processes.
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
@@ -14,13 +15,19 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+
+from leaven.data.pool import ctrl_c_blocked, exit_with_parent
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
@@ -31,6 +38,8 @@ from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, c
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
+
+Result = TypeVar("Result")
 
 
 def train_trial(
@@ -195,3 +204,37 @@ class TrialCheckpoint(Callback):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
         self._last = time.monotonic()
+
+
+def initialise_worker() -> None:
+    """Initialise a worker process: use one thread, and exit when the parent does."""
+    torch.set_num_threads(1)
+    exit_with_parent()
+
+
+class WorkerPool:
+    """A pool of worker processes. If a worker dies, new workers are started."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=initialise_worker)
+
+    def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
+        with ctrl_c_blocked():  # the executor may start a process
+            try:
+                return self._executor.submit(function, *arguments, **named)
+            except BrokenProcessPool:
+                self._executor = self._new()
+                return self._executor.submit(function, *arguments, **named)
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        processes = list((self._executor._processes or {}).values())  # shutdown forgets them
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()
