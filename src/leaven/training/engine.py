@@ -66,14 +66,14 @@ class Training:
         require_device(recipe, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.group, self.dtype = group, DTYPES[recipe.precision.compute]
+        self.group = group
         table = parameter_table(recipe)
         # Builds the layers of this process, and draws their initial values as the table says.
         self.sharded = ShardedModel(
             recipe.model,
             table,
             seed=recipe.data.seed,
-            dtype=self.dtype,
+            dtype=DTYPES[recipe.precision.compute],
             device=self.device,
             layout=recipe.layout,
             group=group,
