@@ -33,8 +33,7 @@ from leaven.planning.flops import flops_per_token
 from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
-from leaven.training.trial import train_trial
-from leaven.training.worker import WorkerPool
+from leaven.training.trial import WorkerPool, train_trial
 from leaven.tuning.algorithm.confirmation import t95
 from leaven.tuning.point import BATCH
 from leaven.tuning.service.study import Study

@@ -21,7 +21,7 @@ from leaven.data.tokens import TokenSet
 from leaven.model.initialise import fill
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
-from leaven.training.precision import DTYPES
+from leaven.training.device import DTYPES
 
 VALUES = ("lr", "weight_decay", "beta1", "beta2", "eps")
 WARM = 3  # steps before the capture of a graph

@@ -112,15 +112,12 @@ def _temporary(path: Path) -> Path:
 def _remove_leftovers(path: Path) -> None:
     """Remove temporary files and folders of processes on this machine that were killed while they wrote ``path``."""
     for left in path.parent.glob(f".{escape(path.name)}.{_machine()}-*.tmp"):
-        if _is_gone(int(left.name.split("-")[-1].removesuffix(".tmp"))):
+        from psutil import pid_exists  # slow to import
+
+        pid = int(left.name.split("-")[-1].removesuffix(".tmp"))
+        if pid == os.getpid() or not pid_exists(pid):  # a killed process may have had this process's id
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
-
-
-def _is_gone(pid: int) -> bool:
-    from psutil import pid_exists  # slow to import
-
-    return pid == os.getpid() or not pid_exists(pid)  # a killed process may have had this process's id
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:

@@ -16,13 +16,12 @@ from leaven.training.checkpoint import (
     CheckpointManager,
     Progress,
     Saved,
-    SavedCheckpoint,
     checkpoints,
     read_checkpoint,
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.rewinds import Rewind
+from leaven.training.run_folder import Rewind
 
 
 def rows(step: int, rank: int, size: int) -> Checkpoint:
@@ -67,7 +66,7 @@ def same(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found, expected)
 
 
-def whole_checkpoint(folder: Path, **how: Any) -> SavedCheckpoint:
+def whole_checkpoint(folder: Path, **how: Any) -> Checkpoint:
     """Return the newest checkpoint of a folder in which none is damaged."""
     found, damaged = read_checkpoint(folder, **how)
     assert found is not None

@@ -27,7 +27,7 @@ from leaven.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from leaven.training.rewinds import Rewind
+from leaven.training.run_folder import Rewind
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 
@@ -149,7 +149,7 @@ def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shifted(1, 1), "w: a part of it is saved by no process"),
+        (shifted(1, 1), "w: a part of it is saved twice"),
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
         (overlapping, "w: a part of it is saved twice"),
         (without_number, "step.w: no process saves this tensor; rank 0 has a replica"),

@@ -12,7 +12,7 @@ from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
-from leaven.training.noise import KEEP
+from leaven.training.optimizer import KEEP
 
 KEY = "stability.noise_scale_every_tokens"
 

@@ -27,7 +27,7 @@ from leaven.training.checkpoint import (
     tokens_of,
     write_checkpoint,
 )
-from leaven.training.rewinds import Rewind
+from leaven.training.run_folder import Rewind
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:

@@ -9,8 +9,8 @@ import pytest
 from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training.curves import writers
 from leaven.training.run_folder import RunFolder
+from leaven.training.step_metrics import writers
 from leaven.training.trainer import train
 
 TRACKER = """

@@ -22,21 +22,21 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training import device as devices
-from leaven.training import noise, optimizer
+from leaven.training import optimizer
 from leaven.training.device import (
+    DTYPES,
     best_matmul,
     default_device,
     device_peak,
     free_memory,
+    known_peak,
     mfu_convention,
-    peak_flops,
     peak_memory,
     require_device,
     reset_peak_memory,
     utilisation,
 )
 from leaven.training.engine import Training
-from leaven.training.precision import DTYPES
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -66,9 +66,6 @@ def test_the_best_device_is_chosen_unless_another_is_named(monkeypatch: pytest.M
     with pytest.raises(InputError, match="^there is no device 'tpu'; use --device mps or cpu$"):
         default_device()
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setenv("LEAVEN_DEVICE", "mps")
-    with pytest.raises(InputError, match="^device mps: torch finds no mps device on this machine; use --device cpu$"):
-        default_device()
     monkeypatch.delenv("LEAVEN_DEVICE")
     assert default_device().type == "cpu"
     monkeypatch.setattr(torch.version, "cuda", "12.8")
@@ -123,7 +120,7 @@ def test_a_run_on_mps_makes_no_float64_tensor(
         }
     )
     tokens = prepare(recipe.data, recipe.model.vocab_size)
-    for module in (kernels, optimizer, noise):
+    for module in (kernels, optimizer):
         monkeypatch.setattr(module, "wide", lambda device: torch.float32)
     mode, positions_of = NoFloat64(), transformer.Positions.__init__
 
@@ -148,8 +145,10 @@ def test_a_run_on_mps_makes_no_float64_tensor(
         ("cpu", "bf16", None),
     ],
 )
-def test_peaks_by_device_name(device: str, compute: str, peak: float | None) -> None:
-    assert peak_flops(device, compute) == peak
+def test_peaks_by_device_name(device: str, compute: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device_name", lambda _: device)
+    found = known_peak(CPU, compute)
+    assert (found and found.flops) == peak
 
 
 def test_an_unknown_device_is_measured_once() -> None:
@@ -171,12 +170,9 @@ def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: p
     speeds = {torch.float32: 1e11, DTYPES[compute]: 4e9}
     monkeypatch.setattr(devices, "best_matmul", lambda device, dtype, threads: speeds[dtype])
     slow = device_peak(CPU, compute)
-    assert (slow.flops, slow.source) == (
-        1e11,
-        f"best fp32 matmul measured here ({compute} is slower: emulated), no data sheet",
-    )
+    assert slow.flops == 1e11
+    assert f"{compute} is slower: emulated" in slow.source
     speeds[DTYPES[compute]] = 2e11
-    assert device_peak(CPU, compute).source == f"best {compute} matmul measured here, no data sheet"
     assert device_peak(CPU, compute).flops == 2e11
 
 
@@ -239,7 +235,7 @@ def test_step_time_on_a_cpu_excludes_validation_and_checkpoints(
         monkeypatch.setattr(Training, name, slow)
 
     monkeypatch.setattr("leaven.training.step_metrics.time", SimpleNamespace(perf_counter=clock))
-    during("_counted", 10.0)  # each step asks once, and each validation
+    during("_batch", 10.0)  # each step asks once, and each validation
     during("checkpoint", 1_000.0)
     every = {"evaluation.every_tokens": 512, "stability.checkpoint_every_tokens": 768, "batch.micro_batch": 8}
     recipe = tiny.replace(every | {"data.tokens": 2_048})

@@ -6,18 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from tests.distributed.cut_up import whole_checkpoint
-from tests.distributed.in_threads import together
 
 import leaven
 from leaven.data.tokens import TokenSet, prepare
-from leaven.distributed.exchange import Exchange
-from leaven.distributed.pieces import Place
-from leaven.distributed.process_group import ProcessGroup
 from leaven.interop.weights import read_huggingface, recipe_from, write_huggingface
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.checkpoint import Checkpoint, checkpoints, write_checkpoint
 from leaven.training.load import load_run
 from leaven.training.trainer import Training, train
 
@@ -55,49 +50,6 @@ def test_the_model_is_the_one_that_was_trained(scaled_run: Path, tokens: TokenSe
     assert model.has_multipliers
     assert not model.training
     assert tokenizer.decode(tokenizer.encode("def é(x)").ids) == "def é(x)"
-
-
-def test_a_checkpoint_of_many_processes_is_the_same_model(run: Path, tokens: TokenSet, tmp_path: Path) -> None:
-    """Each has a third of the rows of every tensor, where it has rows; loaded, resumed and exported."""
-    before, newest = load_run(run), checkpoints(run / "checkpoints")[-1]
-    whole = whole_checkpoint(run / "checkpoints")
-
-    def write(group: ProcessGroup) -> Path:
-        model, optimizer, places = {}, {}, {}
-        for tensors, mine in ((whole.model, model), (whole.optimizer, optimizer)):
-            for name, tensor in tensors.items():
-                if tensor.dim():
-                    mine[name] = torch.tensor_split(tensor, 3)[group.rank]
-                    rows = sum(len(part) for part in torch.tensor_split(tensor, 3)[: group.rank])
-                    places[name] = Place(tuple(tensor.shape), (rows, *(0,) * (tensor.dim() - 1)))
-                elif group.is_first:
-                    mine[name] = tensor
-        checkpoint = Checkpoint(whole.progress, model, optimizer, whole.state, places=places)
-        return write_checkpoint(run / "checkpoints", checkpoint, Exchange(group))
-
-    together(3, write)
-    assert len(list(newest.iterdir())) == 7
-    after = load_run(run)
-    for name, tensor in before.weights.items():
-        assert torch.equal(after.weights[name], tensor)
-        assert torch.equal(after.model.state_dict()[name], tensor)
-    for number, loaded in enumerate((before, after)):
-        write_huggingface(
-            tmp_path / str(number),
-            loaded.recipe.model,
-            loaded.table,
-            loaded.weights,
-            tokenizer=loaded.tokenizer_json,
-            end_of_text=("<|endoftext|>", loaded.end_of_text),
-        )
-    files = [(tmp_path / str(number) / "model.safetensors").read_bytes() for number in range(2)]
-    assert files[0] == files[1]
-    training = Training(after.recipe, tokens, device="cpu")
-    found = whole_checkpoint(run / "checkpoints")
-    training.restore(found)
-    resumed = training.checkpoint()
-    assert all(torch.equal(resumed.model[name], tensor) for name, tensor in whole.model.items())
-    assert all(torch.equal(resumed.optimizer[name], tensor) for name, tensor in whole.optimizer.items())
 
 
 def test_a_checkpoint_is_chosen_by_its_tokens(scaled_run: Path) -> None:

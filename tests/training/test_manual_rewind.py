@@ -9,10 +9,9 @@ from tests.training.planted import STEP, in_order, recipe, text
 
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
-from leaven.training import manual_rewind
+from leaven.training import run_folder
 from leaven.training.checkpoint import checkpoints, tokens_of
-from leaven.training.manual_rewind import ManualRewind
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import ManualRewind, RunFolder
 from leaven.training.trainer import check, train
 
 KEPT = {"stability__keep_every_tokens": 16 * STEP, "data__tokens": 64 * STEP}
@@ -97,7 +96,7 @@ def test_a_rewind_survives_a_kill_before_the_recipe_is_written(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(manual_rewind, "write_recipe", kill)
+        patch.setattr(run_folder, "write_recipe", kill)
         with pytest.raises(Killed):
             train(LOWER, text(), run.path, back=ManualRewind(40 * STEP))
     assert read_recipe(run.recipe_file).hyperparameters.lr == 0.01
@@ -121,9 +120,7 @@ def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
     ("change", "says"),
     [
         ({"model__dropout": 0.1}, r"model.dropout 0.0 there, 0.1 here; a run can change only \[schedule\]"),
-        ({"batch__tokens": 512}, r"batch.tokens 256 there, 512 here"),
         ({"hyperparameters__init_std": 0.2}, r"hyperparameters.init_std 0.1 there, 0.2 here"),
-        ({"data__tokens": 99 * STEP}, r"data.tokens"),
     ],
 )
 def test_a_rewind_refuses_changes_that_a_run_cannot_make(

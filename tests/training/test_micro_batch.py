@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, by_rule_of_thumb, choose_micro_batch, even, needed_memory
+from leaven.training.micro_batch import GIB, choose_micro_batch, even, needed_memory
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -238,13 +238,3 @@ def test_a_ramp_has_a_micro_batch_for_each_batch_and_a_resume_keeps_them(
     assert sum(event["event"] == "micro_batch" for event in events) == 1
     why = json.dumps(read_recipe(tmp_path / "run" / "recipe.toml").why)
     assert "auto: fastest of 1: 32, 2: 33.7, 4: 42.7, 8: 32 tokens/s" in why
-
-
-def test_runs_side_by_side_do_not_time_each_other(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    """The rule of thumb, also in a run long enough to be timed; a run that was begun with another number keeps it."""
-    recipe = tiny.replace(LONG | {"batch.tokens": 32 * 100, "data.tokens": 32 * 100 * micro_batch.TIMED_STEPS})
-    by_rule = by_rule_of_thumb(recipe, tmp_path / "run")
-    assert by_rule.batch.micro_batch == 2_048 // 32
-    assert by_rule.why["batch.micro_batch"] == "auto: about 2,048 tokens a forward, not timed"
-    train(recipe.replace({"batch.micro_batch": 7}), tokens, tmp_path / "run", stop=lambda: True)
-    assert by_rule_of_thumb(recipe, tmp_path / "run").batch.micro_batch == 7

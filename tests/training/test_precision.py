@@ -10,7 +10,7 @@ from leaven.data.tokens import TokenSet
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
-from leaven.training.precision import GROW_AFTER, LossScale
+from leaven.training.optimizer import GROW_AFTER, LossScale
 
 
 def compute(recipe: Recipe, dtype: str) -> Recipe:

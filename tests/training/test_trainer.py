@@ -25,7 +25,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
-from leaven.training import precision
+from leaven.training import optimizer
 from leaven.training.checkpoint import read_checkpoint
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
@@ -98,14 +98,14 @@ def test_a_run_stopped_twice_has_the_same_bits(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first stop is in the batch ramp, after the loss scale has halved."""
-    monkeypatch.setattr(precision, "FIRST_SCALE", 2.0**30)
+    monkeypatch.setattr(optimizer, "FIRST_SCALE", 2.0**30)
     recipe, parts = tiny.replace(STATEFUL), RunFolder(tmp_path / "parts")
     whole = train(recipe, tokens, tmp_path / "whole")
     for last in (5, 15):
         stopped = train(recipe, tokens, parts.path, stop=lambda last=last: len(parts.metrics()) >= last)
         assert not stopped.finished
         assert stopped.loss is None
-        assert parts.metrics()[-1]["loss_scale"] < precision.FIRST_SCALE
+        assert parts.metrics()[-1]["loss_scale"] < optimizer.FIRST_SCALE
     resumed = train(recipe, tokens, parts.path)
     exact = ("step", "loss", "grad_norm", "update_norm", "loss_scale", "noise_scale", "batch_tokens")
     lines = [
@@ -191,24 +191,31 @@ def test_a_stop_does_not_wait_for_the_end_of_a_long_step_or_evaluation(
     assert validations[0] == validations[1]
 
 
-def test_a_folder_of_another_recipe_is_refused_with_the_difference(
+def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
-    train(tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 0}), tokens, tmp_path / "run")
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    other = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 0, "hyperparameters.lr": 0.02})
-    with pytest.raises(
-        InputError, match=r"holds a run of another recipe: hyperparameters.lr 0.01 there, 0.02 here; use another"
+    short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 0})
+    folder, stranger = RunFolder(tmp_path / "run"), tmp_path / "stranger"
+    train(short, tokens, folder.path, stop=lambda: len(folder.metrics()) >= 1)
+    stranger.mkdir()
+    (stranger / "precious.txt").write_text("do not touch")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for recipe, text, run, says in (
+        (
+            short.replace({"hyperparameters.lr": 0.02}),
+            tokens,
+            folder.path,
+            "hyperparameters.lr 0.01 there, 0.02 here",
+        ),
+        (short, replace(tokens, fingerprint="other"), folder.path, "was trained on other text"),
+        (short, tokens, stranger, r"is not empty and holds no recipe.toml"),
     ):
-        train(other, tokens, tmp_path / "run")
-    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
-
-
-def test_text_that_has_changed_is_refused(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    train(tiny, tokens, tmp_path / "run", stop=lambda: len(losses(tmp_path / "run")) >= 3)
-    with pytest.raises(InputError, match="was trained on other text"):
-        train(tiny, replace(tokens, fingerprint="other"), tmp_path / "run")
-    assert train(tiny, tokens, tmp_path / "run").finished
+        with pytest.raises(InputError, match=says):
+            train(recipe, text, run)
+    with folder.opened(short), pytest.raises(InputError, match="in use by another process"):
+        train(short, tokens, folder.path)  # flock is per open file: refused as another process is
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert train(short, tokens, folder.path).finished
 
 
 def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
@@ -234,13 +241,6 @@ def test_a_run_keeps_its_micro_batch_unless_the_recipe_changes_it(
         assert recipe.why["batch.micro_batch"] == f"since {256 * done:,} tokens; before: 2"
 
 
-def test_a_folder_that_is_no_run_is_left_alone(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    (tmp_path / "precious.txt").write_text("do not touch")
-    with pytest.raises(InputError, match=r"is not empty and holds no recipe.toml"):
-        train(tiny, tokens, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
-
-
 def test_a_folder_killed_before_its_recipe_was_renamed_counts_as_new(
     tiny: Recipe, tokens: TokenSet, tmp_path: Path
 ) -> None:
@@ -250,13 +250,6 @@ def test_a_folder_killed_before_its_recipe_was_renamed_counts_as_new(
     (run / ".recipe.toml.4711.tmp").write_text("name =")
     assert train(tiny, tokens, run).finished
     assert not list(run.glob(".recipe*"))
-
-
-def test_a_folder_in_use_is_refused(tiny: Recipe, tmp_path: Path) -> None:
-    first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
-    # flock is per open file, so a second opening in this process is refused as another process is.
-    with first.opened(tiny), pytest.raises(InputError, match="in use by another process"), second.opened(tiny):
-        pass
 
 
 @pytest.mark.kills

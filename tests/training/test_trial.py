@@ -18,6 +18,7 @@ from leaven.training.checkpoint import checkpoints
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.outcome import Baseline, Outcome
+from leaven.training.step_metrics import Step
 from leaven.training.trial import cooldown_start, train_trial
 
 STEP = 256  # tokens
@@ -153,6 +154,31 @@ DURATIONS = (12 * STEP, 16 * STEP, 24 * STEP)
 WSD: dict[str, Any] = {"schedule.decay": "wsd", "schedule.min_lr_ratio": 0.03, "schedule.decay_ratio": 0.3}
 
 
+@pytest.mark.parametrize("how", ["by its losses", "at its end"])
+def test_a_branch_that_diverges_leaves_the_trunk_alone(
+    tiny: Recipe, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The first branch is shorter than a quarter of the longest: its losses are judged by its own length."""
+    recipe, durations = tiny.replace(WSD), (6 * STEP, 32 * STEP)
+    whole = train_trial(recipe, durations=durations)
+    issue, evaluate = Training.issue, Training.evaluate
+
+    def lost(training: Training) -> Callable[[], Step]:
+        read, hurt = issue(training), training.recipe.data.tokens == durations[0]
+        return lambda: replace(read(), loss=1e3) if hurt else read()
+
+    if how == "by its losses":
+        monkeypatch.setattr(Training, "issue", lost)
+    else:
+        monkeypatch.setattr(
+            Training, "evaluate", lambda self: math.nan if self.recipe.data.tokens == durations[0] else evaluate(self)
+        )
+    hurt = train_trial(recipe, durations=durations)
+    assert [tokens for tokens, _ in whole.branches] == [*durations]
+    assert hurt.branches == whole.branches[1:]
+    assert (hurt.loss, hurt.curve) == (whole.loss, whole.curve)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -173,14 +199,6 @@ def test_branches_are_the_runs_of_their_durations_bit_for_bit(tiny: Recipe, chan
     assert together.tokens == DURATIONS[2] + cooled < sum(DURATIONS)
 
 
-def test_with_a_ramp_branches_begin_and_end_at_its_steps(tiny: Recipe) -> None:
-    ramp = {"start_tokens": 128, "increment_tokens": 64, "over_tokens": 16 * STEP}
-    recipe = tiny.replace(WSD | {"batch.ramp": ramp})
-    durations = [recipe.batches.tokens_at_step(step) for step in (17, 31)]
-    alone = [train_trial(recipe.replace({"data.tokens": duration})) for duration in durations]
-    assert train_trial(recipe, durations=durations).branches == tuple((each.tokens, each.loss) for each in alone)
-
-
 @pytest.mark.kills
 def test_branches_resume_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = tiny.replace(WSD | STATEFUL | {"batch.ramp": None}), tmp_path / "trial"
@@ -194,24 +212,6 @@ def test_branches_resume_after_kills(tiny: Recipe, tmp_path: Path, monkeypatch: 
         retried = train_trial(recipe, durations=DURATIONS, checkpoint=folder, checkpoint_seconds=0)
     assert results(retried) == results(whole)
     assert done == [*range(12, 17), *range(12, 25)]
-
-
-def test_a_branch_shorter_than_a_quarter_of_the_longest_diverges_by_its_mean(
-    tiny: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, durations = tiny.replace(WSD), (6 * STEP, 32 * STEP)
-    whole = train_trial(recipe, durations=durations)
-    read = Training._read
-
-    def lost(training: Training, pending: Any) -> Any:
-        found = read(training, pending)
-        return replace(found, loss=1e3) if training.recipe.data.tokens == durations[0] else found
-
-    monkeypatch.setattr(Training, "_read", lost)
-    hurt = train_trial(recipe, durations=durations)
-    assert [tokens for tokens, _ in whole.branches] == [*durations]
-    assert hurt.branches == whole.branches[1:]
-    assert hurt.curve == whole.curve
 
 
 BASE = {"width": 16, "depth": 2, "batch_tokens": 256, "tokens": 10_240}
@@ -233,15 +233,3 @@ def test_durations_without_a_common_trunk_are_refused(
     with pytest.raises(InputError, match=says) as error:
         train_trial(tiny.replace(changes), durations=durations)
     assert "\n" not in str(error.value)
-
-
-def test_a_branch_that_diverges_leaves_the_trunk_alone(tiny: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny.replace(WSD)
-    whole = train_trial(recipe, durations=DURATIONS)
-    evaluate: Callable[[Training], float] = Training.evaluate
-    monkeypatch.setattr(
-        Training, "evaluate", lambda self: math.nan if self.recipe.data.tokens == DURATIONS[0] else evaluate(self)
-    )
-    hurt = train_trial(recipe, durations=DURATIONS)
-    assert hurt.branches == whole.branches[1:]
-    assert (hurt.loss, hurt.tokens) == (whole.loss, whole.tokens)

@@ -32,15 +32,15 @@ from leaven.recipe.errors import InputError
 from leaven.storage import place_folder, sync_file
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, Tensors, dtype_name, merged
 from leaven.training.loop import Callback
-from leaven.training.rewinds import Rewind, undone
+from leaven.training.run_folder import Rewind, undone
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
     from leaven.training.trainer import RunTrainer
 
 FORMAT, FORMAT_OF_MANY = 2, 3
-"""Format numbers in ``state.json``. A checkpoint written by one process has the first number. A checkpoint written by
-several processes has the second number, and its ``state.json`` also lists the parts of each tensor."""
+"""Format numbers in ``state.json``: of a checkpoint that one process wrote, and of one that several processes wrote.
+The second also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 _NAME = "tokens-*"  # damaged ones are renamed to damaged-tokens-*
 UNFINISHED = ".tokens-*.tmp"
@@ -58,7 +58,8 @@ class Progress:
 @dataclass(frozen=True)
 class Checkpoint:
     """The state of a run at a step. Each process saves the tensors that it owns. The first process saves everything
-    else."""
+    else. In a checkpoint that was read, ``model`` and ``optimizer`` are :class:`Tensors`: any part of a whole tensor
+    can be read on demand, no matter how the tensor was split when it was saved."""
 
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process owns
@@ -76,15 +77,6 @@ class Checkpoint:
             for tensors in (self.model, self.optimizer)
         )
         return replace(self, model=model, optimizer=optimizer)
-
-
-@dataclass(frozen=True)
-class SavedCheckpoint(Checkpoint):
-    """A checkpoint on disk. Any part of a tensor can be read on demand, no matter how the tensor was split when it
-    was saved."""
-
-    model: Tensors
-    optimizer: Tensors
 
 
 class NotSaved(Exception):
@@ -205,7 +197,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
 
 def read_checkpoint(
     folder: Path, rewinds: Sequence[Rewind] = (), tokens: int | None = None, group: ProcessGroup = SINGLE_PROCESS
-) -> tuple[SavedCheckpoint | None, list[Path]]:
+) -> tuple[Checkpoint | None, list[Path]]:
     """Find the newest undamaged checkpoint. Return it, or None if there is none, together with the paths of all
     damaged checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
 
@@ -246,7 +238,7 @@ def tokens_of(path: Path) -> int:
     return int(path.name.rpartition("-")[2])
 
 
-def _read(folder: Path, group: ProcessGroup) -> SavedCheckpoint:
+def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
     """Read a checkpoint after verifying this process's share of its files."""
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
@@ -263,7 +255,7 @@ def _read(folder: Path, group: ProcessGroup) -> SavedCheckpoint:
         model, optimizer = (Tensors.of_file(folder / f"{kind}.safetensors") for kind in _KINDS)
     progress = Progress(state["step"], state["tokens"], state["seconds"])
     rewinds = tuple(Rewind(**rewind) for rewind in state["rewinds"])
-    return SavedCheckpoint(progress, model, optimizer, state["state"], rewinds)
+    return Checkpoint(progress, model, optimizer, state["state"], rewinds)
 
 
 def _reason(error: Exception) -> str:
@@ -305,8 +297,10 @@ def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -
     return found
 
 
-class Checkpoints(Callback["Step"]):
+class Checkpoints(Callback):
     """Saves a checkpoint at a fixed interval in tokens, while training continues."""
+
+    every_tokens: int
 
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
@@ -323,9 +317,6 @@ class Checkpoints(Callback["Step"]):
 
     def after_step(self, step: "Step") -> None:
         self.log_outcome(wait=False)
-
-    def is_due(self, before: int, after: int) -> bool:
-        return after // self.every_tokens > before // self.every_tokens
 
     def on_due(self) -> None:
         self.save()
@@ -441,32 +432,27 @@ class CheckpointManager:
         """
         self._group.barrier()
         if self._group.is_first:
-            self._clear(after_tokens, damaged)
-        self._group.barrier()
-
-    def _clear(self, after_tokens: int, damaged: Sequence[Path]) -> None:
-        for path in self._folder.glob(UNFINISHED):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in damaged:
-            with suppress(OSError):
-                path.replace(path.with_name(f"damaged-{path.name}"))
-        for path in checkpoints(self._folder):
-            if tokens_of(path) > after_tokens and path not in damaged:
+            for path in self._folder.glob(UNFINISHED):
                 shutil.rmtree(path, ignore_errors=True)
+            for path in damaged:
+                with suppress(OSError):
+                    path.replace(path.with_name(f"damaged-{path.name}"))
+            for path in checkpoints(self._folder):
+                if tokens_of(path) > after_tokens and path not in damaged:
+                    shutil.rmtree(path, ignore_errors=True)
+        self._group.barrier()
 
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
         def tidy() -> None:
-            for old in self._superfluous(good_tokens):
-                shutil.rmtree(old, ignore_errors=True)
+            there = checkpoints(self._folder)
+            due = first_in_each_interval([tokens_of(path) for path in there], self._every, -1)
+            stay = checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)
+            for path in there[:-1]:
+                if tokens_of(path) not in stay:
+                    shutil.rmtree(path, ignore_errors=True)
 
         try:
             path = write_checkpoint(self._folder, checkpoint, self._exchange, tidy)
         except NotSaved as error:
             return Saved(checkpoint.progress, error=str(error))
         return Saved(checkpoint.progress, path)
-
-    def _superfluous(self, good_tokens: int) -> list[Path]:
-        there = checkpoints(self._folder)
-        due = first_in_each_interval([tokens_of(path) for path in there], self._every, -1)
-        stay = checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)
-        return [path for path in there[:-1] if tokens_of(path) not in stay]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -76,27 +77,16 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None if they do."""
+    """Return why the blocks do not form a whole tensor, or None if they do. They do if they do not overlap and
+    together have as many elements as the tensor."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
         ):
             return f"block {block} is not within {shape}"
-    times = _times(blocks, shape)
-    return None if times <= {1} else f"a part of it is saved {'by no process' if 0 in times else 'twice'}"
-
-
-def _times(blocks: Sequence[Sequence[Span]], shape: Sequence[int]) -> set[int]:
-    """For each element, count the blocks that contain it. Return the set of all counts."""
-    if not shape:
-        return {len(blocks)}
-    edges = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
-    number = {edge: at for at, edge in enumerate(edges)}
-    slabs: list[list[Sequence[Span]]] = [[] for _ in edges]
-    for (start, end), *rest in blocks:
-        for at in range(number[start], number[end]):
-            slabs[at].append(rest)
-    return set().union(*(_times(slab, shape[1:]) for slab in slabs[:-1]))
+    if any(_size(_common(one, other)) for one, other in combinations(blocks, 2)):
+        return "a part of it is saved twice"
+    return None if sum(map(_size, blocks)) == math.prod(shape) else "a part of it is saved by no process"
 
 
 class Tensors(Mapping[str, Tensor]):

@@ -30,10 +30,10 @@ from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
 from leaven.recipe.errors import InputError, out_of_memory
 from leaven.recipe.recipe import Recipe
-from leaven.training.precision import DTYPES
 
 T = TypeVar("T")
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURING_SECONDS = 0.5
 FIXED_WORK_SIZE = {"cpu": 256, "cuda": 4096}
 DEVICES = ("cuda", "mps", "cpu")  # the best first
@@ -48,18 +48,6 @@ class Peak:
     source: str  # a data sheet, or a measurement
 
 
-def peak_flops(device_name: str, compute: str) -> float | None:
-    """Return the dense peak FLOP/s of a device, or None if it is unknown. ``device_name`` is the name that the driver
-    reports.
-
-    The result is None for fp32, which may or may not run as TF32, and for CPUs: a wrong peak is worse than no peak. A
-    trainer that treated unknown devices as an A100 printed an MFU three times too high.
-    """
-    known = known_device(device_name)
-    tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
-    return None if tflops is None else tflops * 1e12
-
-
 def mfu_convention(peak: Peak) -> str:
     """Return a line of text that defines the MFU."""
     return (
@@ -69,10 +57,15 @@ def mfu_convention(peak: Peak) -> str:
 
 
 def known_peak(device: torch.device, compute: str) -> Peak | None:
-    """Return the peak speed of a device from its data sheet, or None if it is unknown."""
+    """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
+
+    The result is None for fp32, which may or may not run as TF32, and for CPUs: a wrong peak is worse than no peak. A
+    trainer that treated unknown devices as an A100 printed an MFU three times too high.
+    """
     name = device_name(device)
-    flops = peak_flops(name, compute)
-    return Peak(flops, f"data sheet of {name}") if flops else None
+    known = known_device(name)
+    tflops = known.peak("bf16" if compute == "bf16" else "fp16") if known and compute != "fp32" else None
+    return Peak(tflops * 1e12, f"data sheet of {name}") if tflops else None
 
 
 def default_device() -> torch.device:

@@ -34,7 +34,7 @@ def divergence_limit(vocab_size: int) -> float:
 
 
 @dataclass
-class DivergenceMonitor(Callback[StepResult]):
+class DivergenceMonitor(Callback):
     """Ends a run when it has diverged.
 
     The criterion is the mean loss over roughly the last interval of the curve. A single batch does not show
@@ -87,7 +87,7 @@ class Pruned(Exception):
 
 
 @dataclass
-class Pruning(Callback[StepResult]):
+class Pruning(Callback):
     """Ends a trial that cannot reach its baseline. The check takes place after the warm-up, at each point of the
     trial's curve.
 

@@ -6,7 +6,6 @@ A step depends only on the recipe, the tokens and the state.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -29,13 +28,11 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
-from leaven.training.device import Peak, default_device, keep_freed_memory, known_peak, require_device
-from leaven.training.loop import Diverged
+from leaven.training.device import DTYPES, default_device, keep_freed_memory, known_peak, require_device
+from leaven.training.loop import Diverged, passes
 from leaven.training.micro_batch import even, rule_of_thumb
-from leaven.training.noise import NoiseMeasurement, NoiseScale
-from leaven.training.optimizer import MOMENTS, Clipper, Optimizer
-from leaven.training.precision import DTYPES, LossScale
-from leaven.training.rewinds import Rewind, lr_factor, skipped
+from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
+from leaven.training.run_folder import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
 from leaven.training.step_metrics import Step, Telemetry
 
@@ -69,14 +66,14 @@ class Training:
         require_device(recipe, self.device)
         if self.device.type == "cpu":
             keep_freed_memory()
-        self.group, self.dtype = group, DTYPES[recipe.precision.compute]
+        self.group = group
         table = parameter_table(recipe)
         # Builds the layers of this process, and draws their initial values as the table says.
         self.sharded = ShardedModel(
             recipe.model,
             table,
             seed=recipe.data.seed,
-            dtype=self.dtype,
+            dtype=DTYPES[recipe.precision.compute],
             device=self.device,
             layout=recipe.layout,
             group=group,
@@ -85,11 +82,9 @@ class Training:
             start_from(self.sharded.pieces, recipe.model, table, recipe.start.folder)
         leaves = {held.row.name: held.leaf for held in self.sharded.held}
         self.optimizer = Optimizer.build(leaves, self.sharded.rows, recipe.hyperparameters.optimizer)
-        self.text = tokens.fingerprint
-        self.epochs = tokens.epochs(recipe.data.tokens)
         self.clipper = Clipper.build(recipe.hyperparameters.grad_clip, self.sharded, table)
         self.loss_scale = LossScale.build(self.device) if recipe.precision.compute == "fp16" else None
-        self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.device)
+        self.noise = NoiseScale.build(recipe.stability.noise_scale_every_tokens, self.sharded)
         self._stateful = [part for part in (self.clipper, self.loss_scale, self.noise) if part is not None]
         self.stream = tokens.stream(recipe.model.seq_len, recipe.data.seed)
         self.validation = tokens.validation_windows(recipe.model.seq_len, recipe.evaluation.tokens)
@@ -159,77 +154,60 @@ class Training:
         the device itself skips the step: parameters and moments stay unchanged.
         """
         self.telemetry.begin()
-        recipe, start = self.recipe, self.progress
+        recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
         batch = self._batch_at(start.tokens)
         tokens = start.tokens + batch.tokens
-        noise = self._noise_measurement(batch, start.tokens)
-        self._seed_dropout()
+        noise = self.noise if self.noise and passes(self.noise.every, start.tokens, tokens) else None
+        first_targets = self._first_targets(batch) if noise else None
+        if recipe.model.dropout:  # seeded by seed, step and rank, so that a resumed run draws the same masks
+            ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
+            torch.manual_seed(name_seed(recipe.data.seed, "dropout", start.step, *ranks))
 
-        loss = self._forward_backward(batch, noise)
+        share = (1 if scale is None else scale) / batch.targets
+        after_first = noise.after_first if noise else None
+        loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
+        loss = loss if scale is None else loss / scale
+
+        # The state changes only from here on: a step that is abandoned earlier leaves no trace.
         ramp, longer = ramp_factors(recipe, start.step)
-        self._recount(longer)
-        grad_norm = self.clipper.unscale_and_clip(self._scale, ramp)
+        if longer != 1:  # the half-life of the moments has changed with the batch size
+            self.clipper.recount(longer)
+            self.optimizer.recount(longer)
+        grad_norm = self.clipper.unscale_and_clip(scale, ramp)
         finite = loss.isfinite() & grad_norm.isfinite()
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
-        noise_scale = noise.result(grad_norm) if noise else torch.full_like(loss, torch.nan)
+        noise_scale = torch.full_like(loss, torch.nan)
+        if noise and first_targets is not None:
+            noise_scale = noise.after_all(first_targets, batch.targets, grad_norm, scale)
 
         self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
-        shown_scale = torch.ones_like(loss) if self._scale is None else self._scale
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
-
         self.progress = Progress(start.step + 1, tokens, start.seconds)
+        shown_scale = torch.ones_like(loss) if scale is None else scale
         measured = (loss, grad_norm, applied, shown_scale, noise_scale)
         lr = multiplier * ramp.lr
-        return partial(self._read, self.telemetry.measure_later(start.step + 1, tokens, batch.tokens, lr, measured))
+        read = self.telemetry.measure_later(
+            start.step + 1, tokens, batch.tokens, measured, lr_factor=lr, peak=self.peak
+        )
 
-    @property
-    def _scale(self) -> Tensor | None:
-        """The loss scale, a scalar, in fp16; None in other dtypes."""
-        return None if self.loss_scale is None else self.loss_scale.value
+        def result() -> Step:
+            step = read()
+            self.progress = replace(self.progress, seconds=self.progress.seconds + step.seconds)
+            return step
 
-    def _forward_backward(self, batch: TrainingBatch, noise: NoiseMeasurement | None) -> Tensor:
-        """Compute the gradients of a batch, multiplied by the loss scale. Return the mean loss of the batch."""
-        share = (1 if self._scale is None else self._scale) / batch.targets
-        after_first = noise.after_first if noise else None
-        loss = self.sharded.total(self.sharded.forward_backward(batch.micro_batches, share, after_first))
-        return loss if self._scale is None else loss / self._scale
+        return result
 
-    def _seed_dropout(self) -> None:
-        """Seed dropout from the recipe's seed, the step and the rank, so that a resumed run draws the same masks."""
-        if self.recipe.model.dropout:
-            ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
-            torch.manual_seed(name_seed(self.recipe.data.seed, "dropout", self.progress.step, *ranks))
-
-    def _recount(self, longer: float) -> None:
-        """Convert the step counts of optimizer and clipping when the batch size changes.
-
-        ``longer`` is the half-life of the moments in this step, divided by that in the previous step. Call this
-        function after the gradients are computed, so that a step that is abandoned earlier leaves the state
-        unchanged.
-        """
-        if longer != 1:
-            self.clipper.recount(longer)
-            self.optimizer.recount(longer)
-
-    def _noise_measurement(self, batch: TrainingBatch, before: int) -> NoiseMeasurement | None:
-        """Return an object that measures the noise scale in this step, or None if no measurement is due."""
-        if self.noise is None or not self.noise.due(before, before + batch.tokens):
-            return None
+    def _first_targets(self, batch: TrainingBatch) -> Tensor:
+        """Return how many targets count in the first micro-batch of all processes, a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
-        if self.group is not SINGLE_PROCESS:
-            targets = self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
-        return NoiseMeasurement(self.noise, self.sharded, targets, batch.targets, self._scale)
-
-    def _read(self, pending: Callable[[Peak | None], Step]) -> Step:
-        """Wait for a pending step, add its seconds to the progress, and return its metrics."""
-        step = pending(self.peak)
-        self.progress = replace(self.progress, seconds=self.progress.seconds + step.seconds)
-        return step
+        if self.group is SINGLE_PROCESS:
+            return targets
+        return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self) -> float:
         """Return the mean validation loss in nats per token. Every call uses the same windows."""
@@ -246,18 +224,6 @@ class Training:
         targets, inputs = self.validation[:, 1:], self.validation[:, :-1]
         return targets[inputs != self._end_of_text] if self._end_of_text is not None else targets.ravel()
 
-    def _counted(self, windows: Tensor, sequences: int) -> int:
-        """Return how many targets of a batch count in the loss. If documents are isolated, the first token of each
-        document does not count. ``windows`` are the sequences of the batch that this process reads."""
-        if self._end_of_text is None:
-            return sequences * self.recipe.model.seq_len
-        mine = int((windows[:, :-1] != self._end_of_text).sum())
-        return int(
-            self.group.all_reduce_(
-                torch.tensor(float(mine if self.group.is_first_reader else 0), dtype=torch.float64)
-            )
-        )
-
     def _batch_at(self, tokens: int) -> TrainingBatch:
         """Return the batch of the step that starts after ``tokens`` tokens. A process reads only its own samples."""
         seq_len, batch_tokens = self.recipe.model.seq_len, self.recipe.batches.batch_at(tokens)
@@ -267,11 +233,13 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences; this process contributes the first ``count`` windows."""
-        targets = self._counted(windows[:count], sequences)
-        return TrainingBatch(
-            sequences * self.recipe.model.seq_len, targets, self._micro_batches(windows, count, sequences)
-        )
+        """Return a batch of ``sequences`` sequences; this process contributes the first ``count`` windows. If
+        documents are isolated, the first token of each document does not count in the loss."""
+        tokens = targets = sequences * self.recipe.model.seq_len
+        if self._end_of_text is not None:
+            mine = (windows[:count, :-1] != self._end_of_text).sum().double()
+            targets = int(self.group.all_reduce_(mine if self.group.is_first_reader else torch.zeros_like(mine)))
+        return TrainingBatch(tokens, targets, self._micro_batches(windows, count, sequences))
 
     def _slice(self, sequences: int) -> tuple[int, int]:
         """Divide the sequences of a batch among the data-parallel processes. Return the index of the first sequence

@@ -19,7 +19,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
-from leaven.training.checkpoint import read_checkpoint
+from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of
 from leaven.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -83,7 +83,15 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
     recipe = folder.recipe()
     checkpoint, damaged = read_checkpoint(folder.checkpoints, folder.rewinds(), tokens)
     if checkpoint is None:
-        raise InputError(f"{run}: {_missing(folder.checkpoints, tokens, [path.name for path in damaged])}")
+        names = [path.name for path in damaged]
+        there = ", ".join(f"{tokens_of(path):_}" for path in checkpoints(folder.checkpoints))
+        if names:
+            why = f"no whole checkpoint: {', '.join(names)} {'is' if len(names) == 1 else 'are'} damaged"
+        elif there:
+            why = f"no checkpoint at {tokens:,} tokens; there are {there}"
+        else:
+            why = "no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped"
+        raise InputError(f"{run}: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
             f"{run}: no tokenizer.json (older versions saved none); copy the file that the run trained with here"
@@ -105,15 +113,6 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         tokens=checkpoint.progress.tokens,
         damaged=tuple(path.name for path in damaged),
     )
-
-
-def _missing(folder: Path, tokens: int | None, damaged: list[str]) -> str:
-    if damaged:
-        return f"no whole checkpoint: {', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged"
-    there = sorted(int(path.name.removeprefix("tokens-")) for path in folder.glob("tokens-*"))
-    if there:
-        return f"no checkpoint at {tokens:,} tokens; there are {', '.join(f'{count:_}' for count in there)}"
-    return "no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped"
 
 
 def sample(

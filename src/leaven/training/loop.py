@@ -4,11 +4,13 @@ verification checks use the same loop."""
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from leaven.training.engine import Training
 
 
 @dataclass(frozen=True)
@@ -30,45 +32,27 @@ class Diverged(RuntimeError):
     """Raised when the loss is not finite, or has risen and does not fall again."""
 
 
-S_co = TypeVar("S_co", bound=StepResult, covariant=True)
-S = TypeVar("S", bound=StepResult)
-S_contra = TypeVar("S_contra", bound=StepResult, contravariant=True)
+def passes(every_tokens: int, before: int, after: int) -> bool:
+    """Return whether a run passes a multiple of ``every_tokens`` between two numbers of trained tokens."""
+    return after // every_tokens > before // every_tokens
 
 
-class Trainable(Protocol[S_co]):
-    """What the loop can train: :class:`leaven.training.engine.Training`, or any other class with these members."""
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens trained so far."""
-        ...
-
-    @property
-    def finished(self) -> bool: ...
-
-    def issue(self) -> Callable[[], S_co]:
-        """Start one optimizer step without waiting for it. Return a function that waits for the step and returns its
-        result."""
-        ...
-
-
-class Callback(Generic[S_contra]):
+class Callback:
     """A base class with the methods that the loop calls; by default they do nothing. The loop calls its callbacks in
     the order of its list. A callback may raise an exception to end the run."""
+
+    every_tokens: int | None = None  # how often to call :meth:`on_due`; None for never
 
     def before_step(self) -> None:
         """React before each step. The result of the previous step may not have been read yet."""
 
-    def after_step(self, step: S_contra) -> None:
-        """React to the result of a step, once it has been read."""
-
-    def is_due(self, before: int, after: int) -> bool:
-        """Return whether to call :meth:`on_due` after a step that advances the run from ``before`` to ``after``
-        tokens. Neither method is called after the last step."""
-        return False
+    def after_step(self, step: Any) -> None:
+        """React to the result of a step, once it has been read. ``step`` is a :class:`StepResult`, or the
+        :class:`leaven.training.step_metrics.Step` of a recipe's training."""
 
     def on_due(self) -> None:
-        """React between two steps, once the results of all started steps have been read."""
+        """React between two steps, each time the run has passed a multiple of :attr:`every_tokens`, but not after the
+        last step. The results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -82,41 +66,43 @@ class Callback(Generic[S_contra]):
         """Release resources at the end of the run, also after an error."""
 
 
-class Loop(Generic[S]):
+class Loop:
     """Trains until the end of the run, and calls the callbacks.
 
     With ``lookahead``, the result of a step is read after the next step has been started, so that the device never
     waits.
     """
 
-    def __init__(self, training: Trainable[S], callbacks: Sequence[Callback[S]], *, lookahead: bool = False) -> None:
+    def __init__(
+        self, training: "Training | PlainTraining", callbacks: Sequence[Callback], *, lookahead: bool = False
+    ) -> None:
         self._training, self._callbacks, self._lookahead = training, callbacks, lookahead
-        self._pending: Callable[[], S] | None = None
+        self._pending: Callable[[], StepResult] | None = None
         self._discarded = False
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until the run is done or stopped. Return whether it is done."""
+        training = self._training
         while not stop():
-            if not self._training.finished:
-                self._take_step()
-            elif self.read():  # after the last step the run may roll back
-                break
+            if training.finished:
+                if self.read():  # after the last step the run may roll back
+                    break
+                continue
+            before = training.tokens
+            for callback in self._callbacks:
+                callback.before_step()
+            previous, self._pending = self._pending, training.issue()
+            if not self._hand_over(previous) or training.finished:
+                continue
+            if not self._lookahead and not self.read():
+                continue
+            after = training.tokens
+            due = [each for each in self._callbacks if each.every_tokens and passes(each.every_tokens, before, after)]
+            if due and self.read():
+                for callback in due:
+                    callback.on_due()
         self.read()
-        return self._training.finished
-
-    def _take_step(self) -> None:
-        before = self._training.tokens
-        for callback in self._callbacks:
-            callback.before_step()
-        done, self._pending = self._pending, self._training.issue()
-        if not self._hand_over(done) or self._training.finished:
-            return
-        if not self._lookahead and not self.read():
-            return
-        due = [callback for callback in self._callbacks if callback.is_due(before, self._training.tokens)]
-        if due and self.read():
-            for callback in due:
-                callback.on_due()
+        return training.finished
 
     def read(self) -> bool:
         """Wait for the pending step, if any, and pass its result to the callbacks. Return False if a callback has
@@ -124,7 +110,7 @@ class Loop(Generic[S]):
         done, self._pending = self._pending, None
         return self._hand_over(done)
 
-    def _hand_over(self, done: Callable[[], S] | None) -> bool:
+    def _hand_over(self, done: Callable[[], StepResult] | None) -> bool:
         """Wait for a step and pass its result to the callbacks. Return False if a callback has moved the run to
         another state, which drops the pending step."""
         self._discarded = False

@@ -1,27 +1,43 @@
-"""Measures a few steps on this machine to calibrate a plan (``leaven plan --measure``)."""
+"""Measures the time and memory of steps to calibrate the planner: of a run (:class:`RunProfile`), and of a few steps
+on this machine (:func:`measure`, for ``leaven plan --measure``).
 
+A run writes predicted and measured values to its ``plan.json``. Both kinds of measurement are added to the
+calibration history (:mod:`leaven.planning.calibration`).
+"""
+
+import json
+import time
+from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
+from leaven import __version__
 from leaven.data.shards import ShardedTokens, Shards
 from leaven.data.tokens import TokenSet
 from leaven.planning.arrangement import Arrangement
-from leaven.planning.calibration import CalibrationRecord, StepCost, remember
+from leaven.planning.calibration import CalibrationRecord, StepCost, predicted, remember
 from leaven.planning.flops import flops_per_token
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.memory import GIB
 from leaven.planning.training_codes import LEAVEN_BF16
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import write_text
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
 from leaven.training.device import (
+    DTYPES,
     accelerator_of,
     best_matmul,
     default_device,
@@ -33,11 +49,135 @@ from leaven.training.device import (
     unless_out_of_memory,
 )
 from leaven.training.engine import StopRequested, Training
+from leaven.training.loop import Callback
 from leaven.training.micro_batch import SHARE, needed_memory, rule_of_thumb
-from leaven.training.precision import DTYPES
-from leaven.training.run_profile import record_of
+from leaven.training.run_folder import RunFolder
+from leaven.training.step_metrics import Step
 
-WARM_UP, STEPS = 2, 3
+WARM_UP = 3
+"""After each start of a run, this many first steps of each batch size are not measured, because they compile, fill
+caches and allocate memory."""
+
+KEPT = 1_000
+"""The median step time covers at most this many of the latest steps of a batch size."""
+
+ENOUGH = 10
+"""A measurement is added to the calibration history if it covers at least this many steps."""
+
+
+class RunProfile(Callback):
+    """Measures step time and memory from one start of a run to its stop. Each batch size has a row in ``plan.json``.
+
+    A new row replaces the row of an earlier start if the new one covers at least as many steps.
+    """
+
+    def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
+        self._run, self._training, self._keep_history = run, training, keep_history
+        self._memory_before = memory_before  # bytes held before the model was built; on a CPU by the whole process
+        self._seen: Counter[int] = Counter()
+        self._seconds: dict[int, deque[float]] = {}
+        self._memory: dict[int, float] = {}
+        self.highest_memory = 0.0  # GiB, of the process that uses the most
+        self._batch_tokens = 0
+        self._before = _rows(run) if run.writes else []
+
+    def after_step(self, step: Step) -> None:
+        size = self._batch_tokens = step.batch_tokens
+        self._seen[size] += 1
+        if self._seen[size] > WARM_UP:
+            self._seconds.setdefault(size, deque(maxlen=KEPT)).append(step.seconds)
+            self._memory[size] = step.memory_gib
+
+    def write(self) -> list[CalibrationRecord]:
+        """Write the rows so far, and return those of this start. If the disk is full, the run continues and the rows
+        are not written."""
+        if not self._run.writes:
+            return []
+        records, rows = self._records(), {_key(record): record for record in self._before}
+        for record in records:
+            older = rows.get(_key(record))
+            if older is None or record.steps >= older.steps:
+                rows[_key(record)] = record
+        document = {"rows": [_row(record) for record in rows.values()]}
+        with suppress(InputError):
+            write_text(self._run.plan_file, json.dumps(document, indent=1))
+        return records
+
+    def close(self) -> None:
+        """Write the rows, and add the row of the last batch size to the calibration history."""
+        for record in self.write():
+            if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
+                remember(record)
+
+    def _records(self) -> list[CalibrationRecord]:
+        """Return the records of all batch sizes so far, and of the next batch size."""
+        training = self._training
+        following = training.recipe.batches.batch_at(training.progress.tokens)
+        return [self._record(size) for size in dict.fromkeys((*self._seen, following))]
+
+    def _record(self, batch_tokens: int) -> CalibrationRecord:
+        training, seconds = self._training, self._seconds.get(batch_tokens)
+        held = max(self._memory.get(batch_tokens, 0.0), self.highest_memory) - self._memory_before / GIB
+        measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
+        size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
+        how = Arrangement(training.recipe.layout, size, forwards)
+        record = record_of(training.recipe, training.device, batch_tokens, how)
+        return record.model_copy(update={"measured": measured, "steps": len(seconds or ())})
+
+
+def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> CalibrationRecord:
+    """Return a calibration record for a step, with its predicted cost but without a measurement."""
+    name, accelerator = device_name(device), accelerator_of(device)
+    return CalibrationRecord(
+        by="run",
+        device=name,
+        accelerator=accelerator.name if accelerator else None,
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+        compute=recipe.precision.compute,
+        model=recipe.model,
+        layout=recipe.layout,
+        batch_tokens=batch_tokens,
+        micro_batch=how.micro_batch,
+        grad_accumulation=how.grad_accumulation,
+        predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute) if accelerator else None,
+        measured=None,
+        steps=0,
+        torch=version("torch"),
+        leaven=__version__,
+        seconds=round(time.time(), 3),
+    )
+
+
+def _key(record: CalibrationRecord) -> tuple[object, ...]:
+    """Return the values that identify a measurement. If rows of two starts agree in these values, they measure the
+    same thing."""
+    return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
+
+
+def _row(record: CalibrationRecord) -> dict[str, Any]:
+    predicted, measured = record.predicted, record.measured
+    ratio: dict[str, float | None] | None = None
+    if predicted is not None and measured is not None:
+        memory = None
+        if measured.memory_gib and predicted.memory_gib:
+            memory = measured.memory_gib / predicted.memory_gib
+        ratio = {"step_seconds": measured.step_seconds / predicted.step_seconds, "memory_gib": memory}
+    return record.model_dump(mode="json") | {"params": record.model.params, "measured_over_predicted": ratio}
+
+
+def _rows(run: RunFolder) -> list[CalibrationRecord]:
+    """Return the records of earlier starts, or an empty list if ``plan.json`` is missing or damaged."""
+    try:
+        return [
+            CalibrationRecord.model_validate_json(json.dumps(row))
+            for row in json.loads(run.plan_file.read_bytes())["rows"]
+        ]
+    except (OSError, ValueError, TypeError, KeyError, ValidationError):
+        return []
+
+
+UNTIMED_STEPS, TIMED_STEPS = 2, 3
+"""A measurement takes so many steps. Only the last ones are timed."""
 FORWARDS = 2
 """A measured step has at most this many forward passes. With only one, the optimizer would take too large a share of
 the time."""
@@ -82,37 +222,36 @@ def measure(
     flops = best_matmul(device, DTYPES[recipe.precision.compute], torch.get_num_threads())
     recipe, how = _short(recipe, device, flops)
     full = recipe.model.n_layers
-    deepest = full
+    shortest, deepest = min(2, full), full
     while deepest and not _fits(recipe.replace({"model.n_layers": deepest}), how, device, flops):
         deepest -= 1
+
+    def at_depths(depths: tuple[int, ...]) -> list[StepCost]:
+        """Return the costs at each depth, or fewer if memory runs out."""
+        done, total = count(1), len(depths) * (UNTIMED_STEPS + TIMED_STEPS)
+        shallow = [recipe.replace({"model.n_layers": depth}) for depth in depths]
+        found = [
+            _measure_steps(each, device, memory_before, stop, lambda: on_step(next(done), total)) for each in shallow
+        ]
+        return [cost for cost in found if cost is not None]
+
+    depths: tuple[int, ...] = (full,)
+    costs: list[StepCost] = []
     try:
-        while deepest >= min(2, full):
+        while len(costs) < len(depths):
+            if deepest < shortest:
+                raise InputError(
+                    f"not even {shortest} layers of this model fit on {device_name(device)}, which has "
+                    f"{free_memory(device) / GIB:.3g} GiB free; use a smaller model or a shorter [model] seq_len"
+                )
             depths = (full,) if deepest == full else (deepest // 2, deepest)
-            costs: list[StepCost] = []
-            for number, depth in enumerate(depths):
-                before, total = number * (WARM_UP + STEPS), len(depths) * (WARM_UP + STEPS)
-
-                def report(done: int, before: int = before, total: int = total) -> None:
-                    on_step(before + done, total)
-
-                shallow = recipe.replace({"model.n_layers": depth})
-                cost = _measure_steps(shallow, device, memory_before, stop, report)
-                if cost is None:  # out of memory
-                    break
-                costs.append(cost)
-            if len(costs) == len(depths):
-                break
+            costs = at_depths(depths)
             deepest //= 2
-        else:
-            raise InputError(
-                f"not even {min(2, full)} layers of this model fit on {device_name(device)}, which has "
-                f"{free_memory(device) / GIB:.3g} GiB free; use a smaller model or a shorter [model] seq_len"
-            )
     except StopRequested:
         return None
-    took = costs[0] if deepest == full else _extrapolated(depths, costs, full)
+    took = costs[0] if depths == (full,) else _extrapolated(depths, costs, full)
     record = record_of(recipe, device, recipe.batch.tokens, how).model_copy(
-        update={"by": "measurement", "measured": took, "steps": STEPS}
+        update={"by": "measurement", "measured": took, "steps": TIMED_STEPS}
     )
     remember(record)
     return Measurement(record, depths, tuple(cost.step_seconds for cost in costs), flops / 1e12)
@@ -173,7 +312,7 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 
 
 def _measure_steps(
-    recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[int], None]
+    recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
     """Measure the cost of a step on random tokens. Return None if it runs out of memory.
 
@@ -185,10 +324,10 @@ def _measure_steps(
         training = Training(recipe, _random_tokens(recipe))
         training.stop = stop
         seconds = []
-        for done in range(WARM_UP + STEPS):
+        for _ in range(UNTIMED_STEPS + TIMED_STEPS):
             training.progress = Progress()
             seconds.append(training.issue()().seconds)
-            on_step(done + 1)
+            on_step()
         return seconds
 
     reset_peak_memory(device)
@@ -198,18 +337,18 @@ def _measure_steps(
     held = (peak_memory(device) - memory_before) / GIB
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return StepCost(step_seconds=median(seconds[WARM_UP:]), memory_gib=held if held > 0 else None)
+    return StepCost(step_seconds=median(seconds[UNTIMED_STEPS:]), memory_gib=held if held > 0 else None)
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:
     """Return random tokens for one batch: step times do not depend on the text."""
     model = recipe.model
-    count = recipe.batch.tokens + 1
-    ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=count, dtype=np.uint32)])
+    length = recipe.batch.tokens + 1
+    ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])
     return TokenSet(
         names=("random",),
         proportions=(Fraction(1),),
-        sources=(Shards(ids, ids, count, count, "random", ()),),
+        sources=(Shards(ids, ids, length, length, "random", ()),),
         vocab_size=model.vocab_size,
         end_of_text=0,
         fingerprint="random",

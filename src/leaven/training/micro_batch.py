@@ -90,15 +90,6 @@ def even(sequences: int, micro_batch: int) -> int:
     return -(-sequences // forwards)
 
 
-def sizes(sequences: int) -> list[int]:
-    """Return the micro-batches to consider for a batch: powers of two, adjusted by :func:`even`, and the whole batch.
-
-    >>> sizes(12)
-    [1, 2, 4, 6, 12]
-    """
-    return sorted({even(sequences, 2**n) for n in range(sequences.bit_length() + 1)})
-
-
 def rule_of_thumb(recipe: Recipe, device_type: str) -> int:
     """Return the recipe's micro-batch. If it is "auto", choose one by a rule of thumb, which needs no measurement."""
     if recipe.batch.micro_batch != "auto":
@@ -135,12 +126,8 @@ def as_started(recipe: Recipe, folder: Path) -> Recipe:
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | begun.why})
 
 
-def by_rule_of_thumb(recipe: Recipe, folder: Path | None = None) -> Recipe:
-    """If the recipe's micro-batch is "auto", replace it by the micro-batch of the run in this folder. If there is no
-    run, replace it by the rule of thumb. Return the recipe."""
-    recipe = as_started(recipe, folder) if folder is not None else recipe
-    if recipe.batch.micro_batch != "auto":
-        return recipe
+def by_rule_of_thumb(recipe: Recipe) -> Recipe:
+    """Return the recipe with the micro-batch of the rule of thumb, and the reason for it."""
     size = rule_of_thumb(recipe, default_device().type)
     why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward, not timed"}
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
@@ -170,32 +157,25 @@ def require_memory(recipe: Recipe) -> None:
     Raises:
         InputError: if by the planner's formula not even one sequence per forward pass fits into memory.
     """
-    device = default_device()
-    weights = LEAVEN_BF16.weights * recipe.model.params
-    _require(needed_memory(recipe, 1, device.type) + weights, device)
+    fitting(recipe, default_device(), [1], weights=LEAVEN_BF16.weights * recipe.model.params)
 
 
-def _require(needed: float, device: torch.device) -> None:
-    free, share = free_memory(device), SHARE[device.type]
-    if needed > share * free:
-        raise InputError(
-            f"training needs about {needed / GIB:.3g} GiB even with one sequence per forward pass, but only "
-            f"{share * free / GIB:.3g} GiB may be used on {device} ({share:.0%} of {free / GIB:.3g} GiB free); "
-            "use a smaller model or a shorter [model] seq_len"
-        )
-
-
-def fitting(recipe: Recipe, device: torch.device, candidates: list[int]) -> list[int]:
-    """Return the candidate micro-batches that fit into memory by the planner's formula. The weights must already be
-    allocated.
+def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights: float = 0.0) -> list[int]:
+    """Return the candidate micro-batches, in ascending order, that fit into memory by the planner's formula.
+    ``weights`` are the bytes of the weights if these are not allocated yet.
 
     Raises:
         InputError: if not even the smallest candidate fits.
     """
-    needed = {size: needed_memory(recipe, size, device.type) for size in candidates}
-    _require(min(needed.values()), device)
-    room = SHARE[device.type] * free_memory(device)
-    return [size for size in candidates if needed[size] <= room] or candidates[:1]
+    free, share = free_memory(device), SHARE[device.type]
+    needed = {size: needed_memory(recipe, size, device.type) + weights for size in candidates}
+    if min(needed.values()) > share * free:
+        raise InputError(
+            f"training needs about {min(needed.values()) / GIB:.3g} GiB even with one sequence per forward pass, but "
+            f"only {share * free / GIB:.3g} GiB may be used on {device} ({share:.0%} of {free / GIB:.3g} GiB free); "
+            "use a smaller model or a shorter [model] seq_len"
+        )
+    return [size for size in candidates if needed[size] <= share * free]
 
 
 def choose_micro_batch(training: "Training") -> Choice:
@@ -209,7 +189,9 @@ def choose_micro_batch(training: "Training") -> Choice:
         StopRequested: if the training was asked to stop.
     """
     began, recipe, device = time.perf_counter(), training.recipe, training.device
-    everything = [size for size in sizes(recipe.batch.tokens // recipe.model.seq_len) if size <= _most(recipe)]
+    sequences = recipe.batch.tokens // recipe.model.seq_len
+    powers = {even(sequences, 2**n) for n in range(sequences.bit_length() + 1)}  # and the whole batch
+    everything = sorted(size for size in powers if size <= _most(recipe))
     candidates = fitting(recipe, device, everything)
     choice = (_largest_that_runs if recipe.steps < TIMED_STEPS else _fastest)(training, candidates)
     if choice is None:

@@ -1,16 +1,23 @@
-"""Builds Adam with parameter groups from the parameter table, and clips gradients by their norm.
+"""Changes gradients and parameters between a backward pass and the next step: loss scale, gradient noise scale,
+clipping and Adam.
 
-Parameters of one module share a group if their lr, betas, eps and weight decay are equal. No scaling rule changes the
-norm limit; ``leaven show`` explains why.
+Adam's parameter groups are built from the parameter table: parameters of one module share a group if their lr, betas,
+eps and weight decay are equal. No scaling rule changes the norm limit of clipping; ``leaven show`` explains why.
+Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy
+(Micikevicius et al. 2018, arXiv 1710.03740).
+
+The classes here keep their state on the device and never wait for it. ``state_dict`` returns the tensors that a
+checkpoint saves for them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from leaven.catalogue.noise_scale import gradient_noise, squared_gradient
 from leaven.distributed.sharded_model import ShardedModel
 from leaven.model.kernels import gate, multiply_, wide, widened
 from leaven.recipe.hyperparameters import Clip
@@ -106,53 +113,30 @@ class Optimizer:
             }
 
 
-_STATE = "clip.running"  # among the optimizer's tensors in a checkpoint
-
-
-@dataclass
-class RunningNorm:
-    """The running root mean square of the gradient norms: an exponential average, corrected for its start at 0.
-
-    When the batch size changes, the step count is converted as for Adam
-    (:class:`leaven.training.optimizer.Optimizer`).
-    """
-
-    beta: float  # of the full batch
-    state: Tensor  # mean square and steps, (2,) in float64 on the gradients' device
-
-    def value(self, ramp: Factors = AT_BASE) -> Tensor:
-        """Return the running norm, a scalar.
-
-        It is infinite until the first nonzero gradient, so that nothing is clipped before.
-        """
-        mean_square, steps = self.state.unbind()
-        return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
-
-    def add(self, norm: Tensor, ramp: Factors = AT_BASE) -> None:
-        """Add a norm to the average; ignore it if it is not finite."""
-        (mean_square, steps), beta = self.state.unbind(), ramp.beta(self.beta)
-        added = torch.stack((beta * mean_square + (1 - beta) * widened(norm) ** 2, steps + 1))
-        self.state = torch.where(norm.isfinite(), added, self.state)
-
-
 @dataclass
 class Clipper:
-    """Scales gradients down in place, without waiting for the device."""
+    """Scales gradients down in place, without waiting for the device.
+
+    In mode ``running`` the limit is relative to the running norm: the root mean square of the norms of earlier steps,
+    as an exponential average, corrected for its start at 0. When the batch size changes, its step count is converted
+    as for Adam (:class:`Optimizer`).
+    """
 
     limit: float  # on the norm; in mode ``running`` in units of the running norm
     model: ShardedModel
     parts: Tensor | None = None  # in mode ``per-module``: the number of each row's module in its block
-    running: RunningNorm | None = None  # in mode ``running``
+    running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
+    beta: float = 0.0  # of the running norm at the full batch
 
     @classmethod
     def build(cls, clip: Clip, model: ShardedModel, table: ParameterTable) -> "Clipper":
-        device, parts = model.device, None
+        device, parts, running = model.device, None, None
         if clip.mode == "per-module":
             owners = [(row.module, row.layer) for row in table.rows]
             parts = torch.tensor([owners.index(owner) for owner in owners], device=device)
-        state = torch.zeros(2, dtype=wide(device), device=device)
-        running = RunningNorm(table.beta2, state) if clip.mode == "running" else None
-        return cls(clip.limit or torch.inf, model, parts, running)
+        if clip.mode == "running":
+            running = torch.zeros(2, dtype=wide(device), device=device)
+        return cls(clip.limit or torch.inf, model, parts, running, table.beta2)
 
     def unscale_and_clip(self, scale: Tensor | None = None, ramp: Factors = AT_BASE) -> Tensor:
         """Divide the gradients by ``scale`` and clip them. Return their global norm before clipping, a scalar.
@@ -173,24 +157,133 @@ class Clipper:
             part_norms = torch.zeros_like(sizes).index_add_(0, self.parts, sizes**2).sqrt()[self.parts]
         limit = torch.full((), self.limit, dtype=wide(norm.device), device=norm.device)
         if self.running is not None:
-            limit = limit * self.running.value(ramp)
+            limit = limit * self.running_norm(ramp)
         factors = (limit / (part_norms + 1e-6)).clamp(max=1.0).to(sizes.dtype)
         if factors.dim():
             factors = factors[self.model.of_held]
         multiply_(gradients, factors if scale is None else factors / scale)
         if self.running is not None:
             # The clipped norm: a spike must not raise the limit for the next one.
-            self.running.add(torch.minimum(widened(norm), limit), ramp)
+            self._add(self.running, torch.minimum(widened(norm), limit), ramp)
         return norm
+
+    def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
+        """Return the running norm, a scalar. It is infinite until the first nonzero gradient, so that nothing is
+        clipped before."""
+        assert self.running is not None
+        mean_square, steps = self.running.unbind()
+        return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
+
+    def _add(self, running: Tensor, norm: Tensor, ramp: Factors) -> None:
+        """Add a norm to the running norm; ignore it if it is not finite."""
+        (mean_square, steps), beta = running.unbind(), ramp.beta(self.beta)
+        added = torch.stack((beta * mean_square + (1 - beta) * widened(norm) ** 2, steps + 1))
+        self.running = torch.where(norm.isfinite(), added, running)
 
     def recount(self, factor: float) -> None:
         """Convert the step count when the batch changes, as the optimizer does."""
         if self.running is not None:
-            self.running.state = self.running.state * self.running.state.new_tensor([1.0, factor])
+            self.running = self.running * self.running.new_tensor([1.0, factor])
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {} if self.running is None else {_STATE: self.running.state}
+        return {} if self.running is None else {"clip.running": self.running}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if self.running is not None and _STATE in state:
-            self.running.state = state[_STATE].to(self.running.state, copy=True)
+        if self.running is not None and "clip.running" in state:
+            self.running = state["clip.running"].to(self.running, copy=True)
+
+
+FIRST_SCALE = 2.0**16
+GROW_AFTER = 2_000
+"""The loss scale doubles after this many consecutive steps without overflow, as in torch."""
+
+
+@dataclass
+class LossScale:
+    """The factor that multiplies the loss before the backward pass, so that small gradients do not vanish in fp16.
+
+    If the gradient of a step overflows, the step is skipped and the scale is halved. After :data:`GROW_AFTER` steps
+    without overflow the scale is doubled. The scale is a power of two, so it changes only the exponents of gradients.
+    """
+
+    value: Tensor  # a scalar on the device
+    good_steps: Tensor  # consecutive steps without overflow, a scalar on the device
+
+    @classmethod
+    def build(cls, device: torch.device) -> "LossScale":
+        return cls(torch.tensor(FIRST_SCALE, device=device), torch.tensor(0.0, device=device))
+
+    def update(self, finite: Tensor) -> None:
+        """Adjust the scale after a step. ``finite`` is a boolean scalar: whether both the loss and the gradient were
+        finite."""
+        # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
+        good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
+        grows = good_steps >= GROW_AFTER
+        # At 1 the overflow is in the loss itself, and a smaller scale does not help.
+        self.value = torch.where(finite, self.value * (1 + grows.float()), self.value / 2).clamp(min=1.0)
+        self.good_steps = good_steps.masked_fill(grows, 0)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"loss_scale": torch.stack((self.value, self.good_steps))}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.value, self.good_steps = state["loss_scale"].to(self.value.device, copy=True).unbind()
+
+
+KEEP = 0.95
+"""Each measurement of the noise scale multiplies the previous average by this weight, so about the last twenty
+measurements count. The noise of a single estimate is as large as the estimate itself."""
+
+
+@dataclass
+class NoiseScale:
+    """Measures the gradient noise scale of a run every ``every`` tokens, by comparing two gradients of one step: the
+    gradient after the first micro-batch and the gradient after all micro-batches.
+
+    The estimates of tr(Sigma) and |G|^2 (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with
+    exponential weights, and then divided. Both averages start at 0, which cancels in their ratio.
+    """
+
+    every: int  # tokens
+    model: ShardedModel
+    averages: Tensor  # of tr(Sigma) for one token and of |G|^2: (2,), float64, on the gradients' device
+    first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))  # of the first gradient, a scalar
+
+    @classmethod
+    def build(cls, every: int | None, model: ShardedModel) -> "NoiseScale | None":
+        device = model.device
+        return None if every is None else cls(every, model, torch.zeros(2, dtype=wide(device), device=device))
+
+    def after_first(self) -> None:
+        """Measure the gradient after the first micro-batch of a step."""
+        self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
+
+    def after_all(self, first_targets: Tensor, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
+        """Add the measurement of a step. Return the noise scale as :meth:`add` does.
+
+        ``first_targets`` targets (a scalar) count in the first micro-batch, and ``targets`` in the whole batch.
+        ``grad_norm`` is the norm of the mean gradient of the batch.
+        """
+        share = (1 if loss_scale is None else loss_scale) / targets
+        return self.add(first_targets, self.first_norm / (share * first_targets), targets, grad_norm)
+
+    def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
+        """Add a measurement to the averages: ``small_norm`` is the norm of the mean gradient over ``small`` tokens,
+        and ``big_norm`` that over ``big`` tokens. Ignore the measurement if it is not finite.
+
+        Return the noise scale in tokens, a scalar. It is nan as long as the estimate of |G|^2 is not positive.
+        """
+        small_squared, big_squared = widened(small_norm) ** 2, widened(big_norm) ** 2
+        noise = gradient_noise(widened(small), small_squared, big, big_squared)
+        found = torch.stack((noise, squared_gradient(widened(small), small_squared, big, big_squared)))
+        self.averages = torch.where(found.isfinite().all(), KEEP * self.averages + (1 - KEEP) * found, self.averages)
+        noise, signal = self.averages.unbind()
+        return torch.where(signal > 0, noise / signal, torch.nan)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"noise_scale.averages": self.averages}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the averages; reset them if the checkpoint has none."""
+        saved = state["noise_scale.averages"] if "noise_scale.averages" in state else torch.zeros_like(self.averages)
+        self.averages = saved.to(self.averages, copy=True)

@@ -1,11 +1,19 @@
-"""Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints."""
+"""Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints. Defines the
+rewinds of a run, which the events record. This module does not import torch.
+
+A rewind returns the run to an earlier state, automatically after a spike (:mod:`leaven.training.spikes`) or manually
+(:class:`ManualRewind`). Everything else follows from the list of rewinds by pure functions of the number of tokens
+trained: which part of the stream is skipped, how far the lr is lowered, and which checkpoints have been undone.
+Nothing depends on the checkpoint from which a rewind continued, so the results are bit-identical for every choice of
+checkpoint.
+"""
 
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -14,7 +22,7 @@ from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
 from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.rewinds import Rewind
+from leaven.recipe.units import format_quantity
 
 LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # events of automatic and manual rewinds
@@ -24,6 +32,54 @@ RETURNS = ("rollback", "rewind")  # events of automatic and manual rewinds
 # or the initial values, and the batch defines which step has which number.
 SECTIONS = ("schedule", "stability", "evaluation")
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A return of a run to an earlier state."""
+
+    to_tokens: int  # trained in that state
+    skip_from: int  # tokens of the stream: from here ...
+    skip_to: int  # ... to here they are skipped
+    lr: float = 1.0  # factor on the lr, which rises back to 1 ...
+    lr_tokens: int = 0  # ... over this many tokens
+    attempt: int = 0  # rewinds for the same anomaly so far, this one included; 0 for a manual rewind
+    found_step: int = 0  # step at which the anomaly was found
+
+
+def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
+    """Return the intervals of the token stream that are skipped, disjoint and in order."""
+    stretches: list[tuple[int, int]] = []
+    for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
+        if stretches and start <= stretches[-1][1]:
+            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
+        elif start < end:
+            stretches.append((start, end))
+    return tuple(stretches)
+
+
+def position(rewinds: Sequence[Rewind], tokens: int) -> int:
+    """Return the position in the token stream at which the step after ``tokens`` trained tokens starts."""
+    for start, end in skipped(rewinds):
+        if tokens >= start:
+            tokens += end - start
+    return tokens
+
+
+def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
+    """Return the factor that multiplies the schedule's lr after ``tokens`` trained tokens."""
+    factor = 1.0
+    for rewind in rewinds:
+        since = tokens - rewind.to_tokens
+        if 0 < since < rewind.lr_tokens:
+            factor *= rewind.lr + (1 - rewind.lr) * since / rewind.lr_tokens
+    return factor
+
+
+def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
+    """Return whether a rewind has undone a saved state. The state was saved after ``tokens`` trained tokens, when the
+    run had had ``known`` rewinds."""
+    return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
 
 
 @contextmanager
@@ -119,9 +175,9 @@ class RunFolder:
                 write_recipe(recipe, self.recipe_file)
             yield self
 
-    def rearrange(self, recipe: Recipe, changes: list[Difference], tokens: int) -> Recipe:
-        """Write and return the recipe after its layout or micro-batch has changed at ``tokens`` trained tokens."""
-        why = {path: f"since {tokens:,} tokens; before: {_brief(before)}" for path, before, _ in changes}
+    def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
+        """Write and return the run's recipe after changes. ``since`` says since when, for the reasons in ``why``."""
+        why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
             write_recipe(recipe, self.recipe_file)
@@ -230,11 +286,73 @@ class RunFolder:
         self.unwritten = None
 
 
+@dataclass(frozen=True)
+class ManualRewind:
+    """A request to continue from an earlier checkpoint."""
+
+    rewind_to: int  # tokens trained; the newest whole checkpoint at or before this count is used
+    skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
+
+    def done(self, run: RunFolder, recipe: Recipe) -> bool:
+        """Return whether this rewind has been done already. That is so if the run's last manual rewind had these
+        arguments, and the recipe has not changed since. The run then resumes and does not rewind again."""
+        returns = [event for event in run.events() if event["event"] == "rewind"]
+        return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
+
+    def check(self, run: RunFolder, recipe: Recipe) -> None:
+        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
+        must stay the same during a run."""
+        if not run.recipe_file.exists():
+            raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
+        refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
+        if refused:
+            raise InputError(
+                f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
+                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; use another --run"
+            )
+        self._target(run)
+
+    def go(self, run: RunFolder, recipe: Recipe) -> None:
+        """Record the rewind in the run folder. If the recipe has changed, write the new recipe, which the run uses
+        from the checkpoint on."""
+        with locked_folder(run.path, "run folder"):
+            changes = changes_of(run.recipe(), recipe)
+            to_tokens, rewinds = self._target(run), run.rewinds()
+            start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
+            rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
+            lines = run.metrics()
+            at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
+            changed = logged(changes, recipe) if changes else {"changes": []}
+            run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
+            run.require_written()
+            if changes:
+                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
+
+    def _target(self, run: RunFolder) -> int:
+        from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of  # imports torch
+
+        to_here = Rewind(self.rewind_to, 0, 0)
+        found, _ = read_checkpoint(run.checkpoints, (*run.rewinds(), to_here))
+        if found is None:
+            there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
+            raise InputError(
+                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
+                + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
+            )
+        return found.progress.tokens
+
+
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
     """Return the differences between two recipes that prevent a run of one from being resumed with the other.
     Differences in layout and micro-batch do not count."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
+
+
+def logged(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
+    """Return the values of an event after which the run has another recipe."""
+    listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
+    return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 
 
 def changeable(path: str) -> bool:

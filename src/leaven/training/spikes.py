@@ -25,7 +25,7 @@ from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
 from leaven.training.checkpoint import checkpoints_to_keep, first_in_each_interval
 from leaven.training.loop import Callback
-from leaven.training.rewinds import Rewind, position
+from leaven.training.run_folder import Rewind, position
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
@@ -144,7 +144,11 @@ class SpikeDetector:
             found = {"value": value, "median": middle, "deviations": deviations, "sum": self.watches[name].total}
             numbers[name] = {key: float(f"{number:.6g}") for key, number in found.items()}
         if self.skipping:
-            self._look_ahead(step.step)
+            loss, grad_norm = self.watches["loss"], self.watches["grad_norm"]
+            if loss.ready and grad_norm.ready:
+                tops = [middle + OUTSTANDING * spread for middle, spread in (loss.usual(), grad_norm.usual())]
+                limits = Limits(tops[0], math.exp(tops[1]))
+                self._limits = [*self._limits[-2:], (step.step + 2, limits)]
             return None
         certain = [name for name in numbers if self.watches[name].total >= LIMIT]
         if not certain:
@@ -152,8 +156,8 @@ class SpikeDetector:
         onset = self.since
         assert onset is not None
         moves = " and ".join(f"{TITLES[name]} {numbers[name]['deviations']:.1f} deviations up" for name in certain)
-        loss = numbers["loss"]
-        why = f"{moves}, loss {loss['median']:.2f} -> {loss['value']:.2f} within {step.step - onset + 1} steps"
+        was = numbers["loss"]
+        why = f"{moves}, loss {was['median']:.2f} -> {was['value']:.2f} within {step.step - onset + 1} steps"
         return Anomaly(onset, step.step, why, numbers)
 
     def _leave_out(self, step: "Step") -> Anomaly | None:
@@ -171,12 +175,6 @@ class SpikeDetector:
         """Return the limits for a step. Limits are set two steps in advance, so that they are the same whether or not
         the loop reads results one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
-
-    def _look_ahead(self, step: int) -> None:
-        loss, grad_norm = self.watches["loss"], self.watches["grad_norm"]
-        if loss.ready and grad_norm.ready:
-            tops = [middle + OUTSTANDING * spread for middle, spread in (loss.usual(), grad_norm.usual())]
-            self._limits = [*self._limits[-2:], (step + 2, Limits(tops[0], math.exp(tops[1])))]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -257,35 +255,35 @@ def oldest_checkpoint(
     return kept(there, anomaly.step, batches.tokens_at_step(anomaly.onset - 1))[0]
 
 
-class SpikeGuard(Callback["Step"]):
+class SpikeGuard(Callback):
     """Skips outlier steps, rolls back to a checkpoint, or stops the run, depending on ``on_spike``."""
 
     def __init__(self, trainer: "RunTrainer") -> None:
         self.trainer, self.training = trainer, trainer.training
-        self.guard: SpikeDetector | None = None
+        self.detector: SpikeDetector | None = None
 
     def before_step(self) -> None:
-        self.training.limits = self.guard.limits(self.training.progress.step + 1) if self.guard else Limits()
+        self.training.limits = self.detector.limits(self.training.progress.step + 1) if self.detector else Limits()
 
     def after_step(self, step: "Step") -> None:
-        if self.guard is None:
+        if self.detector is None:
             return
-        anomaly = self.guard.observe(step)
+        anomaly = self.detector.observe(step)
         if anomaly is not None:
             self.trainer.loop.discard()
             self._respond(anomaly)
         elif was_skipped(step):
             values = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
-            self.trainer.event("skip", **values, limits=asdict(self.guard.limits(step.step)))
+            self.trainer.event("skip", **values, limits=asdict(self.detector.limits(step.step)))
 
     def state(self) -> dict[str, Any]:
-        return {"guard": self.guard.state_dict()} if self.guard else {}
+        return {"guard": self.detector.state_dict()} if self.detector else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         on_spike = self.training.recipe.stability.on_spike
-        self.guard = None if on_spike == "off" else SpikeDetector(skipping=on_spike == "skip")
-        if self.guard and "guard" in state:
-            self.guard.load_state_dict(state["guard"])
+        self.detector = None if on_spike == "off" else SpikeDetector(skipping=on_spike == "skip")
+        if self.detector and "guard" in state:
+            self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
         """Respond to an anomaly: roll back, or end the run."""

@@ -8,16 +8,18 @@ What ``leaven train`` does from start to end:
    parameter table says which lr, init and decay each parameter gets (``scaling/table.py``, from the rule in
    ``scaling/rules.py``); initial values are drawn from it and the seed.
 3. If the folder has a checkpoint, the run continues from the newest whole one (``checkpoint.py``).
-4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``). The loop (``loop.py``) reads the
-   result of a step only after it has started the next one, so that the device never waits.
-5. Callbacks act around the steps: step log and validation (``callbacks.py``), spike guard (``spikes.py``) and
-   checkpoints (``checkpoint.py``). A rewind (``rewinds.py``) loads an earlier checkpoint and goes on from there.
+4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
+   ``optimizer.py``). The loop (``loop.py``) reads the result of a step only after it has started the next one, so
+   that the device never waits.
+5. Callbacks act around the steps: the step log (``step_metrics.py``), validation (here), the spike guard
+   (``spikes.py``) and checkpoints (``checkpoint.py``). A rewind loads an earlier checkpoint and goes on from there;
+   what follows from it is in ``run_folder.py``.
 6. :class:`RunTrainer` returns the result as a ``TrainDocument``.
 """
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,27 +29,27 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
+from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.callbacks import StepLog, Validation
 from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, checkpoints, read_checkpoint, tokens_of
 from leaven.training.device import (
     default_device,
     device_peak,
     held_memory,
     mfu_convention,
+    peak_memory,
     reset_peak_memory,
+    time_fixed_work,
     utilisation,
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.manual_rewind import ManualRewind
+from leaven.training.measured import RunProfile
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
-from leaven.training.rewinds import Rewind
-from leaven.training.run_folder import RunFolder
-from leaven.training.run_profile import RunProfile
+from leaven.training.run_folder import ManualRewind, Rewind, RunFolder, logged
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_metrics import Step
+from leaven.training.step_metrics import Step, StepLog
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -77,7 +79,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and the result is not
             ``finished``.
-        log_to: writers of curves (:data:`leaven.training.curves.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
         back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -90,21 +92,20 @@ def train(
     finish = run.finish() if back is None else None
     if finish is not None:
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
-    timed = recipe.batch.micro_batch == "auto"
-    if timed:
+    if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
-    if timed and group is not SINGLE_PROCESS:  # several devices would have to run out of memory together
-        recipe, timed = by_rule_of_thumb(recipe), False
-    memory_before = held_memory(default_device())
+        if group is not SINGLE_PROCESS:  # timing would have to run out of memory on several devices together
+            recipe = by_rule_of_thumb(recipe)
+    memory_before, choice = held_memory(default_device()), None
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     training = Training(recipe, tokens, group=group)
     training.stop = stop
-    try:
-        choice = choose_micro_batch(training) if timed else None
-        if choice is not None:
-            training.set_micro_batch(choice.micro_batch, choice.why)
-    except StopRequested:
-        return _summary(run, training.progress, None, "before its first step")
+    if recipe.batch.micro_batch == "auto":
+        try:
+            choice = choose_micro_batch(training)
+        except StopRequested:
+            return _summary(run, training.progress, None, "before its first step")
+        training.set_micro_batch(choice.micro_batch, choice.why)
     training.peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
@@ -114,14 +115,15 @@ def train(
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
         try:
-            trainer.start()
+            trainer.start(tokens)
             if moved:
                 trainer.rearrange(moved)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
             finish = trainer.train(lambda: group.any(stop()))
         finally:
-            trainer.close()
+            for callback in trainer.callbacks:
+                callback.close()
         return _summary(run, training.progress, finish, trainer.unsaved)
 
 
@@ -149,10 +151,10 @@ class RunTrainer:
         self.checkpoints = Checkpoints(self)
         self.spikes = SpikeGuard(self)
         # The guard is last: everything about a step is written before the run rolls back.
-        self.callbacks: list[Callback[Step]] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
+        self.callbacks: list[Callback] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
-    def start(self) -> None:
+    def start(self, tokens: "TokenSet") -> None:
         """Continue from the newest checkpoint. A new run saves one first, so that it can always roll back."""
         found = self._newest(self.rewinds)
         self._restore(found)
@@ -160,8 +162,8 @@ class RunTrainer:
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
-            text=self.training.text,
-            epochs=self.training.epochs,
+            text=tokens.fingerprint,
+            epochs=tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             **self.log.batch(),
             mfu_convention=mfu_convention(peak) if peak else None,
@@ -201,19 +203,13 @@ class RunTrainer:
     def rearrange(self, changes: list[Difference]) -> None:
         """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
         training = self.training
-        training.recipe = self.run.rearrange(training.recipe, changes, training.tokens)
-        listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
-        self.event("layout", changes=listed, recipe=training.recipe.model_dump(mode="json", exclude_none=True))
-
-    def close(self) -> None:
-        """Close the callbacks."""
-        for callback in self.callbacks:
-            callback.close()
+        training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
+        self.event("layout", **logged(changes, training.recipe))
 
     @property
     def good_tokens(self) -> int:
         """The number of tokens trained before the first suspicious step, or so far if no step is suspicious."""
-        since = self.spikes.guard.since if self.spikes.guard else None
+        since = self.spikes.detector.since if self.spikes.detector else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
@@ -270,6 +266,51 @@ class RunTrainer:
         self.training.follow(self.rewinds)
         for callback in self.callbacks:
             callback.restore(found.state if found is not None else {})
+
+
+class Validation(Callback):
+    """Computes the validation loss at a fixed interval in tokens. If the run has several processes, it then compares
+    their speed and memory, to find a slow process."""
+
+    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
+        self.trainer, self.training = trainer, trainer.training
+        recipe = self.training.recipe
+        self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
+        self._bits_per_byte_factor = bits_per_byte_factor
+        self.owed = False  # whether a stop interrupted a validation
+
+    def on_due(self) -> None:
+        self.evaluate()
+
+    def evaluate(self) -> dict[str, Any]:
+        """Compute and log the validation loss. Return it in nats per token and in bits per byte."""
+        trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
+        trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
+        self.owed = True
+        loss = training.evaluate()
+        self.owed = False
+        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
+        trainer.event("validation", **values)
+        if trainer.group.size > 1:
+            self._compare_processes()
+        trainer.log.validation(values)
+        return values
+
+    def state(self) -> dict[str, Any]:
+        return {"owes_validation": True} if self.owed and not self.training.finished else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.owed = state.get("owes_validation", False)
+
+    def _compare_processes(self) -> None:
+        """Log which process is slowest at a fixed computation, and which process uses the most memory."""
+        device = self.training.device
+        measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
+        seconds, memory = zip(*measured, strict=True)
+        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
+        ratio = max(seconds) / median(seconds)
+        self.trainer.profile.highest_memory = max(memory)
+        self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Trains one trial: a recipe until it is done, diverges or is pruned.
+"""Trains one trial: a recipe until it is done, diverges or is pruned. :class:`WorkerPool` trains trials in worker
+processes.
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
@@ -14,13 +15,19 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
+
+from leaven.data.pool import ctrl_c_blocked, exit_with_parent
 from leaven.data.tokens import TokenSet, prepare
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
@@ -31,7 +38,8 @@ from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, c
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
-from leaven.training.step_metrics import Step
+
+Result = TypeVar("Result")
 
 
 def train_trial(
@@ -59,7 +67,7 @@ def train_trial(
     at_once = trunk.stability.on_spike != "off"
     monitor = DivergenceMonitor(trunk.model.vocab_size, trunk.data.tokens, at_once)
     cooldowns = Cooldowns(training, monitor, branches)
-    callbacks: list[Callback[Step]] = [cooldowns, monitor]
+    callbacks: list[Callback] = [cooldowns, monitor]
     if baseline is not None and comparable(baseline, trunk.data.tokens):
         callbacks.append(Pruning(monitor, baseline, trunk.schedule.warmup_tokens))
     if checkpoint is not None:
@@ -132,7 +140,7 @@ def cooldown_start(recipe: Recipe) -> float:
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
 
-class Cooldowns(Callback[Step]):
+class Cooldowns(Callback):
     """Trains the cooldowns of the shorter durations. When the trunk reaches the start of a cooldown, that cooldown is
     trained from a copy of the state."""
 
@@ -170,13 +178,11 @@ class Cooldowns(Callback[Step]):
         self._branches = self._branches[len(self._branches) - state["left"] :]
 
 
-class TrialCheckpoint(Callback[StepResult]):
+class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
     a checkpoint."""
 
-    def __init__(
-        self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback[Step]]
-    ) -> None:
+    def __init__(self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback]) -> None:
         self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks
         self._last = time.monotonic()
 
@@ -198,3 +204,37 @@ class TrialCheckpoint(Callback[StepResult]):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
         self._last = time.monotonic()
+
+
+def initialise_worker() -> None:
+    """Initialise a worker process: use one thread, and exit when the parent does."""
+    torch.set_num_threads(1)
+    exit_with_parent()
+
+
+class WorkerPool:
+    """A pool of worker processes. If a worker dies, new workers are started."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._executor = self._new()
+
+    def _new(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._workers, get_context("spawn"), initializer=initialise_worker)
+
+    def submit(self, function: Callable[..., Result], *arguments: object, **named: object) -> "Future[Result]":
+        with ctrl_c_blocked():  # the executor may start a process
+            try:
+                return self._executor.submit(function, *arguments, **named)
+            except BrokenProcessPool:
+                self._executor = self._new()
+                return self._executor.submit(function, *arguments, **named)
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        processes = list((self._executor._processes or {}).values())  # shutdown forgets them
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.terminate()

@@ -21,7 +21,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
 from leaven.training.micro_batch import even, rule_of_thumb
-from leaven.training.worker import WorkerPool
+from leaven.training.trial import WorkerPool
 from leaven.verification.dry_run import StepMemory, dry_run
 
 LIMITS = {"between steps": 0.02, "peak": 0.05}

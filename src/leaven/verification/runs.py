@@ -19,7 +19,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import locked_folder
-from leaven.training.worker import WorkerPool
+from leaven.training.trial import WorkerPool
 from leaven.verification.foreign import ModelFamily
 from leaven.verification.model_instance import RunSetting
 

@@ -44,8 +44,7 @@ from leaven.recipe.files import make_folder, read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
-from leaven.training.trial import branches_of, cooldown_start, train_trial
-from leaven.training.worker import WorkerPool
+from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
 from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.algorithm.trust_region import RADIUS, Array
 from leaven.tuning.earlier_study import earlier_trials
