@@ -64,7 +64,7 @@ CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
 ANSWERED = "leaven:answered"  # an attribute of the study: a command has run it to its end
 POLL = 0.25  # seconds between looks at whether to stop
-NOTE_AFTER = 5.0  # seconds without the store before the screen says so
+NOTE_AFTER = 5.0  # seconds without the store before the screen says so, and a command that is stopping gives up
 FEWEST = 10  # trials for PED-ANOVA, whose best tenth must have one trial at least
 SAVING = 0.1  # the largest share of the time to spend on study.json, which takes seconds with thousands of trials
 
@@ -231,10 +231,15 @@ class Study:
         self._store.remove_session()
 
     def _waited(self, seconds: float) -> None:
-        """Report that the store is unreachable; raise StoreGone if the user stops the command."""
+        """Report that the store is unreachable; raise StoreGone if the user stops the command meanwhile.
+
+        A single failed call does not count: a command that is stopping repeats it, and then prints its document.
+        """
+        if seconds <= NOTE_AFTER:
+            return
         if self._stop():
-            raise StoreGone("stopped while the store was unreachable")
-        if self._screen is not None and seconds > NOTE_AFTER:
+            raise StoreGone(f"stopped after the store had been unreachable for {seconds:.0f} s")
+        if self._screen is not None:
             self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
     def run(
