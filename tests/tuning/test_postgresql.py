@@ -21,8 +21,8 @@ from optuna.trial import TrialState
 from leaven.recipe.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.stores import StoreGone, is_made, open_store
-from leaven.tuning.service.trial_log import is_duplicate
+from leaven.tuning.service.search_plan import is_duplicate
+from leaven.tuning.service.stores import StoreGone, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PROGRAMS = FOUND[-1].parent if FOUND else Path()
@@ -160,15 +160,6 @@ def test_outages_of_the_server_lose_and_repeat_nothing(server: Server, monkeypat
     assert {trial.state for trial in study.trials} == {TrialState.COMPLETE}
     assert [trial.number for trial in study.trials] == sorted(ended)
     assert all(trial.value == trial.params["x"] == trial.user_attrs["x"] for trial in study.trials)
-
-
-def test_is_made_creates_no_store(server: Server) -> None:
-    url = server.database("look")
-    assert [is_made(url), is_made(url)] == [False, False]
-    open_store(url)
-    assert is_made(url)
-    with pytest.raises(InputError, match='database "none" does not exist'):
-        is_made(f"postgresql://leaven@/none?host={server.folder}")
 
 
 @pytest.mark.kills

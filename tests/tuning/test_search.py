@@ -24,11 +24,11 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.service.budget import Budget, busy
 from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import Budget, NothingFound, busy
-from leaven.tuning.service.trial_log import Evaluation, finished
+from leaven.tuning.service.search_plan import Evaluation, NothingFound, finished
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 

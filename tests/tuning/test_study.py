@@ -31,9 +31,8 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
 from leaven.tuning.algorithm.confirmation import GIVEN
 from leaven.tuning.service import study as study_module
-from leaven.tuning.service.results import write_results
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
-from leaven.tuning.service.study import Study
+from leaven.tuning.service.study import Study, write_results
 from leaven.tuning.space import space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
@@ -562,7 +561,7 @@ def test_trials_go_on_while_results_cannot_be_written(
 
     screen = NotedScreen()
     with study() as opened, monkeypatch.context() as patched:
-        patched.setattr("leaven.tuning.service.results.write_text", full)
+        patched.setattr("leaven.tuning.service.study.write_text", full)
         with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
             opened.run(2, 1, screen=screen)
     assert "No space left" in screen.notes

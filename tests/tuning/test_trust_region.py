@@ -20,8 +20,7 @@ from leaven.tuning.algorithm.trust_region import (
     region,
 )
 from leaven.tuning.service.samplers import distributions
-from leaven.tuning.service.search_plan import region_of
-from leaven.tuning.service.trial_log import DIVERGED, finished, loss_of
+from leaven.tuning.service.search_plan import DIVERGED, finished, loss_of, region_of
 
 rng = np.random.default_rng(0)
 OPTIMUM = np.array([1.0, -0.5, 0.3, 0.0])

@@ -5,6 +5,7 @@ are in nats per token. A point maps each path to a distance from the start, in t
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -256,3 +257,28 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(ended - max(began, until), 0.0)
         until = max(until, ended)
     return total
+
+
+def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
+    """Return the Pareto front of loss and FLOPs, the cheapest first.
+
+    If a run has branches (durations that are compared), each branch is a separate candidate. Its cost is the run's
+    FLOPs times the branch's share of the tokens, as if the branch had been trained alone. Runs that differ only in
+    their seed are averaged. Runs without FLOPs, diverged runs and pruned runs are left out.
+    """
+    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
+    for trial in trials:
+        if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
+            point = tuple(sorted(trial.octaves.items()))
+            for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
+                cost = trial.flops * tokens / trial.tokens
+                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
+    means = []
+    for (_, tokens), of in runs.items():
+        numbers, costs, losses = zip(*of, strict=True)
+        means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
+    found: list[Front] = []
+    for each in sorted(means, key=lambda front: (front.flops, front.loss)):
+        if not found or each.loss < found[-1].loss:
+            found.append(each)
+    return tuple(found)
