@@ -19,8 +19,8 @@ from benchmarks._landscapes import EXCESS, FLOOR, NOISE, REACH, Landscape, lands
 from optuna.storages import InMemoryStorage
 
 from leaven.tuning import search
-from leaven.tuning.algorithm.answer import answer
-from leaven.tuning.algorithm.confirmation import noise_between_seeds, to_confirm
+from leaven.tuning.algorithm.answer import answer, to_confirm
+from leaven.tuning.algorithm.noise import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Proposal

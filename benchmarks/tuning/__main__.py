@@ -35,7 +35,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training.trial import train_trial
 from leaven.training.worker import WorkerPool
-from leaven.tuning.algorithm.confirmation import t95
+from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH
 from leaven.tuning.service.study import Study
 from leaven.tuning.space import space

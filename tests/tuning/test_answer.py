@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 from benchmarks.answers import judged
 
-from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, answer, finalists
-from leaven.tuning.algorithm.confirmation import Confirmation, confirm, pooled_noise, to_confirm
+from leaven.tuning.algorithm.answer import (
+    ELSEWHERE,
+    Confirmation,
+    advice_when_all_diverged,
+    answer,
+    confirm,
+    finalists,
+    to_confirm,
+)
+from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.study import reason

@@ -29,7 +29,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
-from leaven.tuning.algorithm.confirmation import GIVEN
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.service import study as study_module
 from leaven.tuning.service.stores import Journal, StoreGone, open_store
 from leaven.tuning.service.study import Study, write_results

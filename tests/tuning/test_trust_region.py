@@ -10,7 +10,7 @@ from benchmarks._landscapes import EXCESS, KINDS, landscape
 from optuna.trial import TrialState
 
 from leaven.tuning.algorithm import divergence, surrogate
-from leaven.tuning.algorithm.confirmation import interval_of_mean, pooled, t95
+from leaven.tuning.algorithm.noise import interval_of_mean, pooled, t95
 from leaven.tuning.algorithm.trust_region import (
     RISK,
     TRUST,

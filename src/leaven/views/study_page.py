@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from leaven.recipe.recipe import split_path
-from leaven.tuning.algorithm.confirmation import GIVEN
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.study_document import UNDER_WAY, Coordinate, Dimension
 from leaven.views import numbers, points, study_charts
 from leaven.views.charts import ACCENT, Figure

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.algorithm.confirmation import CONFIRMATIONS, RERUNS
+from leaven.tuning.algorithm.answer import CONFIRMATIONS, RERUNS
 from leaven.tuning.study_document import covered
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.algorithm.confirmation import interval_of_mean
+from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.budget import Budget

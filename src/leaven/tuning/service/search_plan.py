@@ -22,13 +22,16 @@ from optuna.trial import FrozenTrial, TrialState
 
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Baseline, curve_of
-from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point, finalists, in_doubt
-from leaven.tuning.algorithm.confirmation import (
+from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,
     Confirmation,
-    noise_between_seeds,
+    advice_when_all_diverged,
+    best_point,
+    finalists,
+    in_doubt,
     to_confirm,
 )
+from leaven.tuning.algorithm.noise import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Array, Axes, Region, region
 from leaven.tuning.service.budget import Budget
 from leaven.tuning.study_document import Dimension, StudyTrial
