@@ -13,10 +13,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from leaven.documents.runs import BestTrial, OutlookRow, TuneDocument
+from leaven.catalogue.laws import REPLICATION
+from leaven.documents.runs import BestTrial, OutlookRow, TuneDocument, WorthRow
+from leaven.recipe.files import read_text
+from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+# Shares of a study's gain that may survive the transfer. Where it was measured, it was a quarter for values by module
+# (docs/log.md, 2026-11-22). The screen names them.
+SHARES = (1.0, 0.5, 0.25)
+WORTH_TOKENS = 1e9, 2.5e12  # a factor of five beyond what the law was fitted to; at 10 M tokens it is wrong by far
 
 
 @dataclass(frozen=True)
@@ -282,3 +289,23 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
         if not found or each.loss < found[-1].loss:
             found.append(each)
     return tuple(found)
+
+
+def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
+    """Return what the gain of a study is worth at ``target``, in tokens by a published loss law, for each of
+    ``SHARES``.
+
+    ``answer`` is the best.toml of the study. The list is empty if ``answer`` is another file or lies in no study, if
+    the study measured no gain, or if the law says nothing about a run of the target's length.
+    """
+    try:
+        study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))
+    except ValueError:  # no study, or one that cannot be read
+        return []
+    tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS
+    if answer.name != "best.toml" or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
+        return []
+    return [
+        WorthRow(share=share, gain=share * study.gain, times=REPLICATION.worth_in_tokens(tokens, share * study.gain))
+        for share in SHARES
+    ]

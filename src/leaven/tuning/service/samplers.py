@@ -166,10 +166,7 @@ def ped_anova(points: Array, losses: Array) -> Array:
     if len(ended) < FEWEST or not points.any():
         return np.zeros(len(names))
     reach = float(np.abs(points).max())
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study()
-    optuna.logging.set_verbosity(verbosity)
     study.add_trials(
         optuna.trial.create_trial(
             value=float(min(loss, ended.max())),
