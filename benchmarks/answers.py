@@ -72,7 +72,7 @@ def searched(
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
     kept = store.get_all_trials(store.get_study_id_from_name("leaven"), deepcopy=False)
-    return [each.record(Axes(limits)) for each in runs_of(kept, len(limits))], dimensions
+    return [each.record for each in runs_of(kept, Axes(limits))], dimensions
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:

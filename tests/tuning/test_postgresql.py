@@ -21,7 +21,7 @@ from optuna.trial import TrialState
 from leaven.recipe.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.search_plan import is_duplicate
+from leaven.tuning.service.search_plan import jobs_of
 from leaven.tuning.service.stores import StoreGone, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
@@ -224,7 +224,7 @@ def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Pa
     (study,) = store.get_all_studies()
     everything = store.get_all_trials(study._study_id)
     owned = [trial for trial in everything if "owner" in trial.user_attrs]
-    stored = [trial for trial in owned if not is_duplicate(trial.number, everything)]
+    stored = [trial for trial in owned if jobs_of(everything)[trial.user_attrs["job"]] is trial]
     assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
     ended = [trial for trial in stored if trial.state is not TrialState.FAIL or trial.number in failed]
     assert all("retry_of" in everything[number].user_attrs for number in failed)

@@ -28,7 +28,7 @@ from leaven.tuning.service.budget import Budget, busy
 from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import Evaluation, NothingFound, finished
+from leaven.tuning.service.search_plan import Evaluation, NothingFound, ended_runs, runs_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -404,7 +404,7 @@ def test_hours_count_while_something_runs() -> None:
             state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
         )
         trial.state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
-        return Evaluation(trial, trial, 0)
+        return Evaluation(trial, trial, 0, Axes(SPACE))
 
     at_once = [run(0, 3600, 0), run(1800, 5400, 1)]
     after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]
@@ -537,7 +537,8 @@ def test_results_are_ordered_by_unix_time() -> None:
         study.add_trial(
             create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
         )
-    assert [trial.number for trial in finished(study)] == [1, 2, 0]
+    runs = runs_of(study.trials, Axes({}))
+    assert [run.last.number for run in ended_runs(runs)] == [1, 2, 0]
 
 
 def diverge(x: Proposal) -> float:

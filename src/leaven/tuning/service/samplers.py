@@ -12,7 +12,7 @@ from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
-from leaven.tuning.service.search_plan import finished, loss_of, points_and_losses, run_index
+from leaven.tuning.service.search_plan import JOB, Evaluation, ended_runs, points_and_losses, runs_of
 
 Distributions = dict[str, BaseDistribution]
 
@@ -108,6 +108,9 @@ class SeededSampler(BaseSampler):
             self._number, self._sampler = trial.number, self._make(int(seed))
         return self._sampler
 
+    def _ended(self, study: optuna.Study) -> list[Evaluation]:
+        return ended_runs(runs_of(study.get_trials(deepcopy=False), self._axes))
+
     def _box(self, study: optuna.Study) -> Distributions:
         axes = self._axes
         if self._everywhere:
@@ -116,7 +119,7 @@ class SeededSampler(BaseSampler):
                 name: FloatDistribution(axes.start[name] - far * scale, axes.start[name] + far * scale)
                 for name, scale in zip(axes.start, axes.scale.tolist(), strict=True)
             }
-        low, high = map(axes.params, box(*points_and_losses(finished(study), axes), axes))
+        low, high = map(axes.params, box(*points_and_losses(self._ended(study), axes), axes))
         return {
             name: limits if isinstance(limits, CategoricalDistribution) else FloatDistribution(low[name], high[name])
             for name, limits in distributions(axes).items()
@@ -138,14 +141,20 @@ class SeededSampler(BaseSampler):
     ) -> Any:
         limits = param_distribution if self._everywhere else self._box(study)[param_name]
         drawn = self._of(trial).sample_independent(study, trial, param_name, limits)
-        if self._everywhere and isinstance(limits, CategoricalDistribution) and (trials := finished(study)):
+        if self._everywhere and isinstance(limits, CategoricalDistribution) and (ended := self._ended(study)):
             rng = np.random.default_rng([self._seed, run_index(trial), list(self._axes.start).index(param_name)])
-            return min(trials, key=loss_of).params[param_name] if rng.random() < 1 / 2 else drawn
+            return min(ended, key=lambda run: run.loss).last.params[param_name] if rng.random() < 1 / 2 else drawn
         return self._inside(param_name, drawn)
 
     def _inside(self, name: str, value: float) -> float:
         limits = self._axes.limits[name]
         return value if isinstance(limits, range) else float(np.clip(value, *limits))
+
+
+def run_index(trial: FrozenTrial) -> int:
+    """Return the index of a run of the search, from the name of its job. Any other trial has its number."""
+    job = trial.user_attrs.get(JOB, "")
+    return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def _farthest(axes: Axes) -> float:

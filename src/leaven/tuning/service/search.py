@@ -18,15 +18,7 @@ from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.budget import Budget
 from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver, check_search, join_study
-from leaven.tuning.service.search_plan import (
-    FINALIST,
-    SearchPlan,
-    finished,
-    known_runs,
-    loss_of,
-    purpose_of,
-    seed_of,
-)
+from leaven.tuning.service.search_plan import SearchPlan, ended_runs, known_runs
 from leaven.tuning.service.stores import open_store
 
 OCTAVES = 1000.0  # the largest log2 multiplier: 2**1024 overflows
@@ -159,20 +151,24 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         seed=seed,
         noise=noise,
     )
-    plan = SearchPlan(study, axes, method, seed, budget, noise, stop_at_noise)
-    loop = SearchLoop(plan, store, objective, given.workers, stop, watch, given.lease_seconds)
+    plan = SearchPlan(axes, method, seed, budget, noise, stop_at_noise)
+    loop = SearchLoop(plan, study, store, objective, given.workers, stop, watch, given.lease_seconds)
     runs = loop.run()
     chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
     interval = (-math.inf, math.inf)
     if noise is not None and chosen.fresh:
         interval = interval_of_mean(chosen.losses, noise, degrees)
-    found = []
-    for trial in finished(study):
-        label, which = trial.user_attrs.get(FINALIST, ("", None))
-        finalist = which if label == budget.label else None
-        found.append(
-            SearchTrial(trial.number, dict(trial.params), loss_of(trial), finalist, purpose_of(trial), seed_of(trial))
+    found = [
+        SearchTrial(
+            number=run.last.number,
+            params=dict(run.last.params),
+            loss=run.loss,
+            finalist=run.finalist if run.rerun_for == budget.label else None,
+            purpose=run.purpose,
+            seed=run.seed,
         )
+        for run in ended_runs(runs)
+    ]
     return SearchResult(
         params=plan.params_of(runs, chosen.point),
         loss=chosen.loss,

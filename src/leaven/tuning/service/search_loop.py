@@ -44,7 +44,7 @@ from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service import search_plan as log
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.samplers import METHODS, distributions, sampler
-from leaven.tuning.service.search_plan import Evaluation, SearchPlan, TrialRequest, finished, loss_of
+from leaven.tuning.service.search_plan import Evaluation, SearchPlan, TrialRequest, jobs_of, runs_of
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: its fourth power must be finite in the surrogate
@@ -114,6 +114,7 @@ class SearchLoop:
     def __init__(  # noqa: PLR0917 - one of each
         self,
         plan: SearchPlan,
+        study: optuna.Study,
         store: BaseStorage,
         objective: Objective,
         workers: int,
@@ -121,8 +122,8 @@ class SearchLoop:
         watch: SearchObserver | None,
         lease_seconds: float,
     ) -> None:
-        self._plan, self._study, self._store = plan, plan.study, store
-        self._study_id = store.get_study_id_from_name(plan.study.study_name)
+        self._plan, self._study, self._store = plan, study, store
+        self._study_id = store.get_study_id_from_name(study.study_name)
         self._leases = Leases(store, self._study_id, lease_seconds)
         self._objective, self._stop, self._watch = objective, stop, watch
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
@@ -176,8 +177,8 @@ class SearchLoop:
             for number in taken:
                 self._close(number)
             trials = self._study.get_trials(deepcopy=False)
-        self._turn = log.count_jobs(trials)
-        return log.runs_of(trials, len(self._plan.axes.start))
+        self._turn = sum(not job.startswith("retry:") for job in jobs_of(trials))
+        return runs_of(trials, self._plan.axes)
 
     def _begin(self, request: TrialRequest, runs: list[Evaluation]) -> None:
         if (created := self._create(request)) is None:
@@ -212,7 +213,7 @@ class SearchLoop:
         )
         trial_id = self._store.create_new_trial(self._study_id, template)
         number = self._store.get_trial_number_from_id(trial_id)
-        if log.is_duplicate(number, self._study.get_trials(deepcopy=False)):
+        if jobs_of(self._study.get_trials(deepcopy=False))[request.name].number != number:  # a duplicate
             self._close(number)
             return None
         if request.point is not None:
@@ -258,8 +259,8 @@ class SearchLoop:
         loss, state = outcome.loss, TrialState.COMPLETE
         if outcome.diverged:
             # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
-            losses = [loss_of(other) for other in finished(self._study)]
-            loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
+            others = runs_of(self._study.get_trials(deepcopy=False), self._plan.axes)
+            loss = max((run.loss for run in others if run.state in {"complete", "stopped"}), default=NEVER_ENDED)
         if outcome.stopped:
             # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)

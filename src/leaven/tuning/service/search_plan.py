@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from leaven.recipe.errors import InputError
@@ -69,6 +68,7 @@ class Evaluation:
     origin: FrozenTrial  # the first attempt
     last: FrozenTrial  # the last attempt, which counts
     deaths: int  # attempts whose process died
+    axes: Axes
 
     @cached_property
     def state(self) -> str:
@@ -88,9 +88,30 @@ class Evaluation:
         return self.state in {"complete", "diverged", "stopped"}
 
     @property
+    def loss(self) -> float:
+        """The loss of a run with a result: infinite if it diverged, predicted if it was pruned."""
+        if self.state == "diverged":
+            return math.inf
+        return float(self.last.user_attrs[EXPECTED] if self.last.value is None else self.last.value)
+
+    @property
+    def purpose(self) -> str:
+        return str(self.origin.user_attrs.get(PURPOSE, "search"))
+
+    @property
+    def seed(self) -> int:
+        return int(self.origin.user_attrs.get(SEED, 0))
+
+    @property
     def rerun_for(self) -> str:
         """The label of the budget for which this run reruns or confirms a finalist; empty for other runs."""
         return str(self.origin.user_attrs.get(FINALIST, [""])[0])
+
+    @property
+    def finalist(self) -> int | None:
+        """The index of the finalist that this run reruns."""
+        index: int | None = self.origin.user_attrs.get(FINALIST, ["", None])[1]
+        return index
 
     @property
     def confirms(self) -> bool:
@@ -108,7 +129,7 @@ class Evaluation:
 
     @property
     def ended(self) -> float | None:
-        """When the last attempt ended or was found dead, in Unix time."""
+        """When the last attempt ended or was found dead, in Unix time. Optuna's own times are local to a machine."""
         if ENDED in self.last.user_attrs or self.state == "running":
             return self.last.user_attrs.get(ENDED)
         return self.last.datetime_complete.timestamp() if self.last.datetime_complete else None
@@ -116,32 +137,30 @@ class Evaluation:
     @property
     def retry(self) -> TrialRequest:
         """The request that retries the run."""
-        attributes = self.origin.user_attrs
+        known = self.origin.user_attrs
+        kept = {key: known[key] for key in (FINALIST, CONFIRMS) if key in known}
+        attributes = {RETRY_OF: self.origin.number} | kept
         return TrialRequest(
-            purpose=purpose_of(self.origin),
-            name=f"retry:{self.last.number}",
-            seed=seed_of(self.origin),
-            point=dict(self.origin.params),
-            attributes={RETRY_OF: self.origin.number}
-            | {key: attributes[key] for key in (FINALIST, CONFIRMS) if key in attributes},
+            self.purpose, f"retry:{self.last.number}", self.seed, dict(self.origin.params), attributes
         )
 
-    def record(self, axes: Axes) -> StudyTrial:
-        """Return this run as a StudyTrial, the form of study.json. Its ``values`` are empty; study.py adds them."""
-        last, ran = self.last, self.last.user_attrs
+    @cached_property
+    def record(self) -> StudyTrial:
+        """This run as a StudyTrial, the form of study.json. Its ``values`` are empty; study.py adds them."""
+        ran, names = self.last.user_attrs, self.axes.start
         seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
-        drawn = len(last.params) == len(axes.start)
+        drawn = len(self.last.params) == len(names)
         return StudyTrial(
-            number=last.number,
+            number=self.last.number,
             state=self.state,
-            loss=loss_of(last) if self.state in {"complete", "stopped"} else None,
+            loss=self.loss if self.state in {"complete", "stopped"} else None,
             values={},
             seconds=seconds,
             tokens_per_second=tokens / seconds if seconds else None,
-            octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
-            purpose=purpose_of(last),
+            octaves=dict(zip(names, self.axes.octaves(self.last.params).tolist(), strict=True)) if drawn else None,
+            purpose=self.purpose,
             confirms=self.confirms,
-            seed=seed_of(last),
+            seed=self.seed,
             tokens=tokens,
             flops=self.flops,
             curve=curve_of(ran.get("curve", ())),
@@ -151,39 +170,18 @@ class Evaluation:
         )
 
 
-def purpose_of(trial: FrozenTrial) -> str:
-    return str(trial.user_attrs.get(PURPOSE, "search"))
-
-
-def seed_of(trial: FrozenTrial) -> int:
-    return int(trial.user_attrs.get(SEED, 0))
-
-
-def loss_of(trial: FrozenTrial) -> float:
-    """Return the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
-    if trial.user_attrs.get(DIVERGED):
-        return math.inf
-    return float(trial.user_attrs[EXPECTED] if trial.value is None else trial.value)
-
-
-def run_index(trial: FrozenTrial) -> int:
-    """Return the index of a run of the search, from the name of its job. Any other trial has its number."""
-    job = trial.user_attrs.get(JOB, "")
-    return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
-
-
-def runs_of(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
+def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
     """Return the runs, ordered by the number of each run's first trial.
 
-    ``dimensions`` is the number of searched values. Trials whose process died before all values were drawn, and
-    trials without an owner (from another program), are left out.
+    Trials whose process died before all values were drawn, and trials without an owner (from another program), are
+    left out.
     """
-    jobs = _jobs(trials)
+    jobs = jobs_of(trials)
     found = []
     for trial in sorted(trials, key=lambda trial: trial.number):
         job = trial.user_attrs.get(JOB)
         begins = job is None or (jobs[job] is trial and not job.startswith("retry:"))
-        drawn = len(trial.params) == dimensions or trial.state is TrialState.RUNNING
+        drawn = len(trial.params) == len(axes.start) or trial.state is TrialState.RUNNING
         if not (begins and drawn and OWNER in trial.user_attrs):
             continue
         last, deaths = trial, 0
@@ -193,12 +191,16 @@ def runs_of(trials: Sequence[FrozenTrial], dimensions: int) -> list[Evaluation]:
             if following is None:
                 break
             last = following
-        found.append(Evaluation(trial, last, deaths))
+        found.append(Evaluation(trial, last, deaths, axes))
     return found
 
 
-def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trial of each job, by the name of the job. It is the trial with the lowest number."""
+def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job, by the name of the job.
+
+    It is the trial with the lowest number. A later one is a duplicate, which is there if two commands create a trial
+    for the job at once.
+    """
     jobs: dict[str, FrozenTrial] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         if JOB in trial.user_attrs:
@@ -206,48 +208,25 @@ def _jobs(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
     return jobs
 
 
-def is_duplicate(number: int, trials: Sequence[FrozenTrial]) -> bool:
-    """Return whether a trial with a lower number has the same job. This happens if two commands create a trial for
-    the job at once."""
-    job = trials[number].user_attrs.get(JOB)
-    return job is not None and _jobs(trials)[job].number != number
+def records(runs: Sequence[Evaluation]) -> list[StudyTrial]:
+    return [run.record for run in runs]
 
 
-def count_jobs(trials: Sequence[FrozenTrial]) -> int:
-    """Return the number of distinct jobs, not counting retries: the index of the next run."""
-    return sum(not job.startswith("retry:") for job in _jobs(trials))
+def ended_runs(runs: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the runs with a result, in the order in which they ended."""
+    return sorted((run for run in runs if run.finished), key=lambda run: (run.ended or 0.0, run.last.number))
 
 
-def finished(study: Study) -> list[FrozenTrial]:
-    """Return the trials with a result, in the order in which they ended.
-
-    If any trial has an owner, trials without an owner (from another program) are left out, as in ``runs_of``. The
-    order is by Unix time, because Optuna records the local time of each machine.
-    """
-    trials = study.get_trials(deepcopy=False)
-    if any(OWNER in trial.user_attrs for trial in trials):
-        trials = [trial for trial in trials if OWNER in trial.user_attrs]
-    ended = [t for t in trials if t.state is TrialState.PRUNED and EXPECTED in t.user_attrs]
-    ended += [trial for trial in trials if trial.state is TrialState.COMPLETE]
-
-    def end(trial: FrozenTrial) -> float:
-        assert trial.datetime_complete is not None
-        return float(trial.user_attrs.get(ENDED, trial.datetime_complete.timestamp()))
-
-    return sorted(ended, key=lambda trial: (end(trial), trial.number))
+def points_and_losses(ended: Sequence[Evaluation], axes: Axes) -> tuple[Array, Array]:
+    """Return the points (n, D) of runs with a result, in octaves, and their losses (n,)."""
+    points = np.array([axes.octaves(run.last.params) for run in ended]).reshape(-1, len(axes.limits))
+    return points, np.array([run.loss for run in ended])
 
 
-def points_and_losses(trials: Sequence[FrozenTrial], axes: Axes) -> tuple[Array, Array]:
-    """Return the points (n, D) of trials with a result, in octaves, and their losses (n,)."""
-    points = np.array([axes.octaves(trial.params) for trial in trials]).reshape(-1, len(axes.limits))
-    return points, np.array([loss_of(trial) for trial in trials])
-
-
-def region_of(study: Study, axes: Axes, noise: float | None = None) -> Region:
-    """Return the trust region after the finished trials of a study."""
-    trials = finished(study)
-    seeds = np.array([seed_of(trial) for trial in trials], np.int64)
-    return region(axes, *points_and_losses(trials, axes), noise, seeds)
+def region_of(runs: Sequence[Evaluation], axes: Axes, noise: float | None = None) -> Region:
+    """Return the trust region after the runs with a result."""
+    ended = ended_runs(runs)
+    return region(axes, *points_and_losses(ended, axes), noise, np.array([run.seed for run in ended], np.int64))
 
 
 class NothingFound(InputError):
@@ -299,7 +278,6 @@ def grid(axes: Axes, trials: int) -> list[Params]:
 class SearchPlan:
     """The plan of a search, which decides the next run from the runs so far."""
 
-    study: Study
     axes: Axes
     method: str
     seed: int
@@ -334,8 +312,14 @@ class SearchPlan:
             if run.rerun_for == self.budget.label and FINAL in run.origin.user_attrs
         ]
         if not stored:
-            if self._room(runs, now) and not self._stalled():
-                return TrialRequest("search", f"search:{turn}", point=self._proposal(turn, runs, now))
+            trusts = self.method == "trust-region"  # an Optuna sampler proposes the points of other methods
+            stalled = trusts and self.stop_at_noise and self._region(runs).stalled()
+            if self._room(runs, now) and not stalled:
+                point = None
+                if trusts:
+                    rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
+                    point = self.axes.params(self._region(runs).proposal(rng, last=last))
+                return TrialRequest("search", f"search:{turn}", point=point)
             if "running" in states or not self._confirms(runs):
                 return None
         few, each = stored[0] if stored else self.budget.finals(runs, now)
@@ -345,19 +329,12 @@ class SearchPlan:
             request = next((rerun for rerun in self._confirming(runs, now) if rerun.name not in begun), None)
         return request
 
-    def _proposal(self, turn: int, runs: Sequence[Evaluation], now: float) -> Params | None:
-        """Return the trust region's proposal, or None for other methods, whose points an Optuna sampler proposes."""
-        if self.method != "trust-region":
-            return None
-        rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
-        return self.axes.params(self._region().proposal(rng, last=last))
-
-    def _region(self) -> Region:
-        """Return the trust region after the finished trials. It is cached until another trial ends, because every
-        free worker needs it and with 2,000 trials of 90 values it takes seconds to compute."""
-        numbers = [trial.number for trial in finished(self.study)]
+    def _region(self, runs: Sequence[Evaluation]) -> Region:
+        """Return the trust region. It is cached until another trial ends, because every free worker needs it and with
+        2,000 trials of 90 values it takes seconds to compute."""
+        numbers = [run.last.number for run in ended_runs(runs)]
         if self._known is None or self._known[0] != numbers:
-            self._known = numbers, region_of(self.study, self.axes, self.noise)
+            self._known = numbers, region_of(runs, self.axes, self.noise)
         return self._known[1]
 
     def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
@@ -375,15 +352,9 @@ class SearchPlan:
             return False
         if self.method != "trust-region":
             return True
-        if not self._region().incumbent.any():
+        if not self._region(runs).incumbent.any():
             return False
-        return self.budget.size >= SMALL or (
-            noise is not None and in_doubt(self._records(runs), self.axes, self.noise)
-        )
-
-    def _stalled(self) -> bool:
-        """Return whether the search stops early, because the trust region has stalled."""
-        return self.stop_at_noise and self.method == "trust-region" and self._region().stalled()
+        return self.budget.size >= SMALL or (noise is not None and in_doubt(records(runs), self.axes, self.noise))
 
     def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
         """Return the next run of a finalist with a fresh seed. There are ``few`` finalists with ``each`` runs.
@@ -391,10 +362,10 @@ class SearchPlan:
         A finalist that diverges cannot be the answer, and the next best point takes its place. Return None if all
         runs have been started, if the budget is used, or if there are no more points.
         """
-        reruns: dict[int, list[Evaluation]] = {}
+        reruns: dict[int | None, list[Evaluation]] = {}
         for run in runs:
             if run.rerun_for == self.budget.label and not run.confirms:
-                reruns.setdefault(run.origin.user_attrs[FINALIST][1], []).append(run)
+                reruns.setdefault(run.finalist, []).append(run)
         sound, which = 0, 0
         while sound < few:
             mine = reruns.get(which, [])
@@ -419,7 +390,7 @@ class SearchPlan:
 
         Pruned trials are left out, and the start is too, because it has been run with several seeds already.
         """
-        trials = self._records(runs)
+        trials = records(runs)
         excluded = [trial.octaves for trial in trials if trial.state == "stopped"]
         excluded.append(dict.fromkeys(self.axes.start, 0.0))
         points = finalists(trials, self.axes, self.noise, by_surrogate=self.method == "trust-region")
@@ -429,7 +400,7 @@ class SearchPlan:
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
         """Yield confirmation runs of the chosen point and of the start, with the same seeds for both."""
-        point = to_confirm(self._records(runs), list(self.axes.start), self.noise_of(runs)[0])
+        point = to_confirm(records(runs), list(self.axes.start), self.noise_of(runs)[0])
         if point is None or self.budget.left(runs, now) < 1:
             return
         attributes = {FINALIST: [self.budget.label, None], CONFIRMS: True}
@@ -442,10 +413,7 @@ class SearchPlan:
 
     def noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
         """Return the noise between runs of one point, and its degrees of freedom."""
-        return noise_between_seeds(self._records(runs), list(self.axes.start), self.noise)
-
-    def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
-        return [run.record(self.axes) for run in runs]
+        return noise_between_seeds(records(runs), list(self.axes.start), self.noise)
 
     def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Params:
         """Return the log2 multipliers with which a point, given in octaves, was run."""
@@ -464,17 +432,17 @@ class SearchPlan:
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(runs)
         curves = [
-            run.last
+            run
             for run in runs
             if run.state == "complete"
-            and seed_of(run.origin) == 0
+            and run.seed == 0
             and "curve" in run.last.user_attrs
             and all(run.origin.params.get(name) == point[name] for name in choices)
         ]
         if noise is None or degrees < SURE or not curves:
             return None
-        best = min(curves, key=loss_of)
-        return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), noise)
+        best = min(curves, key=lambda run: run.loss)
+        return Baseline(best.record.curve, best.loss, noise)
 
     def chosen(self, runs: Sequence[Evaluation]) -> Confirmation:
         """Return the best point of a search that has ended, and the losses of its runs.
@@ -482,7 +450,7 @@ class SearchPlan:
         Raises:
             NothingFound: if no run finished.
         """
-        found = best_point(self._records(runs), self.axes, self.noise, by_surrogate=self.method == "trust-region")
+        found = best_point(records(runs), self.axes, self.noise, by_surrogate=self.method == "trust-region")
         if found is None:
             raise NothingFound(self._nothing(runs))
         return found
@@ -494,7 +462,7 @@ class SearchPlan:
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
         """Return the reason why the search has no answer."""
-        trials = self._records(runs)
+        trials = records(runs)
         states = [trial.state for trial in trials]
         if "stopped" in states:
             return f"no run finished: {states.count('stopped')} were pruned, {states.count('diverged')} diverged"
@@ -516,4 +484,4 @@ def _fresh(others: Sequence[Evaluation], point: Params, count: int) -> list[int]
 
 
 def _seeds(runs: Sequence[Evaluation], point: Params) -> set[int]:
-    return {seed_of(run.origin) for run in runs if run.origin.params == point}
+    return {run.seed for run in runs if run.origin.params == point}

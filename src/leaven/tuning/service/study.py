@@ -57,15 +57,7 @@ from leaven.tuning.service.search_loop import (
     check_search,
     join_study,
 )
-from leaven.tuning.service.search_plan import (
-    Evaluation,
-    NothingFound,
-    SearchPlan,
-    finished,
-    known_runs,
-    region_of,
-    runs_of,
-)
+from leaven.tuning.service.search_plan import Evaluation, NothingFound, SearchPlan, known_runs, region_of, runs_of
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
@@ -275,9 +267,9 @@ class Study:
         self._screen, self._stop = screen or NoScreen(), stop
         axes, seed = self.space.axes, self.recipe.data.seed
         budget = Budget(trials, flops, hours, self._run_flops)
-        plan = SearchPlan(self._study, axes, self.method, seed, budget, self._noise, stop_at_noise)
+        plan = SearchPlan(axes, self.method, seed, budget, self._noise, stop_at_noise)
         with self._workers(workers, checkpoint_seconds) as train:
-            loop = SearchLoop(plan, self._store, train, workers, stop, self, lease_seconds)
+            loop = SearchLoop(plan, self._study, self._store, train, workers, stop, self, lease_seconds)
             try:
                 runs = loop.run()
                 plan.chosen(runs)  # raises NothingFound if there is no answer
@@ -385,7 +377,8 @@ class Study:
         """
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
         over = self._over or bool(self._study.user_attrs.get(ANSWERED))
-        records = [run.record(axes) for run in self._runs()]
+        runs = self._runs()
+        records = [run.record for run in runs]
         found = answer(
             records,
             space.dimensions,
@@ -398,7 +391,7 @@ class Study:
         trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
         radius = None
         if by_surrogate:
-            radius = region_of(self._study, axes, self._noise).radius if finished(self._study) else RADIUS
+            radius = region_of(runs, axes, self._noise).radius if any(run.finished for run in runs) else RADIUS
         return StudyDocument(
             **vars(found) | {"best": found.best if over else None, "dimensions": space.dimensions, "trials": trials},
             name=self._study.study_name,
@@ -411,7 +404,7 @@ class Study:
         )
 
     def _runs(self) -> list[Evaluation]:
-        return runs_of(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+        return runs_of(self._study.get_trials(deepcopy=False), self.space.axes)
 
     def save(self) -> StudyDocument:
         """Write the study's document and its recipes."""
