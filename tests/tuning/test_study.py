@@ -600,21 +600,3 @@ def test_more_tokens_are_searched_only_where_text_is_repeated(
     assert not (tmp_path / "study").exists()
     often = long.replace({"data.tokens": 40 * sum(len(source.train) for source in tokens.sources)})
     Study(tmp_path / "study", often, space(often, "data.tokens"), "random", tokens)
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_results_of_a_study_whose_store_is_gone_are_not_overwritten(
-    study: Callable[..., Study], tmp_path: Path
-) -> None:
-    with study() as opened:
-        opened.run(1, 1)
-    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
-    kept = results.read_bytes()
-    for prepare_store in (journal.unlink, journal.touch):  # missing, then empty
-        prepare_store()
-        with pytest.raises(InputError, match="has the results of 1 trials, and --study .* has none of them"), study():
-            pass
-    other = f"sqlite:///{tmp_path / 'other.db'}"
-    with pytest.raises(InputError, match="bring the store back, or use another folder"), study(store=other):
-        pass
-    assert results.read_bytes() == kept
