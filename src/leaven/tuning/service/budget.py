@@ -81,7 +81,7 @@ class Budget:
         if self.trials is not None:
             yield self.trials, len(runs), 1
         if self.flops is not None:
-            spent = [run.flops for run in runs if run.finished]
+            spent = [run.record.flops for run in runs if run.finished]
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(run.state == "complete" for run in runs):
                 raise InputError(

@@ -164,8 +164,8 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             params=dict(run.last.params),
             loss=run.loss,
             finalist=run.finalist if run.rerun_for == budget.label else None,
-            purpose=run.purpose,
-            seed=run.seed,
+            purpose=run.record.purpose,
+            seed=run.record.seed,
         )
         for run in ended_runs(runs)
     ]

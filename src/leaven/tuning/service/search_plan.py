@@ -95,14 +95,6 @@ class Evaluation:
         return float(self.last.user_attrs[EXPECTED] if self.last.value is None else self.last.value)
 
     @property
-    def purpose(self) -> str:
-        return str(self.origin.user_attrs.get(PURPOSE, "search"))
-
-    @property
-    def seed(self) -> int:
-        return int(self.origin.user_attrs.get(SEED, 0))
-
-    @property
     def rerun_for(self) -> str:
         """The label of the budget for which this run reruns or confirms a finalist; empty for other runs."""
         return str(self.origin.user_attrs.get(FINALIST, [""])[0])
@@ -112,15 +104,6 @@ class Evaluation:
         """The index of the finalist that this run reruns."""
         index: int | None = self.origin.user_attrs.get(FINALIST, ["", None])[1]
         return index
-
-    @property
-    def confirms(self) -> bool:
-        """Whether this is a confirmation run."""
-        return bool(self.origin.user_attrs.get(CONFIRMS))
-
-    @property
-    def flops(self) -> float:
-        return float(self.last.user_attrs.get("flops", 0.0))
 
     @property
     def began(self) -> float | None:
@@ -138,10 +121,10 @@ class Evaluation:
     def retry(self) -> TrialRequest:
         """The request that retries the run."""
         known = self.origin.user_attrs
-        kept = {key: known[key] for key in (FINALIST, CONFIRMS) if key in known}
-        attributes = {RETRY_OF: self.origin.number} | kept
+        attributes = {RETRY_OF: self.origin.number}
+        attributes |= {key: known[key] for key in (FINALIST, CONFIRMS) if key in known}
         return TrialRequest(
-            self.purpose, f"retry:{self.last.number}", self.seed, dict(self.origin.params), attributes
+            self.record.purpose, f"retry:{self.last.number}", self.record.seed, dict(self.origin.params), attributes
         )
 
     @cached_property
@@ -158,11 +141,11 @@ class Evaluation:
             seconds=seconds,
             tokens_per_second=tokens / seconds if seconds else None,
             octaves=dict(zip(names, self.axes.octaves(self.last.params).tolist(), strict=True)) if drawn else None,
-            purpose=self.purpose,
-            confirms=self.confirms,
-            seed=self.seed,
+            purpose=str(ran.get(PURPOSE, "search")),
+            confirms=bool(ran.get(CONFIRMS)),
+            seed=int(ran.get(SEED, 0)),
             tokens=tokens,
-            flops=self.flops,
+            flops=float(ran.get("flops", 0.0)),
             curve=curve_of(ran.get("curve", ())),
             branches=curve_of(ran.get("branches", ())),
             worker=ran.get("worker"),
@@ -226,7 +209,9 @@ def points_and_losses(ended: Sequence[Evaluation], axes: Axes) -> tuple[Array, A
 def region_of(runs: Sequence[Evaluation], axes: Axes, noise: float | None = None) -> Region:
     """Return the trust region after the runs with a result."""
     ended = ended_runs(runs)
-    return region(axes, *points_and_losses(ended, axes), noise, np.array([run.seed for run in ended], np.int64))
+    return region(
+        axes, *points_and_losses(ended, axes), noise, np.array([run.record.seed for run in ended], np.int64)
+    )
 
 
 class NothingFound(InputError):
@@ -324,7 +309,7 @@ class SearchPlan:
                 return None
         few, each = stored[0] if stored else self.budget.finals(runs, now)
         request = self._rerun(runs, few, each, now)
-        choosing = any(run.state == "running" and not run.confirms for run in runs)
+        choosing = any(run.state == "running" and not run.record.confirms for run in runs)
         if request is None and not choosing:
             request = next((rerun for rerun in self._confirming(runs, now) if rerun.name not in begun), None)
         return request
@@ -364,7 +349,7 @@ class SearchPlan:
         """
         reruns: dict[int | None, list[Evaluation]] = {}
         for run in runs:
-            if run.rerun_for == self.budget.label and not run.confirms:
+            if run.rerun_for == self.budget.label and not run.record.confirms:
                 reruns.setdefault(run.finalist, []).append(run)
         sound, which = 0, 0
         while sound < few:
@@ -377,7 +362,7 @@ class SearchPlan:
                 points = [mine[0].origin.params] if mine else [x for x in self._finalists(runs) if x not in had]
                 if not points:
                     return None
-                others = [run for run in runs if run.rerun_for != self.budget.label or run.confirms]
+                others = [run for run in runs if run.rerun_for != self.budget.label or run.record.confirms]
                 seed = _fresh(others, points[0], each)[len(mine)]
                 attributes = {FINALIST: [self.budget.label, which]} | ({} if reruns else {FINAL: [few, each]})
                 name = f"rerun:{self.budget.label}:{which}:{len(mine)}"
@@ -404,7 +389,7 @@ class SearchPlan:
         if point is None or self.budget.left(runs, now) < 1:
             return
         attributes = {FINALIST: [self.budget.label, None], CONFIRMS: True}
-        others = [run for run in runs if not run.confirms]
+        others = [run for run in runs if not run.record.confirms]
         at, start = self.params_of(runs, point), dict(self.axes.start)
         for seed in _fresh(others, at, CONFIRMATIONS):
             yield TrialRequest("rerun", f"confirm:{list(point)}:{seed}", seed, at, attributes)
@@ -435,7 +420,7 @@ class SearchPlan:
             run
             for run in runs
             if run.state == "complete"
-            and run.seed == 0
+            and run.record.seed == 0
             and "curve" in run.last.user_attrs
             and all(run.origin.params.get(name) == point[name] for name in choices)
         ]
@@ -484,4 +469,4 @@ def _fresh(others: Sequence[Evaluation], point: Params, count: int) -> list[int]
 
 
 def _seeds(runs: Sequence[Evaluation], point: Params) -> set[int]:
-    return {run.seed for run in runs if run.origin.params == point}
+    return {run.record.seed for run in runs if run.origin.params == point}
