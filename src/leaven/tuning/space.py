@@ -389,21 +389,14 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     end, natural = (low, high)[which], bounds.natural[which]
     x = point.distance(path, value, end)
     x = max(x, 0.0) if side else min(x, 0.0)
-    reached = _reached(recipe, path, x)
-    if reached != x:
-        return reached, f"beyond it: {why_invalid(recipe, path, reached + math.copysign(FINEST, x))}"
-    return x, "" if natural else f"the bound, {end:,g}: {bounds.why}"
-
-
-def _reached(recipe: Recipe, path: str, end: float) -> float:
-    """Return ``end`` if the recipe is valid there. Otherwise return the multiple of 1/8 closest to ``end``, between 0
-    and ``end``, at which the recipe is valid."""
-    if not why_invalid(recipe, path, end):
-        return end
-    steps = math.floor(abs(end) / FINEST)
-    while steps and why_invalid(recipe, path, math.copysign(steps * FINEST, end)):
+    if not why_invalid(recipe, path, x):
+        return x, "" if natural else f"the bound, {end:,g}: {bounds.why}"
+    # The multiple of 1/8 closest to the bound at which the recipe is valid.
+    steps = math.floor(abs(x) / FINEST)
+    while steps and why_invalid(recipe, path, math.copysign(steps * FINEST, x)):
         steps -= 1
-    return math.copysign(steps * FINEST, end)
+    beyond = why_invalid(recipe, path, math.copysign((steps + 1) * FINEST, x))
+    return math.copysign(steps * FINEST, x), f"beyond it: {beyond}"
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:

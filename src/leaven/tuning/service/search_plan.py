@@ -68,7 +68,7 @@ class Evaluation:
     origin: FrozenTrial  # the first attempt
     last: FrozenTrial  # the last attempt, which counts
     deaths: int  # attempts whose process died
-    axes: Axes
+    axes: Axes  # of the search
 
     @cached_property
     def state(self) -> str:
@@ -192,6 +192,7 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def records(runs: Sequence[Evaluation]) -> list[StudyTrial]:
+    """Return the runs in the form of study.json."""
     return [run.record for run in runs]
 
 

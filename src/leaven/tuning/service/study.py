@@ -123,7 +123,7 @@ class Study:
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or is not a
-            study's. On entering: if the store is missing or contains something else. Nothing has been written in
+            study's. On entering: if the store is missing or contains something else. The folder is unchanged in
             these cases.
     """
 
