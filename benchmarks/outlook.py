@@ -15,7 +15,7 @@ from benchmarks._landscapes import EXCESS, landscape
 from benchmarks.small_budgets import Array, made_up
 
 from leaven.tuning import search
-from leaven.tuning.algorithm.outlook import best_pair, further_gain
+from leaven.tuning.algorithm.sensitivity import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal

@@ -37,7 +37,7 @@ from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.outcome import Outcome
-from leaven.tuning.algorithm.confirmation import t95
+from leaven.tuning.algorithm.noise import t95
 from leaven.verification.recipe_family import RecipeTrial
 from leaven.verification.runs import RunStore
 

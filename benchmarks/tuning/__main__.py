@@ -34,7 +34,7 @@ from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training.trial import WorkerPool, train_trial
-from leaven.tuning.algorithm.confirmation import t95
+from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH
 from leaven.tuning.service.study import Study
 from leaven.tuning.space import space

@@ -41,7 +41,7 @@ from leaven.recipe.files import read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
 from leaven.training.outcome import Outcome
-from leaven.tuning.algorithm.confirmation import t95
+from leaven.tuning.algorithm.noise import t95
 from leaven.tuning.point import BATCH, recipe_at
 from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.study import Study

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 from benchmarks.answers import judged
 
-from leaven.tuning.algorithm.answer import ELSEWHERE, advice_when_all_diverged, answer, finalists
-from leaven.tuning.algorithm.confirmation import Confirmation, confirm, pooled_noise, to_confirm
+from leaven.tuning.algorithm.answer import (
+    ELSEWHERE,
+    Confirmation,
+    advice_when_all_diverged,
+    answer,
+    confirm,
+    finalists,
+    to_confirm,
+)
+from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.trust_region import Axes, region
-from leaven.tuning.service.results import reason
-from leaven.tuning.service.study import front, ped_anova
-from leaven.tuning.study_document import Answer, Dimension, StudyDocument, StudyTrial
+from leaven.tuning.service.samplers import ped_anova
+from leaven.tuning.service.study import reason
+from leaven.tuning.study_document import Answer, Dimension, StudyDocument, StudyTrial, front
 
 PATHS = ("hyperparameters.lr", "hyperparameters.modules.embedding.lr", "hyperparameters.beta1", "hyperparameters.eps")
 DIMENSIONS = tuple(Dimension(path, 0.01, -3.0, 3.0) for path in PATHS)

@@ -10,10 +10,12 @@ from optuna.distributions import FloatDistribution
 from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from leaven.tuning.service import trial_log
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.service import search_plan
 from leaven.tuning.service.leases import Leases, gone, node
 from leaven.tuning.service.stores import StoreGone
 
+AXES = Axes({"a": (0.0, 1e9)})
 STRANGER = "elsewhere:another-boot:1:2:0"
 
 
@@ -118,7 +120,7 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
 
     for action, which in history:
         running = [t.number for t in trials if t.state is TrialState.RUNNING]
-        lost = [n for n, run in runs.items() if run["state"] == "lost"]
+        lost = [n for n, run in runs.items() if run["state"] == "waiting"]
         of = {run["last"]: run for run in runs.values()}
         chosen = choose(lost if action.startswith("retry") else running, which)
         if action == "search":
@@ -135,29 +137,27 @@ def test_every_run_is_counted_once(history: list[tuple[str, int]]) -> None:  # n
         elif chosen is None:
             continue
         elif action.startswith("retry"):
-            again = next(run for run in trial_log.runs(trials, 1) if run.origin.number == chosen).retry
-            assert dict(again.attributes)["retry_of"] == chosen
-            number = begin(job=again.name, **dict(again.attributes))
+            again = next(run for run in search_plan.runs_of(trials, AXES) if run.origin.number == chosen).retry
+            assert again.attributes["retry_of"] == chosen
+            number = begin(job=again.name, **again.attributes)
             runs[chosen] |= {"last": number, "state": "running"}
             if action == "retry twice":
-                twin = begin(job=again.name, **dict(again.attributes))
-                assert trial_log.is_duplicate(twin, trials)
-                assert not trial_log.is_duplicate(number, trials)
+                twin = begin(job=again.name, **again.attributes)
+                assert search_plan.jobs_of(trials)[again.name].number == number < twin
         elif action in {"end", "stop"}:
             trials[chosen].state = TrialState.COMPLETE if action == "end" else TrialState.PRUNED
             if chosen in of:
-                of[chosen]["state"] = "finished"
+                of[chosen]["state"] = "complete" if action == "end" else "stopped"
         else:
             trials[chosen].state = TrialState.FAIL
             if action == "give back":
                 trials[chosen].user_attrs["released"] = True
             if chosen in of:
                 of[chosen]["deaths"] += action == "die"
-                of[chosen]["state"] = "failed" if of[chosen]["deaths"] == 2 else "lost"
-    counted = trial_log.runs(trials, 1)
+                of[chosen]["state"] = "failed" if of[chosen]["deaths"] == 2 else "waiting"
+    counted = search_plan.runs_of(trials, AXES)
     assert [run.origin.number for run in counted] == sorted(runs)
     for run in counted:
         known = runs[run.origin.number]
         assert run.last.number == known["last"]
-        states = {name for name in ("running", "finished", "failed", "lost") if getattr(run, name)}
-        assert states == {known["state"]}
+        assert run.state == known["state"]

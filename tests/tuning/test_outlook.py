@@ -6,7 +6,7 @@ from tests.tuning.test_answer import DIMENSIONS, OPTIMUM, study
 
 from leaven.tuning import search
 from leaven.tuning.algorithm.answer import answer
-from leaven.tuning.algorithm.outlook import best_pair, further_gain
+from leaven.tuning.algorithm.sensitivity import best_pair, further_gain
 from leaven.tuning.algorithm.trust_region import Axes, Region, region
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal

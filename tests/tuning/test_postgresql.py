@@ -21,8 +21,8 @@ from optuna.trial import TrialState
 from leaven.recipe.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.stores import StoreGone, is_made, open_store
-from leaven.tuning.service.trial_log import is_duplicate
+from leaven.tuning.service.search_plan import jobs_of
+from leaven.tuning.service.stores import StoreGone, open_store
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PROGRAMS = FOUND[-1].parent if FOUND else Path()
@@ -162,15 +162,6 @@ def test_outages_of_the_server_lose_and_repeat_nothing(server: Server, monkeypat
     assert all(trial.value == trial.params["x"] == trial.user_attrs["x"] for trial in study.trials)
 
 
-def test_is_made_creates_no_store(server: Server) -> None:
-    url = server.database("look")
-    assert [is_made(url), is_made(url)] == [False, False]
-    open_store(url)
-    assert is_made(url)
-    with pytest.raises(InputError, match='database "none" does not exist'):
-        is_made(f"postgresql://leaven@/none?host={server.folder}")
-
-
 @pytest.mark.kills
 def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Path, tmp_path: Path) -> None:
     url, trials = server.database("kills"), 8
@@ -233,7 +224,7 @@ def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Pa
     (study,) = store.get_all_studies()
     everything = store.get_all_trials(study._study_id)
     owned = [trial for trial in everything if "owner" in trial.user_attrs]
-    stored = [trial for trial in owned if not is_duplicate(trial.number, everything)]
+    stored = [trial for trial in owned if jobs_of(everything)[trial.user_attrs["job"]] is trial]
     assert {trial.state for trial in stored} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
     ended = [trial for trial in stored if trial.state is not TrialState.FAIL or trial.number in failed]
     assert all("retry_of" in everything[number].user_attrs for number in failed)

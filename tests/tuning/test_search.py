@@ -24,11 +24,11 @@ from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
 from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.service.budget import Budget, busy
 from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import Budget, NothingFound, busy
-from leaven.tuning.service.trial_log import Evaluation, finished
+from leaven.tuning.service.search_plan import Evaluation, NothingFound, ended_runs, runs_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -200,15 +200,12 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
     ("change", "message"),
     [
         ({"method": "trust-regoin"}, "method trust-regoin: did you mean trust-region?"),
-        ({"method": None}, "method None: there are trust-region, random, grid, tpe, cma, gp"),
         ({"objective": 3}, "objective = 3: input should be callable"),
-        ({"space": {}}, "space = {}: dictionary should have at least 1 item"),
         ({"space": ["a"]}, "space = ['a']: input should be a valid dictionary"),
         (
             {"space": {"a": (1, -1)}},
             "space.a = (1, -1): give the lowest and the highest log2 multiplier, within -1000",
         ),
-        ({"space": {"a": (math.nan, 1)}}, "space.a = (nan, 1): give"),
         ({"space": {"a": range(1)}}, "space.a = range(0, 1): give range(n) with at least 2 levels"),
         ({"space": {str(i): (-1, 1) for i in range(9)}, "method": "grid"}, "a grid over 9 hyperparameters has"),
         ({"start": {"a": 4}}, "start.a = 4.0: give a number from -3 to 3"),
@@ -216,11 +213,8 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
         ({"space": {"a": (1, 2)}}, "start.a = 0.0: give a number from 1 to 2"),
         ({"space": {"a": range(3)}, "start": {"a": 3}}, "start.a = 3.0: give one of its levels, 0 to 2"),
         ({"space": {"a": range(3)}, "near": {"a": (-1, 1)}}, "near.a: this value is a choice, which has no box"),
-        ({"near": {"a": 1}}, "near.a = 1: give the lowest and the highest log2 multiplier"),
         ({"scales": {"a": 0.0}}, "scales.a = 0.0: input should be greater than or equal to 0.000000001"),
-        ({"scales": {"c": 1.0}}, "scales.c: not in the space, which has a, b"),
         ({"trials": 0}, "trials = 0: input should be greater than or equal to 1"),
-        ({"trials": 10**400}, "trials = 1000"),
         ({"trials": None}, "the search has no budget; give trials, flops or hours"),
         ({"hours": math.inf}, "hours = inf: input should be a finite number"),
         ({"noise": 1e-170}, "noise = 1e-170: give 0, or a number from 1e-50 to 1e+50"),
@@ -404,7 +398,7 @@ def test_hours_count_while_something_runs() -> None:
             state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
         )
         trial.state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
-        return Evaluation(trial, trial, 0)
+        return Evaluation(trial, trial, 0, Axes(SPACE))
 
     at_once = [run(0, 3600, 0), run(1800, 5400, 1)]
     after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]
@@ -519,17 +513,6 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     assert len(found.trials) == 4
 
 
-def test_trials_of_other_programs_are_ignored() -> None:
-    store = InMemoryStorage()
-    search(bowl, SPACE, trials=4, storage=store)
-    study = optuna.load_study(study_name="leaven", storage=store)
-    foreign = study.ask({"c": FloatDistribution(0, 1)})
-    study.tell(foreign, -100.0)
-    found = search(bowl, SPACE, trials=12, storage=store)
-    assert foreign.number not in {trial.number for trial in found.trials}
-    assert len(found.trials) == 12
-
-
 def test_results_are_ordered_by_unix_time() -> None:
     """Optuna's own times are local to each machine."""
     study = optuna.create_study()
@@ -537,7 +520,8 @@ def test_results_are_ordered_by_unix_time() -> None:
         study.add_trial(
             create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
         )
-    assert [trial.number for trial in finished(study)] == [1, 2, 0]
+    runs = runs_of(study.trials, Axes({}))
+    assert [run.last.number for run in ended_runs(runs)] == [1, 2, 0]
 
 
 def diverge(x: Proposal) -> float:
@@ -553,11 +537,8 @@ def die(x: Proposal) -> float:
     [
         (diverge, {"trials": 12}, "^all 12 trials diverged, the start's too: give it a start at which .* finite$"),
         (diverge, {"trials": 6, "space": {"lr": (-3, 3)}}, r"^all 6 .* start from lr at 1/[\d.]+ of what it was or"),
-        (diverge, {"flops": 10.0, "run_flops": 2.0}, "all 100 trials diverged"),
         (lambda x: Outcome(2.0, stopped=True), {"trials": 8}, "no run finished: 8 were pruned, 0 diverged"),
         (die, {"trials": 3, "method": "random"}, "no run ended: 3 died, each of them twice"),
-        (die, {"trials": 100_000}, "no run ended: 8 died, each of them twice"),
-        (die, {"flops": 1e6, "run_flops": 2.0}, "no run ended: 8 died"),
         (die, {"hours": 100.0}, "no run ended: 8 died"),
         (bowl, {"trials": 3, "stop": lambda: True}, "stopped before any run ended"),
     ],
@@ -601,20 +582,6 @@ def test_a_larger_budget_confirms_again() -> None:
     assert (small.fresh, large.fresh) == (1, 2)
     confirming = [t for t in large.trials if t.purpose == "rerun" and t.params == large.params and t.seed > 2]
     assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
-
-
-def test_a_died_run_does_not_change_later_proposals() -> None:
-    def proposals(dies: bool) -> list[dict[str, float]]:
-        def mortal(x: Proposal) -> float:
-            if dies and x.number == 4:
-                raise WorkerDied
-            return bowl(x)
-
-        runs = Runs(mortal)
-        search(runs, SPACE, trials=10, noise=0.01)
-        return list({x.origin: dict(x) for x in runs.asked}.values())
-
-    assert proposals(dies=True) == proposals(dies=False)
 
 
 def test_a_point_that_diverges_with_other_seeds_is_not_the_answer() -> None:

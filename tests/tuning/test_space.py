@@ -12,9 +12,8 @@ from leaven.recipe.hyperparameters import Multipliers
 from leaven.recipe.recipe import Recipe, differences
 from leaven.scaling.transfer import transfer
 from leaven.training.run_folder import RunFolder
-from leaven.tuning.bounds import BOUNDS
 from leaven.tuning.point import recipe_at
-from leaven.tuning.space import SETS, space
+from leaven.tuning.space import BOUNDS, SETS, space
 from leaven.tuning.study_document import Dimension
 from leaven.verification.recipe_family import RecipeTrial
 
@@ -162,12 +161,10 @@ def test_values_of_0_are_left_out_of_a_set_and_refused_by_name(tiny: Recipe) -> 
     ("path", "message"),
     [
         ("model.d_model", "not a value to search; there are global"),
-        ("hyperparameters.depth.lr[3]", "not a value to search; "),
         ("per_module", "not a value to search; did you mean per-module"),
         ("recipe", r"the recipe has no \[tuning\]"),
         ("global, ,per-module", "an empty name; give global, global-full, per-module"),
         ("hyperparameters.modules.embedding.residual", "has no"),
-        ("hyperparameters.modules.norm.mlp.weight_decay", "is not decayed"),
         ("hyperparameters.modules.mlp.inn.lr", "did you mean mlp.in"),
     ],
 )
@@ -302,11 +299,9 @@ def test_a_tuning_table_sets_the_space_and_its_limits(deep: Recipe) -> None:
     ("table", "message"),
     [
         ("[tuning]", "this table is empty; write space"),
-        ('[tuning]\nspaces = "global"', "no such key; did you mean space"),
         ('[tuning]\nspace = "gobal"', r"\[tuning\] space = gobal: not a value to search; did you mean global"),
         ('[tuning.octaves]\n"hyperparameters.lrr" = 2', r"octaves\] hyperparameters.lrr: not a value .* mean"),
         ('[tuning.octaves]\n"hyperparameters.lr" = [2, 1]', "2 to 1 octaves: 0 is the recipe's own value; give"),
-        ('[tuning.octaves]\n"hyperparameters.lr" = [-1, 1, 2]', "octaves in both directions"),
         ("[tuning.octaves]\nhyperparameters.lr = 2", "quote the path"),
         ('[tuning.octaves]\n"schedule.warmup_tokens" = 4', r"\+4 octaves .*: warmup_tokens 16,384 is longer"),
         ('[tuning.octaves]\n"batch.tokens" = [-6, 1]', "a batch of 4 tokens is less than half a sequence"),

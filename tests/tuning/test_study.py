@@ -1,11 +1,13 @@
 """Studies: trials, results and stores survive killed processes."""
 
+import errno
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,11 +29,10 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
-from leaven.tuning.algorithm.confirmation import GIVEN
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.service import study as study_module
-from leaven.tuning.service.results import write_results
-from leaven.tuning.service.stores import StoreGone, open_store
-from leaven.tuning.service.study import Study
+from leaven.tuning.service.stores import Journal, StoreGone, open_store
+from leaven.tuning.service.study import Study, write_results
 from leaven.tuning.space import space
 from leaven.tuning.study_document import Best, Coordinate, StudyDocument, StudyTrial
 from leaven.views.folders import read_study
@@ -146,11 +147,12 @@ def test_a_killed_command_of_two_on_one_folder_loses_no_trial(
         before = len(saved(folder))
         until(lambda: len(saved(folder)) > before + 2, other)
         os.killpg(other.pid, signal.SIGINT)
-        out, _ = other.communicate(timeout=60)
+        out, errors = other.communicate(timeout=60)
     finally:
         for process in (one, other):
             process.kill()
             process.communicate()
+    assert other.returncode == INTERRUPTED, errors
     document = json.loads(out)
     assert {"best", "trials", "failed", "noise_floor", "next"} <= set(document)
     assert (document["best"], document["failed"]) == (None, 0)
@@ -281,6 +283,25 @@ def test_an_interrupted_command_keeps_the_best_of_an_earlier_one(study: Callable
     assert state.best is not None
     assert (state.best.number, state.best.loss) == (best.number, best.loss)
     assert json.loads((tmp_path / "study" / "study.json").read_text())["best"]["loss"] == best.loss
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_command_that_stops_repeats_a_failed_call_of_the_store(
+    study: Callable[..., Study], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, asked, failed = Journal.append_logs, list[int](), list[int]()
+
+    def failing_once(self: Journal, logs: list[dict[str, Any]]) -> None:
+        if len(asked) > 1 and threading.current_thread() is threading.main_thread() and not failed:
+            failed.append(1)
+            raise OSError(errno.EIO, "a line cannot be read")
+        append(self, logs)
+
+    monkeypatch.setattr(Journal, "append_logs", failing_once)
+    with study() as opened:
+        state = opened.run(MANY, 1, screen=Screen(asked.append), stop=lambda: len(asked) > 1)
+    assert failed
+    assert "running" not in {trial.state for trial in state.trials}
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -540,7 +561,7 @@ def test_trials_go_on_while_results_cannot_be_written(
 
     screen = NotedScreen()
     with study() as opened, monkeypatch.context() as patched:
-        patched.setattr("leaven.tuning.service.results.write_text", full)
+        patched.setattr("leaven.tuning.service.study.write_text", full)
         with pytest.raises(StoreGone, match="No space left on device; the trials are in the store"):
             opened.run(2, 1, screen=screen)
     assert "No space left" in screen.notes
@@ -579,21 +600,3 @@ def test_more_tokens_are_searched_only_where_text_is_repeated(
     assert not (tmp_path / "study").exists()
     often = long.replace({"data.tokens": 40 * sum(len(source.train) for source in tokens.sources)})
     Study(tmp_path / "study", often, space(often, "data.tokens"), "random", tokens)
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_results_of_a_study_whose_store_is_gone_are_not_overwritten(
-    study: Callable[..., Study], tmp_path: Path
-) -> None:
-    with study() as opened:
-        opened.run(1, 1)
-    journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
-    kept = results.read_bytes()
-    for prepare_store in (journal.unlink, journal.touch):  # missing, then empty
-        prepare_store()
-        with pytest.raises(InputError, match="has the results of 1 trials, and --study .* has none of them"), study():
-            pass
-    other = f"sqlite:///{tmp_path / 'other.db'}"
-    with pytest.raises(InputError, match="bring the store back, or use another folder"), study(store=other):
-        pass
-    assert results.read_bytes() == kept

@@ -1,16 +1,13 @@
 """The trust region, its surrogate and its divergence model against closed forms."""
 
-import datetime
 import itertools
 
 import numpy as np
-import optuna
 import pytest
 from benchmarks._landscapes import EXCESS, KINDS, landscape
-from optuna.trial import TrialState
 
 from leaven.tuning.algorithm import divergence, surrogate
-from leaven.tuning.algorithm.confirmation import interval_of_mean, pooled, t95
+from leaven.tuning.algorithm.noise import interval_of_mean, pooled, t95
 from leaven.tuning.algorithm.trust_region import (
     RISK,
     TRUST,
@@ -19,9 +16,6 @@ from leaven.tuning.algorithm.trust_region import (
     learning_rates,
     region,
 )
-from leaven.tuning.service.samplers import distributions
-from leaven.tuning.service.search_plan import region_of
-from leaven.tuning.service.trial_log import DIVERGED, finished, loss_of
 
 rng = np.random.default_rng(0)
 OPTIMUM = np.array([1.0, -0.5, 0.3, 0.0])
@@ -250,31 +244,6 @@ def test_a_scale_multiplies_steps_and_changes_nothing_else() -> None:
     )
 
 
-def test_pruned_trials_have_their_expected_loss() -> None:
-    study = optuna.create_study()
-    began = datetime.datetime(2026, 1, 1)
-
-    def add(value: float | None, state: TrialState, minute: int, **attributes: object) -> None:
-        trial = optuna.trial.create_trial(
-            state=state,
-            value=value,
-            params={"lr": 0.0, "decay": 0.1},
-            distributions=distributions(AXES),
-            user_attrs=attributes,
-        )
-        trial.datetime_start, trial.datetime_complete = began, began + datetime.timedelta(minutes=minute)
-        study.add_trial(trial)
-
-    add(2.0, TrialState.COMPLETE, 3, seed=0)
-    add(None, TrialState.PRUNED, 2, expected=2.5)
-    add(None, TrialState.PRUNED, 1)  # by another program, without an expected loss
-    add(None, TrialState.FAIL, 1)
-    add(7.0, TrialState.COMPLETE, 4, diverged=True)
-    add(2.0, TrialState.COMPLETE, 5, seed=0)  # the same run again
-    add(2.4, TrialState.COMPLETE, 6, seed=1)
-    assert [loss_of(trial) for trial in finished(study)] == [2.5, 2.0, np.inf, 2.0, 2.4]
-
-
 def test_proposals_stay_in_the_space_and_the_trust_region_and_do_not_diverge() -> None:
     points = np.random.default_rng(1).uniform(-2, 2, (120, 4))
     losses = np.where(points[:, 0] > 0.5, np.inf, valley(points))
@@ -293,19 +262,9 @@ AXES = Axes({"lr": (-4.0, 2.0), "decay": (-3.0, 3.0)}, start={"lr": -1.0, "decay
 
 def proposed(order: list[int], seed: int = 0) -> list[float]:
     """The proposal after 8 trials whose results came in an order."""
-    study, began = optuna.create_study(), datetime.datetime(2026, 1, 1)
-    for number in range(8):
-        x = np.random.default_rng(number).normal(0, 0.5, 2)
-        trial = optuna.trial.create_trial(
-            value=float((x**2).sum()),
-            params=AXES.params(x),
-            distributions=distributions(AXES),
-            user_attrs={DIVERGED: number == 5},
-        )
-        trial.datetime_start = began
-        trial.datetime_complete = began + datetime.timedelta(seconds=order.index(number))
-        study.add_trial(trial)
-    proposal: list[float] = region_of(study, AXES).proposal(np.random.default_rng(seed)).tolist()
+    points = np.array([np.random.default_rng(number).normal(0, 0.5, 2) for number in order])
+    losses = np.where(np.array(order) == 5, np.inf, (points**2).sum(1))
+    proposal: list[float] = region(AXES, points, losses).proposal(np.random.default_rng(seed)).tolist()
     return proposal
 
 

@@ -79,7 +79,7 @@ def transfer_(
             if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
                 raise InputError(f"--set {path}: --like takes this value from {recipe}; change it there")
         big = transfer_like(small, before)
-    from leaven.tuning.worth import worth_at
+    from leaven.tuning.study_document import worth_at
 
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:

@@ -143,7 +143,6 @@ def tune(
         flops=flops,
         hours=hours,
         noise=noise,
-        from_study=from_study,
     )
     on_cpu = default_device().type == "cpu"
     workers = workers or (cores() if on_cpu else 1)

@@ -28,7 +28,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.device import machine
 from leaven.training.engine import Training
 from leaven.training.run_folder import LOCK, locked_folder
-from leaven.tuning.algorithm.confirmation import t95
+from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import ChecksStopped, RunStore

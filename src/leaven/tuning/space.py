@@ -1,4 +1,4 @@
-"""Search spaces: which values of a recipe are searched. How far they are searched is in ``bounds.py``.
+"""Search spaces: which values of a recipe are searched, and how far, with the reasons (``BOUNDS``).
 
 ``global`` has the nine values that apply to all modules: lr, init_std, residual, weight_decay, beta1, beta2, eps,
 warm-up and batch. ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and
@@ -25,14 +25,17 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+from pydantic import ValidationError
+
 from leaven.catalogue.expectations import Expectation
+from leaven.catalogue.findings import CHECKS
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe, split_path
 from leaven.recipe.shape import BRANCH_ENDS, ModelShape
 from leaven.tuning import point
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.bounds import FINEST, bounds_of, reach, why_invalid
 from leaven.tuning.point import (
     BATCH,
     CHOICES,
@@ -47,10 +50,55 @@ from leaven.tuning.point import (
     WHOLE_RECIPE,
     Value,
     quantity_of,
+    recipe_at,
 )
 from leaven.tuning.study_document import Dimension
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
+LEAST_STEPS = 100  # the fewest steps of a run with a larger batch or fewer tokens
+FINEST = 1 / 8  # octaves; a value that cannot move this far is not searched
+_SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 to 64
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The bounds of a searched value. For the multiplier of a module or depth point, they apply to the multiplier
+    times the global value."""
+
+    low: float  # in the unit of the value
+    high: float
+    near: float  # octaves or tenths to either side of the recipe: the initial box of a search
+    scale: float  # twice the first step; the step is 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
+    why: str  # the reason for the bounds, shown to the user
+    of_run: bool = False  # low and high are shares of data.tokens
+    natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
+
+
+# Beyond these ranges of the betas, `leaven recipes check` warns.
+_TRAINED = {check.hidden: check.trained for check in CHECKS if check.hidden and check.trained}
+# "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/log.md).
+BOUNDS = {
+    "lr": Bounds(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
+    "init_std": Bounds(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
+    "residual": Bounds(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
+    "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1, a hundred times less and more"),
+    "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, own: 0.53"),
+    "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
+    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it acts only where it comes near the gradients"),
+    "warmup_tokens": Bounds(
+        0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
+    ),
+    "batch.tokens": Bounds(
+        0.0, 1 / LEAST_STEPS, 2.0, 1.0, f"one sequence to what leaves {LEAST_STEPS} steps", True, (True, False)
+    ),
+    "data.tokens": Bounds(1 / 8, 1.0, 2.0, 1.0, "where text is repeated: an earlier stop, never a longer run", True),
+    "grad_clip": Bounds(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 is next to no clipping"),
+    "dropout": Bounds(0.0, 0.5, 2.0, 1.0, "published: 0 to 0.1", False, (True, False)),
+    "min_lr_ratio": Bounds(0.0, 1.0, 2.0, 1.0, "published: 0 to 0.1; 1 is no decay", False, (True, True)),
+    "decay_ratio": Bounds(
+        0.01, 1.0, 2.0, 1.0, "0.2 (Hägele et al. 2024), published: 0.4; 1 is all of the run", False, (False, True)
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -309,3 +357,54 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
     if unit == "tenth":  # not beyond the valid values
         low, high = max(low, point.distance(path, value, 0.0)), min(high, point.distance(path, value, TENTHS[path]))
     return Dimension(path, value, low, high, bounds.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)
+
+
+def bounds_of(path: str) -> Bounds:
+    """Return the bounds of the value at a path."""
+    return BOUNDS[path if path in BOUNDS else quantity_of(path)]
+
+
+def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
+    """Return how far a value may go down (``side`` 0) or up (1), as a distance from the recipe, and what limits it.
+
+    The limit is a text for the user. It is empty at a natural limit, such as dropout 0.
+    """
+    bounds, run = bounds_of(path), recipe.data.tokens
+    value = point.value_at(recipe, path)
+    assert isinstance(value, float)
+    globally = None if path in WHOLE_RECIPE else getattr(recipe.hyperparameters, quantity_of(path))
+    low, high = (share * (run if bounds.of_run else 1) for share in (bounds.low, bounds.high))
+    if path == WARM_UP:
+        low = recipe.batch.tokens
+    elif path == BATCH:
+        low = recipe.model.seq_len
+    elif path == TOKENS:
+        low = max(low, LEAST_STEPS * recipe.batch.tokens, 2 * recipe.schedule.warmup_tokens)
+    elif path not in WHOLE_RECIPE and globally is None:
+        low, high = 1 / _SEPARATE, _SEPARATE
+    elif globally is not None:
+        value = globally**value if quantity_of(path).startswith("beta") else globally * value
+    # The larger beta is fewer octaves of 1 - beta.
+    which = 1 - side if quantity_of(path) in {"beta1", "beta2"} else side
+    end, natural = (low, high)[which], bounds.natural[which]
+    x = point.distance(path, value, end)
+    x = max(x, 0.0) if side else min(x, 0.0)
+    if not why_invalid(recipe, path, x):
+        return x, "" if natural else f"the bound, {end:,g}: {bounds.why}"
+    # The multiple of 1/8 closest to the bound at which the recipe is valid.
+    steps = math.floor(abs(x) / FINEST)
+    while steps and why_invalid(recipe, path, math.copysign(steps * FINEST, x)):
+        steps -= 1
+    beyond = why_invalid(recipe, path, math.copysign((steps + 1) * FINEST, x))
+    return math.copysign(steps * FINEST, x), f"beyond it: {beyond}"
+
+
+def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
+    """Return the reason why the recipe is invalid with only the value at ``path`` moved, or None if it is valid."""
+    try:
+        recipe_at(recipe, {path: octaves})
+    except ValidationError as error:
+        return explain(error)
+    except ValueError as error:
+        return str(error)
+    return None

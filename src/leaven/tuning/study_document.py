@@ -5,6 +5,7 @@ are in nats per token. A point maps each path to a distance from the start, in t
 """
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,10 +13,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from leaven.documents.runs import BestTrial, OutlookRow, TuneDocument
+from leaven.catalogue.laws import REPLICATION
+from leaven.documents.runs import BestTrial, OutlookRow, TuneDocument, WorthRow
+from leaven.recipe.files import read_text
+from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+# Shares of a study's gain that may survive the transfer. Where it was measured, it was a quarter for values by module
+# (docs/log.md, 2026-11-22). The screen names them.
+SHARES = (1.0, 0.5, 0.25)
+WORTH_TOKENS = 1e9, 2.5e12  # a factor of five beyond what the law was fitted to; at 10 M tokens it is wrong by far
 
 
 @dataclass(frozen=True)
@@ -256,3 +264,48 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
         total += max(ended - max(began, until), 0.0)
         until = max(until, ended)
     return total
+
+
+def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
+    """Return the Pareto front of loss and FLOPs, the cheapest first.
+
+    If a run has branches (durations that are compared), each branch is a separate candidate. Its cost is the run's
+    FLOPs times the branch's share of the tokens, as if the branch had been trained alone. Runs that differ only in
+    their seed are averaged. Runs without FLOPs, diverged runs and pruned runs are left out.
+    """
+    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
+    for trial in trials:
+        if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
+            point = tuple(sorted(trial.octaves.items()))
+            for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
+                cost = trial.flops * tokens / trial.tokens
+                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
+    means = []
+    for (_, tokens), of in runs.items():
+        numbers, costs, losses = zip(*of, strict=True)
+        means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
+    found: list[Front] = []
+    for each in sorted(means, key=lambda front: (front.flops, front.loss)):
+        if not found or each.loss < found[-1].loss:
+            found.append(each)
+    return tuple(found)
+
+
+def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
+    """Return what the gain of a study is worth at ``target``, in tokens by a published loss law, for each of
+    ``SHARES``.
+
+    ``answer`` is the best.toml of the study. The list is empty if ``answer`` is another file or lies in no study, if
+    the study measured no gain, or if the law says nothing about a run of the target's length.
+    """
+    try:
+        study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))
+    except ValueError:  # no study, or one that cannot be read
+        return []
+    tokens, (fewest, most) = target.data.tokens, WORTH_TOKENS
+    if answer.name != "best.toml" or study.gain is None or study.gain <= 0 or not fewest <= tokens <= most:
+        return []
+    return [
+        WorthRow(share=share, gain=share * study.gain, times=REPLICATION.worth_in_tokens(tokens, share * study.gain))
+        for share in SHARES
+    ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from leaven.recipe.recipe import short_path, split_path
-from leaven.tuning.algorithm.confirmation import GIVEN
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.point import values
 from leaven.tuning.study_document import UNDER_WAY, Coordinate
 from leaven.views import numbers, points, study_charts

@@ -1,19 +1,28 @@
-"""The answer of a search: the best point and its interval, how flat the loss is around it, and which values matter.
+"""The answer of a search: which point is the best, what its loss is, and which points are run to confirm it.
 
-The answer is a pure function of the trials. Points are compared by a surrogate fitted to all trials, which predicts
-losses with standard deviations. Only runs with fresh seeds (seeds that the search did not use) choose the best point
-and give its interval. The noise floor is pooled over all points that were run with several seeds.
+1. The best few points (the finalists) are run again with fresh seeds, which the search did not use, because the
+   lowest of many noisy losses is partly luck. The point with the lowest mean of these runs is chosen. A point that
+   diverges with any seed cannot be chosen. If there is only one finalist and it diverges, the points of the search
+   are compared by their predicted losses, as in 2.
+2. The chosen point must be better than the start by more than the noise, over the seeds that both were run with.
+   Otherwise the start is the answer: the search found nothing better. Without confirmation runs (3.) the point must
+   be better by 2.5 times the noise, because the noise is only about one standard deviation of the difference then.
+   Without any runs with fresh seeds, the point with the lowest predicted loss is chosen in the same way.
+3. The lowest of several means is partly luck, too: for three equal points with two runs each, it is too low by 0.6
+   standard deviations of a run. So a point chosen among several is run again with new seeds, and so is the start.
+   These confirmation runs decide: in them, too, the point must be better than the start by more than the noise. The
+   reported loss and gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
 
-Two points are called equal only with good evidence. Take a point P and a reference point Q. If P was not run, P is
-*within the noise* of Q if the predicted loss of P plus one standard deviation (two if many multipliers move) exceeds
-the loss of Q by less than the noise floor. If P was run, its measured and its predicted loss must both satisfy this.
+The answer is a pure function of the trials. Points are compared by a surrogate fitted to all trials. The noise floor
+is pooled over all points that were run with several seeds. ``sensitivity.py`` says what each value is worth.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,24 +30,12 @@ from numpy.typing import NDArray
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
-from leaven.tuning.algorithm.confirmation import (
-    ALONE,
-    RERUNS,
-    Confirmation,
-    Losses,
-    Point,
-    changes,
-    confirm,
-    gain,
-    interval_of_mean,
-    noise_between_seeds,
-)
-from leaven.tuning.algorithm.outlook import best_pair, further_gain
+from leaven.tuning.algorithm.noise import interval_of_mean, noise_between_seeds
 from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.sensitivity import best_pair, coordinates, cost_of, fewest_changes, further_gain
 from leaven.tuning.algorithm.surrogate import FITTED, fitted_noise
 from leaven.tuning.algorithm.trust_region import (
     DOWN,
-    RISK,
     Axes,
     Features,
     Region,
@@ -46,17 +43,18 @@ from leaven.tuning.algorithm.trust_region import (
     region,
     without_outliers,
 )
-from leaven.tuning.study_document import Answer, Best, Coordinate, Dimension, Outlook, SlicePoint, StudyTrial
+from leaven.tuning.study_document import Answer, Best, Dimension, Outlook, StudyTrial
 
 Array = NDArray[np.float64]
 
+RERUNS = 2  # runs with fresh seeds of each of the best few points
+CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
+ALONE = 2.5  # times the noise: the least gain over the start of a point without confirmation runs
 MEASURED = 2  # degrees of freedom of a noise that is known well enough to judge a gain
-SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
-TOGETHER = 2.0  # the same if many multipliers move, because the errors of the surrogate add up
-SLICE = 21  # number of points of a slice
-WIDE, FINE = 2.0, 1 / 32  # steps: half the width in which the flat region is searched, and the resolution
-BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
+
+Point = tuple[float, ...]  # octaves from the start
+Losses = Mapping[int, float]  # by seed
 
 
 def answer(
@@ -87,36 +85,46 @@ def answer(
         earlier: trials of an earlier search that informed this one.
     """
     axes = Axes.of(dimensions, earlier)
-    seen, paths = _look(trials, axes, noise), list(axes.limits)
+    seen, paths = _Fitted.to(trials, axes, noise), list(axes.limits)
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
         return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
-    confirmed = _confirmed(seen, paths, by_surrogate=by_surrogate) if over else None
+    confirmed = seen.confirmed(by_surrogate=by_surrogate) if over else None
     point = seen.region.predicted if confirmed is None else np.array(confirmed.point)
-    fewer = _fewest(seen, point)
-    best, fewest, near = None, None, fewer
+    fewer = fewest_changes(seen.region, point, seen.floor)
+    best, fewest, near, outlook = None, None, fewer, None
     if confirmed is not None:
-        best = _best(seen, confirmed.point, confirmed.losses, confirmed.fresh)
+        best = seen.best(confirmed.point, confirmed.losses, confirmed.fresh)
         fewest, near = _fewest_measured(seen, confirmed.point, best)
+        if by_surrogate:
+            outlook = _outlook(seen, axes, point)
     return Answer(
         best=best,
         octaves=dict(zip(paths, point.tolist(), strict=True)),
         noise_floor=seen.noise,
         noise_runs=seen.degrees,
-        coordinates=_coordinates(seen, dimensions, point, optunas(seen.points, seen.losses)),
+        coordinates=coordinates(
+            seen.region,
+            seen.points,
+            seen.losses,
+            seen.floor,
+            dimensions=dimensions,
+            best=point,
+            optunas=optunas(seen.points, seen.losses),
+        ),
         fewest=fewest,
         fewest_octaves=dict(zip(paths, near.tolist(), strict=True)),
-        fewest_cost=_cost(seen, near, point)[0],
+        fewest_cost=cost_of(seen.region, near, point)[0],
         idle=tuple(path for path, x in zip(paths, fewer, strict=True) if x == 0) if fewer.any() else (),
         gain=confirmed.gain if confirmed is not None else None,
         informed=seen.region.surrogate.informed if axes.expected or axes.earlier else None,
-        outlook=_outlook(seen, axes, point) if confirmed is not None and by_surrogate else None,
+        outlook=outlook,
         dimensions=tuple(dimensions),
     )
 
 
-def _outlook(seen: "_Seen", axes: Axes, point: Array) -> Outlook:
+def _outlook(seen: "_Fitted", axes: Axes, point: Array) -> Outlook:
     searched = np.array([trial.purpose == "search" for trial in seen.trials])
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
@@ -126,38 +134,67 @@ def _outlook(seen: "_Seen", axes: Axes, point: Array) -> Outlook:
     return Outlook(count, flops, gain, (paths[pair[0]], paths[pair[1]]), pair[2])
 
 
-def best_point(
-    trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool
-) -> Confirmation | None:
-    """Return the best point of a search that has ended, or None if no trial finished. The arguments are those of
-    :func:`answer`."""
-    return _confirmed(_look(trials, axes, noise), list(axes.limits), by_surrogate=by_surrogate)
+def _fewest_measured(seen: "_Fitted", point: Point, best: Best) -> tuple[Best, Array]:
+    """Return the rerun point that equals the best ``point`` within the noise and changes the fewest values.
 
-
-def in_doubt(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> bool:
-    """Return whether the predicted gain over the start is too small to be accepted without confirmation."""
-    seen = _look(trials, axes, noise)
-    start = seen.predicted.get((0.0,) * len(axes.limits), math.inf)
-    return start - min(seen.predicted.values(), default=math.inf) <= ALONE * seen.floor
-
-
-def _confirmed(seen: "_Seen", paths: Sequence[str], *, by_surrogate: bool) -> Confirmation | None:
-    if not by_surrogate or not np.isfinite(seen.losses).any():
-        return confirm(seen.trials, paths, seen.noise)
-    return confirm(seen.trials, paths, None if seen.noise is None else seen.floor, seen.predicted)
+    It is returned as a Best and in octaves (D,). It may be the best point itself. A point counts as rerun if it has
+    ``RERUNS`` or more fresh runs, of which none diverged. All runs of the start count as fresh, because the start was
+    not chosen by its losses.
+    """
+    fresh: dict[Point, dict[int, float]] = {}
+    for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
+        if run.state != "stopped" and (run.purpose == "rerun" or not x.any()):
+            fresh.setdefault(tuple(x.tolist()), {})[run.seed] = float(loss)
+    rerun = {x: runs for x, runs in fresh.items() if len(runs) >= RERUNS and math.isfinite(sum(runs.values()))}
+    mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
+    equal = [
+        x
+        for x, runs in rerun.items()
+        if gain(runs, mine) <= seen.floor and cost_of(seen.region, np.array(x), np.array(point))[0] <= seen.floor
+    ]
+    nearest = min([point, *equal], key=changes)
+    if nearest == point:
+        return best, np.array(point)
+    losses = list(rerun[nearest].values())
+    return seen.best(nearest, losses, len(losses)), np.array(nearest)
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """The trials with a result, in the order of their results, and their trust region."""
+class _Fitted:
+    """The trials with a result, in the order of their results, and the trust region fitted to them."""
 
     trials: tuple[StudyTrial, ...]
+    paths: tuple[str, ...]  # of the searched values
     points: Array  # (n, D), octaves
     losses: Array  # (n,), infinite for a divergence
     region: Region
     noise: float | None  # nats, between runs of one point; None if unknown
     degrees: int  # degrees of freedom of the noise
     floor: float  # nats; a difference of losses counts if it is larger
+
+    @classmethod
+    def to(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "_Fitted":
+        """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
+
+        With at least ``MEASURED`` degrees of freedom, the floor is the measured noise. With fewer, the measured noise
+        may be far too small. Then a noise is fitted to the losses, and the floor is the measured noise or the
+        geometric mean of the measured and the fitted noise, whichever is larger. Without a measurement, it is the
+        fitted noise.
+        """
+        paths = tuple(axes.limits)
+        ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
+        ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
+        losses = np.array([_loss(trial) for trial in ended])
+        noise, degrees = noise_between_seeds(ended, paths, given)
+        points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
+        points = points.reshape(-1, len(paths))
+        floor, sound = noise or 0.0, np.isfinite(without_outliers(losses))
+        if noise != 0 and degrees < MEASURED and 0 < sound.sum() <= FITTED:
+            columns = Features(np.zeros(len(paths)), axes.scale, axes.levels).of(points)
+            fitted = fitted_noise(columns[sound], losses[sound])
+            floor = fitted if noise is None else max(noise, math.sqrt(noise * fitted))
+        now = region(axes, points, losses, floor)
+        return cls(tuple(ended), paths, points, losses, now, noise, degrees, floor)
 
     @cached_property
     def predicted(self) -> dict[Point, float]:
@@ -177,138 +214,37 @@ class _Seen:
             by_point.setdefault(tuple(x.tolist()), []).append(float(loss))
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
+    def confirmed(self, *, by_surrogate: bool) -> "Confirmation | None":
+        """Return the best point of a search that has ended, or None if no trial finished."""
+        if not by_surrogate or not np.isfinite(self.losses).any():
+            return confirm(self.trials, self.paths, self.noise)
+        return confirm(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
 
-def _look(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> _Seen:
-    paths = list(axes.limits)
-    ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
-    ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
-    losses = [math.inf if trial.state == "diverged" or trial.loss is None else trial.loss for trial in ended]
-    measured, degrees = noise_between_seeds(ended, paths, noise)
-    points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
-    points, results = points.reshape(-1, len(paths)), np.array(losses)
-    columns = Features(np.zeros(len(paths)), axes.scale, axes.levels).of(points)
-    floor = _floor(measured, degrees, columns, results)
-    return _Seen(tuple(ended), points, results, region(axes, points, results, floor), measured, degrees, floor)
-
-
-def _floor(noise: float | None, degrees: int, columns: Array, losses: Array) -> float:
-    """Return the noise above which a difference of losses counts.
-
-    With at least ``MEASURED`` degrees of freedom, it is the measured noise. With fewer, the measured noise may be far
-    too small. Then a noise is fitted to the losses, and the result is the measured noise or the geometric mean of
-    the measured and the fitted noise, whichever is larger. Without a measurement, the result is the fitted noise.
-    """
-    ended = np.isfinite(without_outliers(losses))
-    if noise == 0 or degrees >= MEASURED or not 0 < ended.sum() <= FITTED:
-        return noise or 0.0
-    fitted = fitted_noise(columns[ended], losses[ended])
-    return fitted if noise is None else max(noise, math.sqrt(noise * fitted))
+    def best(self, point: Point, losses: Sequence[float], fresh: int) -> Best:
+        number = min(run.number for run, x in zip(self.trials, self.points, strict=True) if tuple(x) == point)
+        interval = (-math.inf, math.inf)
+        if fresh and self.noise is not None:
+            interval = interval_of_mean(losses, self.noise, self.degrees)
+        return Best(number, statistics.fmean(losses), interval, fresh, len(losses))
 
 
-def _rerun(seen: _Seen) -> dict[Point, Losses]:
-    """Return the losses by seed of every point that has ``RERUNS`` or more fresh runs, if none of these diverged.
-
-    All runs of the start count as fresh, because the start was not chosen by its losses.
-    """
-    found: dict[Point, dict[int, float]] = {}
-    for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
-        if run.state != "stopped" and (run.purpose == "rerun" or not x.any()):
-            found.setdefault(tuple(x.tolist()), {})[run.seed] = float(loss)
-    return {x: losses for x, losses in found.items() if len(losses) >= RERUNS and math.isfinite(sum(losses.values()))}
+def _loss(trial: StudyTrial) -> float:
+    return math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
 
 
-def _fewest_measured(seen: _Seen, point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the rerun point that equals the best ``point`` within the noise and changes the fewest values.
-
-    It is returned as a Best and in octaves (D,). It may be the best point itself.
-    """
-    rerun = _rerun(seen)
-    mine = rerun.get(point, {0: best.loss})  # its run during the search, if it has no other
-    equal = [
-        x
-        for x, losses in rerun.items()
-        if gain(losses, mine) <= seen.floor and _cost(seen, np.array(x), np.array(point))[0] <= seen.floor
-    ]
-    nearest = min([point, *equal], key=changes)
-    if nearest == point:
-        return best, np.array(point)
-    losses = list(rerun[nearest].values())
-    return _best(seen, nearest, losses, len(losses)), np.array(nearest)
+def best_point(
+    trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool
+) -> "Confirmation | None":
+    """Return the best point of a search that has ended, or None if no trial finished. The arguments are those of
+    :func:`answer`."""
+    return _Fitted.to(trials, axes, noise).confirmed(by_surrogate=by_surrogate)
 
 
-def _best(seen: _Seen, point: Point, losses: Sequence[float], fresh: int) -> Best:
-    number = min(run.number for run, x in zip(seen.trials, seen.points, strict=True) if tuple(x) == point)
-    around = (
-        interval_of_mean(losses, seen.noise, seen.degrees)
-        if fresh and seen.noise is not None
-        else (-math.inf, math.inf)
-    )
-    return Best(number, statistics.fmean(losses), around, fresh, len(losses))
-
-
-def _coordinates(seen: _Seen, dimensions: Sequence[Dimension], best: Array, theirs: Array) -> tuple[Coordinate, ...]:
-    tried = seen.points[np.isfinite(seen.losses)].T
-    spread = seen.region.along(best, tried)[0].std(1)
-    shares = spread / (spread.sum() or 1.0)
-    gains, doubts = (part[:, 0] for part in seen.region.along(best, np.zeros((len(best), 1))))
-    scale, low, high = seen.region.features.scale[:, None], seen.region.low[:, None], seen.region.high[:, None]
-    around = best[:, None] + scale * np.arange(-WIDE, WIDE + FINE / 2, FINE)
-    mean, deviation = seen.region.along(best, around)
-    equal = (mean + SURE * deviation <= seen.floor) & (around >= low) & (around <= high)
-    equal &= _risks(seen, best, around) <= max(RISK, float(seen.region.risk(best)))
-    ends = [np.maximum(tried.min(1, keepdims=True) - BEYOND * scale, low)]
-    ends += [np.minimum(tried.max(1, keepdims=True) + BEYOND * scale, high)]
-    sliced = ends[0] + (ends[1] - ends[0]) * np.linspace(0, 1, SLICE)
-    curves = [sliced, *seen.region.along(best, sliced), _risks(seen, best, sliced)]
-    middle = around.shape[1] // 2
-    found = []
-    for i in np.argsort(-shares, kind="stable"):
-        if levels := len(dimensions[i].levels):
-            # A slice over all levels; only the best level counts as flat.
-            every = np.tile(np.arange(SLICE) % levels, (len(best), 1)).astype(float)
-            for curve, values in zip(
-                curves, (every, *seen.region.along(best, every), _risks(seen, best, every)), strict=True
-            ):
-                curve[i] = values[i]
-            equal[i] = False
-        below, above = np.flatnonzero(~equal[i, :middle]), np.flatnonzero(~equal[i, middle + 1 :])
-        first = below[-1] + 1 if len(below) else 0
-        last = middle + (above[0] if len(above) else middle)
-        points = tuple(
-            SlicePoint(*map(float, values))
-            for values in zip(*(curve[i, : levels or SLICE] for curve in curves), strict=True)
-        )
-        end = _end(dimensions[i], float(best[i]))
-        found.append(
-            Coordinate(
-                path=dimensions[i].path,
-                best=float(best[i]),
-                flat=(float(around[i, first]), float(around[i, last])),
-                gain=float(gains[i]),
-                gain_deviation=float(doubts[i]),
-                importance=float(shares[i]),
-                worth=bool(gains[i] - SURE * doubts[i] > seen.floor),
-                slice=points,
-                at_end=bool(end),
-                end=end,
-                optuna_importance=float(theirs[i]),
-            )
-        )
-    return tuple(found)
-
-
-def _end(dimension: Dimension, best: float) -> str:
-    """Return the name of the bound that the best value has reached, or an empty string if it is within its bounds."""
-    if best == 0 or min(best - dimension.low, dimension.high - best) >= FINE * dimension.scale:
-        return ""
-    return dimension.ends[best > 0]
-
-
-def _risks(seen: _Seen, best: Array, x: Array) -> Array:
-    """Return the risks of divergence, (D, m). Element (i, j) is the risk at ``best`` with its value i set to
-    ``x[i, j]``."""
-    d = len(best)
-    return np.array([seen.region.risk(np.where(np.arange(d) == i, x[i][:, None], best)) for i in range(d)])
+def in_doubt(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> bool:
+    """Return whether the predicted gain over the start is too small to be accepted without confirmation."""
+    seen = _Fitted.to(trials, axes, noise)
+    start = seen.predicted.get((0.0,) * len(axes.limits), math.inf)
+    return start - min(seen.predicted.values(), default=math.inf) <= ALONE * seen.floor
 
 
 def finalists(
@@ -316,8 +252,7 @@ def finalists(
 ) -> list[dict[str, float]]:
     """Return the candidates for runs with fresh seeds, the most promising first. A point has octaves by path.
 
-    In a trust-region search, trials are ranked by the corrected predictions of :attr:`_Seen.predicted`. The order of
-    the candidates is:
+    In a trust-region search, trials are ranked by their predicted losses (:attr:`_Fitted.predicted`), in this order:
 
     1. the best trial;
     2. the point with the lowest predicted loss, with only those of its changes that are worth more than the noise;
@@ -328,59 +263,183 @@ def finalists(
     In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every trial
     diverged.
     """
-    seen = _look(trials, axes, noise)
+    seen = _Fitted.to(trials, axes, noise)
     ended = np.isfinite(seen.losses)
     if not ended.any():
         return []
-    points = seen.points[ended]
     if by_surrogate:
-        predicted, outliers = seen.predicted, ~np.isfinite(without_outliers(seen.losses))
-        ranked = [
-            x for x in sorted(predicted, key=lambda x: predicted[x]) if any(x)
-        ]  # the start has its runs already
-        lowest = seen.region.predicted
-        # Last the outliers, which the surrogate was not fitted to.
-        points = np.vstack(
-            [
-                *ranked[:1],
-                _fewest(seen, lowest),
-                lowest,
-                *ranked[1:],
-                seen.points[np.isfinite(seen.losses) & outliers],
-            ]
-        )
+        # The start has its runs already.
+        ranked = [x for x in sorted(seen.predicted, key=lambda x: seen.predicted[x]) if any(x)]
+        lowest, outliers = seen.region.predicted, ended & ~np.isfinite(without_outliers(seen.losses))
+        fewest = fewest_changes(seen.region, lowest, seen.floor)
+        points = np.vstack([*ranked[:1], fewest, lowest, *ranked[1:], seen.points[outliers]])
     else:
-        points = points[np.argsort(seen.losses[ended], kind="stable")]
+        points = seen.points[ended][np.argsort(seen.losses[ended], kind="stable")]
     distinct = dict.fromkeys(tuple(point.tolist()) for point in points)
     return [dict(zip(axes.limits, point, strict=True)) for point in distinct]
 
 
-def _fewest(seen: _Seen, best: Array) -> Array:
-    """Simplify the point ``best``: reset its values to the start one by one, beginning with the value that costs
-    least.
+@dataclass(frozen=True)
+class Confirmation:
+    """The point that is the answer of a search, and the losses of the runs at this point."""
 
-    A value is reset only if the point then stays within the noise of ``best`` and is not likely to diverge.
+    point: Point
+    losses: tuple[float, ...]  # nats; the reported loss is their mean
+    fresh: int  # how many of these losses were not used to choose the point: all or none
+    gain: float | None  # nats below the start, measured with runs not used to choose the point; None without any
+
+    @property
+    def loss(self) -> float:
+        return statistics.fmean(self.losses)
+
+
+def confirm(
+    trials: Sequence[StudyTrial],
+    paths: Sequence[str],
+    noise: float | None,
+    predicted: Mapping[Point, float] = MappingProxyType({}),
+) -> Confirmation | None:
+    """Return the answer of a search from its ``trials``, or None if no trial finished.
+
+    ``predicted`` has the predicted losses of points; by default the measured losses are used. ``noise`` is the
+    standard deviation of the loss between seeds. 0 means that seeds have no effect, so that every run measures the
+    loss of its point exactly. None means that the noise is unknown: differences are compared with 0, but no run is
+    taken to be exact.
     """
-    paths = np.array(best)
-    start = np.zeros((len(best), 1))
-    costs, deviations = (part[:, 0] for part in seen.region.along(best, start))
-    for i in np.argsort(costs + SURE * deviations, kind="stable"):
-        back = np.where(np.arange(len(best)) == i, 0.0, paths)
-        if _within_noise(seen, back, best):
-            paths = back
-    return paths
+    exact, noise = noise == 0, noise or 0.0
+    runs = _Runs.of(trials, paths, predicted)
+    chosen = runs.chosen(noise)
+    if chosen is None:
+        return None
+    if confirmed := runs.confirming.get(chosen):
+        better = gain(runs.start_again, confirmed) if runs.start_again else None
+        if better is None or better > noise:
+            return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
+        chosen = runs.start
+    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):  # the next best point has no confirmation runs
+        chosen = runs.start
+    if chosen == runs.start:
+        losses = runs.start_again
+        return Confirmation(chosen, tuple(losses.values()), len(losses), 0.0)
+    losses = runs.candidates[chosen]
+    if not (exact or runs.alone(chosen)):
+        return Confirmation(chosen, tuple(losses.values()), 0, None)
+    better = gain(runs.at_start, losses) if runs.at_start else None
+    return Confirmation(chosen, tuple(losses.values()), len(losses), better)
 
 
-def _within_noise(seen: _Seen, x: Array, best: Array) -> bool:
-    cost, deviation = _cost(seen, x, best)
-    safe = float(seen.region.risk(x)) <= max(RISK, float(seen.region.risk(best)))
-    return safe and cost + TOGETHER * deviation <= seen.floor
+def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
+    """Return the chosen point if it needs confirmation runs, or None."""
+    runs = _Runs.of(trials, paths)
+    chosen = runs.chosen(noise or 0.0)
+    return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
 
 
-def _cost(seen: _Seen, x: Array, best: Array) -> tuple[float, float]:
-    """Return the predicted loss at ``x`` minus that at ``best``, and the standard deviation of the difference."""
-    here, there = seen.region.belief(np.array([x, best]))
-    return float(here - there), float(seen.region.deviation(x[None], best)[0])
+@dataclass(frozen=True)
+class _Runs:
+    """The losses of a search, grouped by the purpose of the run, then by point and seed. A diverged run has an
+    infinite loss."""
+
+    start: Point
+    at_start: Losses  # runs of the start during the search; empty if one diverged and other points did not
+    start_again: Losses  # the same, and the runs of the start during confirmation
+    choosing: Mapping[Point, Losses]  # runs of the best few points with fresh seeds
+    confirming: Mapping[Point, Losses]  # confirmation runs
+    candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
+    predicted: Mapping[Point, float]  # losses of points, used if no point has usable runs with fresh seeds
+
+    @classmethod
+    def of(
+        cls,
+        trials: Sequence[StudyTrial],
+        paths: Sequence[str],
+        predicted: Mapping[Point, float] = MappingProxyType({}),
+    ) -> "_Runs":
+        searched: dict[Point, dict[int, float]] = {}
+        choosing: dict[Point, dict[int, float]] = {}
+        confirming: dict[Point, dict[int, float]] = {}
+        for trial in trials:
+            if trial.octaves is not None and trial.state in {"complete", "diverged"}:
+                into = confirming if trial.confirms else choosing if trial.purpose == "rerun" else searched
+                into.setdefault(tuple(trial.octaves[path] for path in paths), {})[trial.seed] = _loss(trial)
+        start: Point = (0.0,) * len(paths)
+        at_start = searched.pop(start, {})
+        again = at_start | confirming.pop(start, {})
+
+        def ends(point: Point, losses: Losses) -> bool:
+            return math.isfinite(sum({**losses, **confirming.get(point, {})}.values()))
+
+        # A finalist counts once it has as many fresh runs as the others, all of them finite.
+        whole = min(RERUNS, max(map(len, choosing.values()), default=0))
+        found = {point: losses for point, losses in choosing.items() if len(losses) >= whole and ends(point, losses)}
+        sound = bool(again) and math.isfinite(sum(again.values()))
+        # One finalist that diverged says little about the others; if several did, only the start is safe.
+        rerun = bool(found) or (sound and len(choosing) > 1)
+        if not rerun:  # the points of the search are compared
+            found = {
+                point: losses for point, losses in searched.items() if point not in choosing and ends(point, losses)
+            }
+        if not sound:  # a start that diverged with some seed counts only if no other point does
+            at_start = again = {seed: loss for seed, loss in again.items() if math.isfinite(loss) and not found}
+        return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
+
+    def alone(self, chosen: Point) -> bool:
+        """Return whether this is the only point that was run with fresh seeds."""
+        return chosen in self.choosing and len(self.choosing) == 1
+
+    def refuted(self, noise: float) -> set[Point]:
+        """Return the points whose confirmation runs have ended and are not better than the start by more than
+        ``noise``."""
+        beside = [
+            point
+            for point, losses in self.confirming.items()
+            if len(losses) >= CONFIRMATIONS and losses.keys() <= self.start_again.keys()
+        ]
+        return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
+
+    def chosen(self, noise: float) -> Point | None:
+        """Return the point with the lowest mean or predicted loss, without the points that :meth:`refuted` returns.
+
+        Return the start if this point is not better by more than ``noise``, or if there is no such point. Return
+        None if the start has no run either.
+        """
+        refuted = self.refuted(noise)
+        means = {
+            x: self.predicted.get(x, statistics.fmean(losses.values()))
+            for x, losses in self.candidates.items()
+            if x not in refuted
+        }
+        if not means:
+            return self.start if self.at_start else None
+        lowest = min(means, key=lambda point: (means[point], changes(point)))
+        return lowest if self.ahead(lowest, noise) else self.start
+
+    def ahead(self, chosen: Point, least: float) -> bool:
+        """Return whether the loss at ``chosen`` is below the start's by more than ``least`` nats.
+
+        If the start has no runs to compare with, the result is true for every other point.
+        """
+        if chosen == self.start or not self.at_start:
+            return chosen != self.start
+        if chosen in self.predicted and self.start in self.predicted:
+            return self.predicted[self.start] - self.predicted[chosen] > least
+        return gain(self.at_start, self.candidates[chosen]) > least
+
+
+def gain(start: Losses, there: Losses) -> float:
+    """Return by how many nats the loss of a point (``there``) is below the loss of the start.
+
+    The difference is averaged over the seeds that both were run with. Without common seeds, it is the difference of
+    the two means.
+    """
+    if both := start.keys() & there.keys():
+        return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
+    return statistics.fmean(start.values()) - statistics.fmean(there.values())
+
+
+def changes(point: Point) -> tuple[int, float]:
+    """Return how many values a point changes, and the sum of these changes in octaves."""
+    return int(np.count_nonzero(point)), float(np.abs(point).sum())
 
 
 def advice_when_all_diverged(

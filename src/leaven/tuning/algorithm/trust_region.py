@@ -31,7 +31,7 @@ between seeds (``noise``). But an improvement that holds for one seed only is us
 least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
 is small (docs/concepts/search.md). During the search this noise is pooled over all runs of repeated points. The
 answer leaves out the runs for whose low loss a point was chosen to be run again
-(``confirmation.noise_between_seeds``).
+(``noise.noise_between_seeds``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,9 +41,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from leaven.tuning.algorithm.confirmation import pooled_noise
 from leaven.tuning.algorithm.divergence import DivergenceModel
 from leaven.tuning.algorithm.divergence import fit as fit_divergence
+from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.prior import EarlierTrials, of_earlier, of_expectations
 from leaven.tuning.algorithm.surrogate import Prior, Quadratic, Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
@@ -262,6 +262,12 @@ class Region:
     def risk(self, x: Array) -> Array:
         """Return the probability that a run at points (..., D) diverges."""
         return self.divergence.risk(self.features.of(x))
+
+    def risk_along(self, base: Array, x: Array) -> Array:
+        """Return the risks of divergence, (D, m). Element (i, j) is for ``base`` (D,) with its value i set to
+        ``x[i, j]``."""
+        d = len(base)
+        return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
         """Return the best level of each choice, (D,), at the incumbent's numbers.

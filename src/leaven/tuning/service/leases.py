@@ -1,10 +1,10 @@
 """Leases: find out which of the commands that work on a study are alive. A command is one running search.
 
-A command's id consists of its host, its process (see :func:`process`) and a number, because a process may run several
-searches. The kernel knows whether a process of the same machine and boot is alive. Every command also increases a
-counter in the store: its heartbeat. A command of another machine counts as dead if its counter has not changed for
-``lease_seconds`` by the observer's clock. The clocks of two machines are never compared. A live command that was
-counted as dead, for example because its machine slept, finds its trials closed and drops them.
+A command's id consists of its host, its process and a number, because a process may run several searches. The kernel
+knows whether a process of the same machine and boot is alive. Every command also increases a counter in the store,
+its heartbeat. A command of another machine counts as dead if its counter has not changed for ``lease_seconds`` by the
+observer's clock. The clocks of two machines are never compared. A live command that was counted as dead, for example
+because its machine slept, finds its trials closed and drops them.
 """
 
 import itertools
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 from optuna.storages import BaseStorage
@@ -31,19 +30,22 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Return the id of a command that runs in a process of this machine."""
-    return f"{socket.gethostname()}:{process(pid)}:{number}"
+    """Return the id of a command that runs in a process of this machine: ``host:machine:pid:start:number``."""
+    return f"{socket.gethostname()}:{_machine()}:{pid}:{_started(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
     """Return whether the owner of a trial has certainly ended. The owner is the id of a command.
 
-    This is certain only for commands of this machine since its last boot; for all others the result is False.
+    This is certain only for commands of this machine since its last boot; for all others the result is False. A
+    zombie counts as ended.
     """
-    identity = ":".join(owner.split(":")[-4:-1])
-    if identity == process(os.getpid()):
+    machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
+    if machine != _machine():
+        return False
+    if int(pid) == os.getpid() and start == _started(os.getpid()):
         return owner not in _here
-    return _ended(identity)
+    return _started(int(pid)) != start
 
 
 class Leases:
@@ -65,9 +67,7 @@ class Leases:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._done.set()
         self._thread.join(LEAVING)  # an unreachable store may block it for longer
         _here.discard(self.node)
@@ -78,16 +78,16 @@ class Leases:
         # Capped, so that a pause of this process or of the store does not count against the others.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
-        elsewhere = {owner for owner in owners if owner != self.node and not gone(owner)}
-        beats = self._store.get_study_system_attrs(self._study) if elsewhere else {}
+        others = owners - {self.node}
+        ended = {owner for owner in others if gone(owner)}
+        beats = self._store.get_study_system_attrs(self._study) if others - ended else {}
         seen = {}
-        for owner in elsewhere:
+        for owner in others - ended:
             count = int(beats.get(_BEAT + owner, 0))
             before, still = self._seen.get(owner, (count, -passed))
             seen[owner] = (count, still + passed if count == before else 0.0)
         self._seen = seen
-        silent = {owner for owner, (_, still) in seen.items() if still >= self._seconds}
-        return silent | {owner for owner in owners if owner != self.node and gone(owner)}
+        return ended | {owner for owner, (_, still) in seen.items() if still >= self._seconds}
 
     def _beat(self) -> None:
         count = 0
@@ -97,18 +97,6 @@ class Leases:
             with suppress(Exception):
                 self._store.set_study_system_attr(self._study, _BEAT + self.node, count)
             self._done.wait(self._seconds / BEATS)
-
-
-def process(pid: int) -> str:
-    """Return a globally unique name of a process, ``machine:pid:start``."""
-    return f"{_machine()}:{pid}:{_started(pid)}"
-
-
-def _ended(identity: str) -> bool:
-    """Return whether a process has certainly ended. For a process of another machine the result is False. A zombie
-    counts as ended."""
-    machine, pid, start = identity.split(":") if identity.count(":") == 2 else ("", "", "")
-    return machine == _machine() and _started(int(pid)) != start
 
 
 @cache

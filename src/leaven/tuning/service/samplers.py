@@ -1,6 +1,5 @@
-"""The methods of a search other than the trust region: a grid, and Optuna's samplers."""
+"""Optuna's samplers as methods of a search, within a box that grows, and Optuna's importances."""
 
-import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -12,9 +11,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
-from leaven.tuning.service.trial_log import finished, loss_of, points_and_losses, run_index
+from leaven.tuning.service.search_plan import JOB, Evaluation, ended_runs, points_and_losses, runs_of
 
 Distributions = dict[str, BaseDistribution]
 
@@ -22,29 +20,7 @@ METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
 LEAST = 3 * BEST  # trials before an end first moves
 FURTHER = 1 / 2  # of the initial width: how far an end moves
-
-
-def grid(axes: Axes, trials: int) -> list[dict[str, float]]:
-    """Return the points of the finest grid that has at most ``trials`` points. The points nearest to the start come
-    first.
-
-    Raises:
-        InputError: if even a grid of two points along each dimension has more than ``trials`` points.
-    """
-    numbers = int((axes.levels == 0).sum())
-    chosen = math.prod(int(levels) for levels in axes.levels if levels)
-    if 2**numbers * chosen > trials:
-        least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
-        raise InputError(
-            f"a grid over {len(axes.start)} hyperparameters has at least {least} points, but the budget is {trials} "
-            "trials; search fewer hyperparameters, give more trials, or use another method"
-        )
-    fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
-    low, high = axes.box
-    counts = [int(levels) or fine for levels in axes.levels]
-    lines = [np.linspace(*ends) for ends in zip(low, high, counts, strict=True)]
-    points = itertools.product(*lines)
-    return [axes.params(np.array(x)) for x in sorted(points, key=lambda x: float(np.sum(np.square(x))))]
+FEWEST = 10  # trials for PED-ANOVA, whose best tenth must have one trial at least
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
@@ -132,6 +108,9 @@ class SeededSampler(BaseSampler):
             self._number, self._sampler = trial.number, self._make(int(seed))
         return self._sampler
 
+    def _ended(self, study: optuna.Study) -> list[Evaluation]:
+        return ended_runs(runs_of(study.get_trials(deepcopy=False), self._axes))
+
     def _box(self, study: optuna.Study) -> Distributions:
         axes = self._axes
         if self._everywhere:
@@ -140,7 +119,7 @@ class SeededSampler(BaseSampler):
                 name: FloatDistribution(axes.start[name] - far * scale, axes.start[name] + far * scale)
                 for name, scale in zip(axes.start, axes.scale.tolist(), strict=True)
             }
-        low, high = map(axes.params, box(*points_and_losses(finished(study), axes), axes))
+        low, high = map(axes.params, box(*points_and_losses(self._ended(study), axes), axes))
         return {
             name: limits if isinstance(limits, CategoricalDistribution) else FloatDistribution(low[name], high[name])
             for name, limits in distributions(axes).items()
@@ -162,9 +141,9 @@ class SeededSampler(BaseSampler):
     ) -> Any:
         limits = param_distribution if self._everywhere else self._box(study)[param_name]
         drawn = self._of(trial).sample_independent(study, trial, param_name, limits)
-        if self._everywhere and isinstance(limits, CategoricalDistribution) and (trials := finished(study)):
+        if self._everywhere and isinstance(limits, CategoricalDistribution) and (ended := self._ended(study)):
             rng = np.random.default_rng([self._seed, run_index(trial), list(self._axes.start).index(param_name)])
-            return min(trials, key=loss_of).params[param_name] if rng.random() < 1 / 2 else drawn
+            return min(ended, key=lambda run: run.loss).last.params[param_name] if rng.random() < 1 / 2 else drawn
         return self._inside(param_name, drawn)
 
     def _inside(self, name: str, value: float) -> float:
@@ -172,7 +151,44 @@ class SeededSampler(BaseSampler):
         return value if isinstance(limits, range) else float(np.clip(value, *limits))
 
 
+def run_index(trial: FrozenTrial) -> int:
+    """Return the index of a run of the search, from the name of its job. Any other trial has its number."""
+    job = trial.user_attrs.get(JOB, "")
+    return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
+
+
 def _farthest(axes: Axes) -> float:
     """Return the distance from the start to the farthest bound of the space, in steps."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
+
+
+def ped_anova(points: Array, losses: Array) -> Array:
+    """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
+
+    For each value, PED-ANOVA compares its distribution in the best tenth of the trials with its distribution in all
+    trials (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With too few trials all
+    importances are 0. Optuna's other two methods need scikit-learn.
+    """
+    names = [str(i) for i in range(points.shape[1])]
+    ended = losses[np.isfinite(losses)]
+    if len(ended) < FEWEST or not points.any():
+        return np.zeros(len(names))
+    reach = float(np.abs(points).max())
+    study = optuna.create_study()
+    study.add_trials(
+        optuna.trial.create_trial(
+            value=float(min(loss, ended.max())),
+            params=dict(zip(names, x.tolist(), strict=True)),
+            distributions={name: FloatDistribution(-reach, reach) for name in names},
+        )
+        for x, loss in zip(points, losses, strict=True)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # until Optuna 5
+        # If all losses are alike, all trials are the best tenth.
+        warnings.filterwarnings("ignore", "Target and region quantiles select the same set of trials")
+        shares = optuna.importance.get_param_importances(
+            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
+        )
+    return np.array([shares[name] for name in names])

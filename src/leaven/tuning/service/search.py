@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,14 +13,13 @@ from optuna.storages import BaseStorage
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from leaven.recipe.errors import InputError
-from leaven.tuning.algorithm.confirmation import interval_of_mean
+from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
-from leaven.tuning.service.search_plan import Budget, SearchPlan, known_runs
-from leaven.tuning.service.settings import check_informed, check_method, check_name, join_study
+from leaven.tuning.service.budget import Budget
+from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver, check_search, join_study
+from leaven.tuning.service.search_plan import SearchPlan, ended_runs, known_runs
 from leaven.tuning.service.stores import open_store
-from leaven.tuning.service.trial_log import FINALIST, Evaluation, finished, loss_of, purpose_of, seed_of
 
 OCTAVES = 1000.0  # the largest log2 multiplier: 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
@@ -94,7 +93,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             are lowered.
         start: log2 multipliers to start from; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
-            :class:`leaven.tuning.service.search_plan.Budget` for these and ``run_flops``.
+            :class:`leaven.tuning.service.budget.Budget` for these and ``run_flops``.
         method: one of ``leaven.tuning.service.samplers.METHODS``.
         scales: octaves from the start to a typical optimum; default 1.
         near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
@@ -119,8 +118,6 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         NothingFound: if every run diverged, or none finished.
         StoreGone: if the storage became unreachable and stayed so.
     """
-    check_method(method)
-    check_name(name)
     given = SearchArguments.of(
         objective=objective,
         space=space,
@@ -139,7 +136,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         lease_seconds=lease_seconds,
     )
     axes, seed, noise = given.axes, given.seed, given.noise
-    check_informed(method, axes)
+    check_search(method, axes, name)
     budget = Budget(given.trials, given.flops, given.hours, given.run_flops)
     known_runs(axes, method, budget, noise)  # a grid that is too fine is refused before anything is written
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -154,37 +151,32 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         seed=seed,
         noise=noise,
     )
-    plan = SearchPlan(study, axes, method, seed, budget, noise, stop_at_noise)
-    loop = SearchLoop(plan, store, objective, given.workers, stop, watch, given.lease_seconds)
+    plan = SearchPlan(axes, method, seed, budget, noise, stop_at_noise)
+    loop = SearchLoop(plan, study, store, objective, given.workers, stop, watch, given.lease_seconds)
     runs = loop.run()
-    return _result(plan, runs, stopped=stop())
-
-
-def _result(plan: SearchPlan, runs: Sequence[Evaluation], *, stopped: bool) -> SearchResult:
-    """Return the result of a search that has ended. ``stopped`` says whether the user stopped it early.
-
-    Raises:
-        NothingFound: if no run finished.
-    """
     chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
     interval = (-math.inf, math.inf)
     if noise is not None and chosen.fresh:
         interval = interval_of_mean(chosen.losses, noise, degrees)
-    trials = []
-    for trial in finished(plan.study):
-        label, which = trial.user_attrs.get(FINALIST, ("", None))
-        finalist = which if label == plan.budget.label else None
-        trials.append(
-            SearchTrial(trial.number, dict(trial.params), loss_of(trial), finalist, purpose_of(trial), seed_of(trial))
+    found = [
+        SearchTrial(
+            number=run.last.number,
+            params=dict(run.last.params),
+            loss=run.loss,
+            finalist=run.finalist if run.rerun_for == budget.label else None,
+            purpose=run.record.purpose,
+            seed=run.record.seed,
         )
+        for run in ended_runs(runs)
+    ]
     return SearchResult(
         params=plan.params_of(runs, chosen.point),
         loss=chosen.loss,
         interval=interval,
         fresh=chosen.fresh,
         noise=noise,
-        stalled=not stopped and plan.ended_early(runs, time.time()),
-        trials=tuple(trials),
+        stalled=not stop() and plan.ended_early(runs, time.time()),
+        trials=tuple(found),
     )
 
 

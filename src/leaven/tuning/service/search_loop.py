@@ -1,10 +1,12 @@
-"""The loop of a search: it runs the trials that the plan (``search_plan.py``) asks for in threads, and writes their
-results to the store.
+"""The loop of a search: it joins the study in a store, runs the trials that the plan (``search_plan.py``) asks for in
+threads, and writes their results to the store.
 
 All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. So any
 number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
 starts one:
 
+- The command that creates the study stores its settings. Every command that joins the study compares its own with
+  them (:func:`join_study`).
 - Each trial is created with its owner (a command) and its ``job``, a name for the work that it does. There is no
   queue: the next job follows from the existing trials, so a crash cannot lose it. If two commands create a trial for
   the same job at once, the trial with the lower number runs and the other is a duplicate; every Optuna store numbers
@@ -14,7 +16,7 @@ starts one:
 - A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run
   has failed. A trial that its owner released (Ctrl-C) does not count as dead.
 - A run that diverged is stored with the worst finite loss so far, for Optuna's samplers, and with a mark; leaven
-  reads its loss as infinite (``trial_log.py``).
+  reads its loss as infinite (``log.py``).
 """
 
 import math
@@ -23,25 +25,37 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, Protocol, cast
 
+import numpy as np
 import optuna
-from optuna.exceptions import UpdateFinishedTrialError
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState, create_trial
 
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import Recipe, differences
 from leaven.training.outcome import Baseline, Outcome
-from leaven.tuning.service import trial_log
+from leaven.training.run_folder import describe_changes
+from leaven.tuning.algorithm.prior import EarlierTrials
+from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.service import search_plan as log
 from leaven.tuning.service.leases import Leases
-from leaven.tuning.service.samplers import distributions
-from leaven.tuning.service.search_plan import SearchPlan
+from leaven.tuning.service.samplers import METHODS, distributions, sampler
+from leaven.tuning.service.search_plan import Evaluation, SearchPlan, TrialRequest, jobs_of, runs_of
 from leaven.tuning.service.stores import StoreGone
-from leaven.tuning.service.trial_log import EXPECTED, Evaluation, TrialRequest, finished, loss_of
 
 HUGE = 1e50  # the largest loss: its fourth power must be finite in the surrogate
 NEVER_ENDED = 1e6  # the score of a divergence before there is any finite loss
 POLL = 0.5  # seconds between reads of the store for trials of other commands
+
+ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
+EXPECTED, EARLIER = "expected", "earlier"  # settings: what is known before the search
+OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
+LONGEST = 512  # characters of a study's name, in Optuna's tables
+PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 
 class Proposal(dict[str, float]):
@@ -100,6 +114,7 @@ class SearchLoop:
     def __init__(  # noqa: PLR0917 - one of each
         self,
         plan: SearchPlan,
+        study: optuna.Study,
         store: BaseStorage,
         objective: Objective,
         workers: int,
@@ -107,8 +122,9 @@ class SearchLoop:
         watch: SearchObserver | None,
         lease_seconds: float,
     ) -> None:
-        self._plan, self._study, self._store = plan, plan.study, store
-        self._leases = Leases(store, store.get_study_id_from_name(plan.study.study_name), lease_seconds)
+        self._plan, self._study, self._store = plan, study, store
+        self._study_id = store.get_study_id_from_name(study.study_name)
+        self._leases = Leases(store, self._study_id, lease_seconds)
         self._objective, self._stop, self._watch = objective, stop, watch
         self._pool, self._free = ThreadPoolExecutor(workers), list(reversed(range(workers)))
         self._pending: dict[Future[float | Outcome], Proposal] = {}
@@ -123,58 +139,53 @@ class SearchLoop:
         true and the trials of this command have ended.
         """
         with self._leases:
-            return self._run()
-
-    def _run(self) -> list[Evaluation]:
-        try:
-            while True:
-                runs = self._look()
-                stopping = self._error is not None or self._stop()
-                request = self._plan.next(runs, self._turn, time.time()) if self._free and not stopping else None
-                if request is not None:
-                    self._begin(request, runs)
-                elif self._ended:  # after all workers have work again, because the callback may be slow
-                    if self._watch is not None:
-                        self._watch.ended(self._ended)
-                    self._ended = []
-                elif self._pending:
-                    for future in wait(self._pending, POLL, FIRST_COMPLETED).done:
-                        self._end(self._pending.pop(future), future)
-                elif stopping or not any(run.running for run in runs):
-                    break
-                else:
-                    time.sleep(POLL)  # other commands are running trials
-        except BaseException as error:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            if not isinstance(error, StoreGone):
-                for proposal in self._pending.values():
-                    self._give_back(proposal)
-            raise
-        self._pool.shutdown()
-        if self._error is not None:
-            raise self._error
-        return runs
+            try:
+                while True:
+                    runs = self._look()
+                    stopping = self._error is not None or self._stop()
+                    request = self._plan.next(runs, self._turn, time.time()) if self._free and not stopping else None
+                    if request is not None:
+                        self._begin(request, runs)
+                    elif self._ended:  # after all workers have work again, because the callback may be slow
+                        if self._watch is not None:
+                            self._watch.ended(self._ended)
+                        self._ended = []
+                    elif self._pending:
+                        for future in wait(self._pending, POLL, FIRST_COMPLETED).done:
+                            self._end(self._pending.pop(future), future)
+                    elif stopping or not any(run.state == "running" for run in runs):
+                        break
+                    else:
+                        time.sleep(POLL)  # other commands are running trials
+            except BaseException as error:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                if not isinstance(error, StoreGone):
+                    for proposal in self._pending.values():
+                        self._close(proposal.number, released=True)
+                raise
+            self._pool.shutdown()
+            if self._error is not None:
+                raise self._error
+            return runs
 
     def _look(self) -> list[Evaluation]:
         """Close the trials of dead processes, then return all runs."""
         trials = self._study.get_trials(deepcopy=False)
-        running = {t.number: t.user_attrs.get(trial_log.OWNER) for t in trials if t.state is TrialState.RUNNING}
+        running = {t.number: t.user_attrs.get(log.OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
-        taken = [number for number, owner in running.items() if owner in dead]
-        for number in taken:
-            self._close(number)
-        if taken:
+        if taken := [number for number, owner in running.items() if owner in dead]:
+            for number in taken:
+                self._close(number)
             trials = self._study.get_trials(deepcopy=False)
-        self._turn = trial_log.count_jobs(trials)
-        return trial_log.runs(trials, len(self._plan.axes.start))
+        self._turn = sum(not job.startswith("retry:") for job in jobs_of(trials))
+        return runs_of(trials, self._plan.axes)
 
     def _begin(self, request: TrialRequest, runs: list[Evaluation]) -> None:
-        created = self._create(request)
-        if created is None:
+        if (created := self._create(request)) is None:
             return
         number, point = created
         best = self._plan.baseline(runs, point) if request.purpose == "search" else None
-        origin = int(dict(request.attributes).get(trial_log.RETRY_OF, number))
+        origin = int(request.attributes.get(log.RETRY_OF, number))
         proposal = Proposal(point, number, request.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal
         if self._watch is not None:
@@ -185,43 +196,39 @@ class SearchLoop:
 
         Return None if another command already runs a trial for the same job, or has closed this one.
         """
-        about = {
-            trial_log.OWNER: self._leases.node,
-            trial_log.PURPOSE: request.purpose,
-            trial_log.SEED: request.seed,
-            trial_log.BEGAN: time.time(),
-            # Two commands that have read the same trials choose the same name, and only one of them runs the job.
-            trial_log.JOB: request.name,
-            **dict(request.attributes),
-        }
-        drawn = request.point or {}
         # In one call, so that a trial never exists without the name of its job.
         template = create_trial(
             state=TrialState.RUNNING,
-            params=drawn,
-            distributions=distributions(self._plan.axes) if drawn else {},
-            user_attrs=about,
+            params=request.point or {},
+            distributions=distributions(self._plan.axes) if request.point else {},
+            user_attrs={
+                log.OWNER: self._leases.node,
+                log.PURPOSE: request.purpose,
+                log.SEED: request.seed,
+                log.BEGAN: time.time(),
+                # Two commands that have read the same trials choose the same name, and only one of them runs the job.
+                log.JOB: request.name,
+                **request.attributes,
+            },
         )
-        name = self._study.study_name
-        trial_id = self._store.create_new_trial(self._store.get_study_id_from_name(name), template)
+        trial_id = self._store.create_new_trial(self._study_id, template)
         number = self._store.get_trial_number_from_id(trial_id)
-        if trial_log.is_duplicate(number, self._study.get_trials(deepcopy=False)):
+        if jobs_of(self._study.get_trials(deepcopy=False))[request.name].number != number:  # a duplicate
             self._close(number)
             return None
         if request.point is not None:
             return number, request.point
         # A new Study object, because Optuna caches the trials in it.
-        trial = optuna.Trial(optuna.Study(name, self._store, sampler=self._study.sampler), trial_id)
-        point = {}
-        try:
+        study = optuna.Study(self._study.study_name, self._store, sampler=self._study.sampler)
+        trial, point = optuna.Trial(study, trial_id), {}
+        with suppress(UpdateFinishedTrialError):  # another command took this process for dead and closed the trial
             for key, limits in self._plan.axes.limits.items():
                 if isinstance(limits, range):
                     point[key] = float(trial.suggest_categorical(key, [float(level) for level in limits]))
                 else:
                     point[key] = trial.suggest_float(key, *limits)
-        except UpdateFinishedTrialError:  # another command took this process for dead and closed the trial
-            return None
-        return number, point
+            return number, point
+        return None
 
     def _end(self, proposal: Proposal, future: "Future[float | Outcome]") -> None:
         self._free.append(proposal.worker)
@@ -229,14 +236,12 @@ class SearchLoop:
             outcome = _outcome(future.result())
         except WorkerDied:
             self._close(proposal.number)
-        except TrialReleased:
-            self._give_back(proposal)
-        except Exception as error:
-            self._give_back(proposal)
-            self._error = error
-        except BaseException:  # SystemExit, say
-            self._give_back(proposal)
-            raise
+        except BaseException as error:
+            self._close(proposal.number, released=True)
+            if not isinstance(error, Exception):  # SystemExit, say
+                raise
+            if not isinstance(error, TrialReleased):
+                self._error = error
         else:
             with suppress(UpdateFinishedTrialError):  # another command took this process for dead and retries the run
                 self._record(proposal.number, outcome)
@@ -244,18 +249,18 @@ class SearchLoop:
     def _record(self, number: int, outcome: Outcome) -> None:
         about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "branches", "worker")}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])]}
-        about |= {trial_log.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
-        about |= {EXPECTED: outcome.loss} if outcome.stopped else {}
+        about |= {log.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
+        about |= {log.EXPECTED: outcome.loss} if outcome.stopped else {}
         trial_id = self._trial_id(number)
         for key, value in about.items():
             if value:
                 self._store.set_trial_user_attr(trial_id, key, value)
-        self._store.set_trial_user_attr(trial_id, trial_log.ENDED, time.time())
+        self._store.set_trial_user_attr(trial_id, log.ENDED, time.time())
         loss, state = outcome.loss, TrialState.COMPLETE
         if outcome.diverged:
             # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
-            losses = [loss_of(other) for other in finished(self._study)]
-            loss = max(filter(math.isfinite, losses), default=NEVER_ENDED)
+            others = runs_of(self._study.get_trials(deepcopy=False), self._plan.axes)
+            loss = max((run.loss for run in others if run.state in {"complete", "stopped"}), default=NEVER_ENDED)
         if outcome.stopped:
             # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
@@ -265,18 +270,14 @@ class SearchLoop:
         self._ended.append(number)
 
     def _trial_id(self, number: int) -> int:
-        study = self._store.get_study_id_from_name(self._study.study_name)
-        return self._store.get_trial_id_from_study_id_trial_number(study, number)
+        return self._store.get_trial_id_from_study_id_trial_number(self._study_id, number)
 
-    def _close(self, number: int) -> None:
-        """Mark a trial as failed, unless another command has ended it."""
+    def _close(self, number: int, *, released: bool = False) -> None:
+        """Mark a trial as failed, unless another command has ended it. A released trial does not count as a death."""
         with suppress(UpdateFinishedTrialError):
+            if released:
+                self._store.set_trial_user_attr(self._trial_id(number), log.RELEASED, True)
             self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
-
-    def _give_back(self, proposal: Proposal) -> None:
-        with suppress(UpdateFinishedTrialError):
-            self._store.set_trial_user_attr(self._trial_id(proposal.number), trial_log.RELEASED, True)
-        self._close(proposal.number)
 
 
 def _outcome(result: object) -> Outcome:
@@ -298,3 +299,139 @@ def _outcome(result: object) -> Outcome:
             f"the objective returned {outcome.loss!r:.60}; return a loss (a number) or an Outcome"
         ) from None
     return replace(outcome, loss=loss if abs(loss) <= HUGE else math.inf)
+
+
+def check_search(method: str, axes: Axes, name: str) -> None:
+    """Raise InputError if there is no such method, if the axes have knowledge from before the search that the method
+    does not use, or if the name of the study does not fit in every kind of store."""
+    if method not in METHODS:
+        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
+    if method != "trust-region" and (axes.expected or axes.earlier):
+        raise InputError(
+            f"method {method} uses no knowledge from before the search; leave that out, or use method trust-region"
+        )
+    if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
+        raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
+
+
+def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
+    """Raise InputError if the recipe of a study (``there``) differs from the recipe of this command (``here``)."""
+    if changes := differences(there, here):
+        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
+
+
+def join_study(
+    store: BaseStorage,
+    name: str,
+    what: str,
+    instead: str,
+    *,
+    method: str,
+    axes: Axes,
+    seed: int,
+    noise: float | None,
+    own_noise: bool = True,
+    recipe: Recipe | None = None,
+    shared: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[optuna.Study, Axes, float | None]:
+    """Return the study called ``name``, its axes and its noise. If there is no such study, create it.
+
+    A new study gets this command's settings and knowledge. The axes of a stored study have the knowledge with which
+    it was created, because laws and the earlier study may have changed in between.
+
+    Args:
+        what: the name of the study in messages.
+        instead: what to do if the study has other settings, in messages.
+        own_noise: whether ``noise`` must equal the noise of the stored study. If false, a study that was created with
+            the trials of an earlier one keeps its stored noise.
+        recipe: the recipe that all commands on the study must share.
+        shared: further settings that all commands on the study must share.
+
+    Raises:
+        InputError: if the study was created by another program, with other settings, or without knowledge of a kind
+            that this command gives.
+    """
+    here: dict[str, Any] = {
+        "method": method,
+        "space": {
+            key: ["choice", len(limits), axes.start[key]] if isinstance(limits, range) else [*limits, axes.start[key]]
+            for key, limits in axes.limits.items()
+        },
+        "scales": dict(zip(axes.limits, axes.scale.tolist(), strict=True)),
+        "seed": seed,
+        "noise": noise,
+    }
+    if axes.near:
+        here["near"] = {key: list(both) for key, both in axes.near.items()}
+    here |= shared
+    created = dict(here)
+    if axes.expected:
+        created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
+    if axes.earlier is not None:
+        created[EARLIER] = {"points": axes.earlier.points.tolist(), "losses": axes.earlier.losses.tolist()}
+        created[EARLIER]["noise"] = axes.earlier.noise
+    if recipe is not None:
+        created["recipe"] = recipe.model_dump(mode="json")
+    study = optuna_study(store, name, sampler(method, axes, seed), created, what)
+    there = study.user_attrs[ABOUT]
+    if recipe is not None and "recipe" in there:
+        check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
+    if EARLIER in there and not own_noise:
+        here["noise"] = noise = there["noise"]
+    for key, value in here.items():
+        if key not in there:
+            raise InputError(f"{what} was created by another program, because it has no {key}; {instead}")
+        if there[key] != value:
+            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
+    for key, option in OPTIONS.items():
+        if key in created and key not in there:
+            raise InputError(f"{what} was created without {option}; leave that out, or use another study")
+    expected = {key: (low, high) for key, (low, high) in there.get(EXPECTED, {}).items()}
+    earlier = there.get(EARLIER)
+    if earlier is not None:
+        earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
+    return study, replace(axes, expected=expected, earlier=earlier), noise
+
+
+def optuna_study(
+    store: BaseStorage, name: str, sampler: optuna.samplers.BaseSampler, settings: dict[str, Any], what: str
+) -> optuna.Study:
+    """Return the Optuna study called ``name``. If there is none, create it with the settings.
+
+    The study is looked up first, because a failed attempt to create it adds a line to a journal. If several commands
+    start at once, one of them creates the study and then writes its settings. If that command dies in between,
+    another writes the settings. All commands use the settings that are stored in the end.
+    """
+
+    def load() -> optuna.Study:
+        return optuna.load_study(study_name=name, storage=store, sampler=sampler)
+
+    try:
+        study = load()
+    except KeyError:
+        with suppress(DuplicatedStudyError):  # another was quicker
+            optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
+        study = load()
+    until = time.monotonic() + PATIENCE
+    while not study.user_attrs and not study.get_trials(deepcopy=False) and time.monotonic() < until:
+        time.sleep(0.02)
+    if ABOUT not in study.user_attrs:
+        if study.user_attrs or study.get_trials(deepcopy=False):
+            raise InputError(
+                f"{what} was created by an older version of leaven or by another program; use another name or folder"
+            )
+        study.set_user_attr(ABOUT, settings)
+    return study
+
+
+def _difference(there: Any, here: Any) -> str:
+    there, here = ("none" if value is None else value for value in (there, here))
+    if not (isinstance(there, dict) and isinstance(here, dict)):
+        return f"{there} there, {here} here"
+    parts = [f"{n} {there[n]} there, {here[n]} here" for n in there if n in here and there[n] != here[n]]
+    for kept, other, where in ((there, here, "there"), (here, there, "here")):
+        alone = [n for n in kept if n not in other]
+        parts += [f"{', '.join(alone)} only {where}"] if alone else []
+    return "; ".join(parts)

@@ -1,156 +1,218 @@
-"""The next run of a search, as a function of the runs so far.
+"""The trials of a study in its store (the trial log), and the next run of a search as a function of them.
 
 1. Runs whose process died are retried.
 2. The starting point is run with several seeds, which measures the noise. A grid search then runs its points.
 3. The search proposes points until only the part of the budget that is reserved for confirmation is left, or until
    several rounds gained less than the noise.
 4. When the search is over, the best few points (the finalists) are run again with fresh seeds. The first of these
-   trials stores the list of finalists, which all commands use.
-5. The best finalist and the start are run again to confirm the gain (confirmation.py).
+   trials stores how many finalists there are, which all commands use.
+5. The best finalist and the start are run again to confirm the gain (``algorithm/answer.py``).
 """
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
-import optuna
+from optuna.trial import FrozenTrial, TrialState
 
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Baseline, curve_of
-from leaven.tuning.algorithm.answer import advice_when_all_diverged, best_point, finalists, in_doubt
-from leaven.tuning.algorithm.confirmation import (
+from leaven.tuning.algorithm.answer import (
     CONFIRMATIONS,
-    RERUNS,
     Confirmation,
-    noise_between_seeds,
+    advice_when_all_diverged,
+    best_point,
+    finalists,
+    in_doubt,
     to_confirm,
 )
-from leaven.tuning.algorithm.trust_region import Axes, Region, region
-from leaven.tuning.service.samplers import grid
-from leaven.tuning.service.trial_log import (
-    BEGAN,
-    CONFIRMS,
-    ENDED,
-    FINAL,
-    FINALIST,
-    JOB,
-    Evaluation,
-    TrialRequest,
-    finished,
-    loss_of,
-    points_and_losses,
-    seed_of,
-)
-from leaven.tuning.study_document import Dimension, StudyTrial, covered
+from leaven.tuning.algorithm.noise import noise_between_seeds
+from leaven.tuning.algorithm.trust_region import Array, Axes, Region, region
+from leaven.tuning.service.budget import Budget
+from leaven.tuning.study_document import Dimension, StudyTrial
+
+# User attributes of a trial, next to the fields of an Outcome.
+PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
+OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
+BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
+EXPECTED = "expected"  # the predicted final loss of a pruned trial
+LIVES = 2  # attempts of a run whose process dies
 
 REPEATS = {24: 3, 12: 2, 0: 1}  # runs of the start by the least budget, unless the noise is given
 SMALL = 16  # runs: a smaller budget confirms only a gain that would not be accepted otherwise
 SURE = 2  # least degrees of freedom of the noise before runs are pruned
 DEATHS, DIVERGENCES = 8, 100  # the search ends after so many without a finished run
 
-RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation (confirmation.py)
-FEW = 24  # runs: a smaller budget runs one finalist once
-# (points that are run again with fresh seeds, runs of each): the forms of a confirmation, from cheap to expensive
-FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
-
-Point = dict[str, float]
+Params = dict[str, float]  # log2 multipliers by name
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The limits of a search, which all commands of a study share. The search ends when the first of the limits is
-    reached; trials that are running then are finished."""
+class TrialRequest:
+    """A run to start."""
 
-    trials: int | None = None  # runs of any purpose
-    flops: float | None = None  # FLOPs of all runs
-    hours: float | None = None  # in which at least one run was active: pauses do not count, parallel runs count once
-    run_flops: float | None = None  # FLOPs of one run; if unknown, the first run starts alone: it may use everything
+    purpose: str  # search | noise | rerun
+    name: str  # name of the job
+    seed: int = 0
+    point: Params | None = None  # None if the study's Optuna sampler proposes it
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the trial
 
-    def __post_init__(self) -> None:
-        if not self._given:
-            raise InputError("the search has no budget; give trials, flops or hours")
-        for name, limit in self._given.items():
-            if not 0 < limit < math.inf:
-                raise InputError(f"{name} = {limit}: give a finite number above 0")
 
-    @property
-    def _given(self) -> dict[str, float]:
-        limits = {"trials": self.trials, "flops": self.flops, "hours": self.hours}
-        return {name: limit for name, limit in limits.items() if limit is not None}
+@dataclass(frozen=True)
+class Evaluation:
+    """A run, with its retry if there was one."""
 
-    @property
-    def label(self) -> str:
-        """A text that distinguishes the confirmation runs of this budget from the runs of a later, larger budget."""
-        return ", ".join(f"{limit:g} {name}" for name, limit in self._given.items())
+    origin: FrozenTrial  # the first attempt
+    last: FrozenTrial  # the last attempt, which counts
+    deaths: int  # attempts whose process died
+    axes: Axes  # of the search
 
-    @property
-    def size(self) -> float:
-        """The number of runs that the budget allows, or infinity if that is not known before the first run."""
-        flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
-        return min(self.trials or math.inf, flops)
-
-    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
-        """Return how many finalists to run again, and how many times each.
-
-        It is the most expensive form of a confirmation that both the reserved and the remaining budget allow.
-        """
-        affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
-        return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
+    @cached_property
+    def state(self) -> str:
+        """One of the states of a :class:`StudyTrial`: failed if the process of every attempt died, waiting if the run
+        is to be retried, stopped if it was pruned."""
+        if self.last.state is TrialState.FAIL:
+            return "failed" if self.deaths >= LIVES else "waiting"
+        if self.last.state not in {TrialState.COMPLETE, TrialState.PRUNED}:
+            return "running"
+        if self.last.user_attrs.get(DIVERGED):
+            return "diverged"
+        return "complete" if self.last.state is TrialState.COMPLETE else "stopped"
 
     @property
-    def _finals(self) -> tuple[tuple[int, int], ...]:
-        return FINALS[:2] if self.size < FEW else FINALS
+    def finished(self) -> bool:
+        """Whether the run has a result: it has a loss, diverged, or was pruned."""
+        return self.state in {"complete", "diverged", "stopped"}
 
-    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
-        """Return how many runs are reserved for confirmation."""
-        affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
-        costs = {runs_to_confirm(*final) for final in self._finals}
-        if any(run.origin.user_attrs.get(FINALIST, [self.label])[0] != self.label for run in runs):
-            costs.add(
-                runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS
-            )  # beside those that a smaller budget has confirmed
-        return max(cost for cost in costs if cost <= affordable)
+    @property
+    def loss(self) -> float:
+        """The loss of a run with a result: infinite if it diverged, predicted if it was pruned."""
+        if self.state == "diverged":
+            return math.inf
+        return float(self.last.user_attrs[EXPECTED] if self.last.value is None else self.last.value)
 
-    def left(self, runs: Sequence[Evaluation], now: float) -> float:
-        """Return how many more runs the budget allows."""
-        return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
+    @property
+    def rerun_for(self) -> str:
+        """The label of the budget for which this run reruns or confirms a finalist; empty for other runs."""
+        return str(self.origin.user_attrs.get(FINALIST, [""])[0])
 
-    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
-        """Yield for each limit: the limit, how much of it is used, and how much of it one run costs."""
-        if self.trials is not None:
-            yield self.trials, len(runs), 1
-        if self.flops is not None:
-            spent = [float(run.last.user_attrs.get("flops", 0.0)) for run in runs if run.finished]
-            whole = [flops for flops in spent if flops > 0]
-            if not whole and any(run.complete for run in runs):
-                raise InputError(
-                    "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
-                )
-            cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # A run that died has no count of FLOPs and may have cost as much as one that finished.
-            yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
-        if self.hours is not None:
-            hours = busy(runs, now) / 3600
-            yield self.hours, hours, max(hours / max(len(runs), 1), 1e-300)
+    @property
+    def finalist(self) -> int | None:
+        """The index of the finalist that this run reruns."""
+        index: int | None = self.origin.user_attrs.get(FINALIST, ["", None])[1]
+        return index
+
+    @property
+    def began(self) -> float | None:
+        """When the last attempt began, in Unix time."""
+        return self.last.user_attrs.get(BEGAN)
+
+    @property
+    def ended(self) -> float | None:
+        """When the last attempt ended or was found dead, in Unix time. Optuna's own times are local to a machine."""
+        if ENDED in self.last.user_attrs or self.state == "running":
+            return self.last.user_attrs.get(ENDED)
+        return self.last.datetime_complete.timestamp() if self.last.datetime_complete else None
+
+    @property
+    def retry(self) -> TrialRequest:
+        """The request that retries the run."""
+        known = self.origin.user_attrs
+        attributes = {RETRY_OF: self.origin.number}
+        attributes |= {key: known[key] for key in (FINALIST, CONFIRMS) if key in known}
+        return TrialRequest(
+            self.record.purpose, f"retry:{self.last.number}", self.record.seed, dict(self.origin.params), attributes
+        )
+
+    @cached_property
+    def record(self) -> StudyTrial:
+        """This run as a StudyTrial, the form of study.json. Its ``values`` are empty; study.py adds them."""
+        ran, names = self.last.user_attrs, self.axes.start
+        seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+        drawn = len(self.last.params) == len(names)
+        return StudyTrial(
+            number=self.last.number,
+            state=self.state,
+            loss=self.loss if self.state in {"complete", "stopped"} else None,
+            values={},
+            seconds=seconds,
+            tokens_per_second=tokens / seconds if seconds else None,
+            octaves=dict(zip(names, self.axes.octaves(self.last.params).tolist(), strict=True)) if drawn else None,
+            purpose=str(ran.get(PURPOSE, "search")),
+            confirms=bool(ran.get(CONFIRMS)),
+            seed=int(ran.get(SEED, 0)),
+            tokens=tokens,
+            flops=float(ran.get("flops", 0.0)),
+            curve=curve_of(ran.get("curve", ())),
+            branches=curve_of(ran.get("branches", ())),
+            worker=ran.get("worker"),
+            ended=ran.get(ENDED),
+        )
 
 
-def runs_to_confirm(finalists: int, each: int) -> int:
-    """Return how many runs it takes to rerun the finalists, ``each`` times every one, and to confirm the best of
-    them."""
-    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # of the chosen point and of the start
+def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
+    """Return the runs, ordered by the number of each run's first trial.
+
+    Trials whose process died before all values were drawn, and trials without an owner (from another program), are
+    left out.
+    """
+    jobs = jobs_of(trials)
+    found = []
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        job = trial.user_attrs.get(JOB)
+        begins = job is None or (jobs[job] is trial and not job.startswith("retry:"))
+        drawn = len(trial.params) == len(axes.start) or trial.state is TrialState.RUNNING
+        if not (begins and drawn and OWNER in trial.user_attrs):
+            continue
+        last, deaths = trial, 0
+        while last.state is TrialState.FAIL:
+            deaths += not last.user_attrs.get(RELEASED, False)
+            following = jobs.get(f"retry:{last.number}")
+            if following is None:
+                break
+            last = following
+        found.append(Evaluation(trial, last, deaths, axes))
+    return found
 
 
-def busy(runs: Sequence[Evaluation], now: float) -> float:
-    """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
+def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job, by the name of the job.
 
-    def end(run: Evaluation) -> float:
-        died = run.last.datetime_complete
-        return now if run.running or died is None else died.timestamp()
+    It is the trial with the lowest number. A later one is a duplicate, which is there if two commands create a trial
+    for the job at once.
+    """
+    jobs: dict[str, FrozenTrial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        if JOB in trial.user_attrs:
+            jobs.setdefault(trial.user_attrs[JOB], trial)
+    return jobs
 
-    began = [run for run in runs if BEGAN in run.last.user_attrs]
-    return covered((run.last.user_attrs[BEGAN], float(run.last.user_attrs.get(ENDED, end(run)))) for run in began)
+
+def records(runs: Sequence[Evaluation]) -> list[StudyTrial]:
+    """Return the runs in the form of study.json."""
+    return [run.record for run in runs]
+
+
+def ended_runs(runs: Sequence[Evaluation]) -> list[Evaluation]:
+    """Return the runs with a result, in the order in which they ended."""
+    return sorted((run for run in runs if run.finished), key=lambda run: (run.ended or 0.0, run.last.number))
+
+
+def points_and_losses(ended: Sequence[Evaluation], axes: Axes) -> tuple[Array, Array]:
+    """Return the points (n, D) of runs with a result, in octaves, and their losses (n,)."""
+    points = np.array([axes.octaves(run.last.params) for run in ended]).reshape(-1, len(axes.limits))
+    return points, np.array([run.loss for run in ended])
+
+
+def region_of(runs: Sequence[Evaluation], axes: Axes, noise: float | None = None) -> Region:
+    """Return the trust region after the runs with a result."""
+    ended = ended_runs(runs)
+    return region(
+        axes, *points_and_losses(ended, axes), noise, np.array([run.record.seed for run in ended], np.int64)
+    )
 
 
 class NothingFound(InputError):
@@ -175,11 +237,33 @@ def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = No
     return requests
 
 
+def grid(axes: Axes, trials: int) -> list[Params]:
+    """Return the points of the finest grid that has at most ``trials`` points. The points nearest to the start come
+    first.
+
+    Raises:
+        InputError: if even a grid of two points along each dimension has more than ``trials`` points.
+    """
+    numbers = int((axes.levels == 0).sum())
+    chosen = math.prod(int(levels) for levels in axes.levels if levels)
+    if 2**numbers * chosen > trials:
+        least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
+        raise InputError(
+            f"a grid over {len(axes.start)} hyperparameters has at least {least} points, but the budget is {trials} "
+            "trials; search fewer hyperparameters, give more trials, or use another method"
+        )
+    fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
+    low, high = axes.box
+    counts = [int(levels) or fine for levels in axes.levels]
+    lines = [np.linspace(*ends) for ends in zip(low, high, counts, strict=True)]
+    points = itertools.product(*lines)
+    return [axes.params(np.array(x)) for x in sorted(points, key=lambda x: float(np.sum(np.square(x))))]
+
+
 @dataclass
 class SearchPlan:
     """The plan of a search, which decides the next run from the runs so far."""
 
-    study: optuna.Study
     axes: Axes
     method: str
     seed: int
@@ -196,48 +280,47 @@ class SearchPlan:
         Raises:
             NothingFound: if every run has diverged or died.
         """
-        for run in runs:
-            if run.lost:
-                return run.retry
-        ended, died = sum(run.finished for run in runs), sum(run.failed for run in runs)
-        if not any(run.complete for run in runs) and (ended >= DIVERGENCES or (died >= DEATHS and not ended)):
-            if any(run.running for run in runs):
+        states = [run.state for run in runs]
+        if "waiting" in states:
+            return runs[states.index("waiting")].retry
+        ended, died = sum(run.finished for run in runs), states.count("failed")
+        if "complete" not in states and (ended >= DIVERGENCES or (died >= DEATHS and not ended)):
+            if "running" in states:
                 return None
             raise NothingFound(self._nothing(runs))
         begun = {run.origin.user_attrs.get(JOB) for run in runs}
         for known in known_runs(self.axes, self.method, self.budget, self.noise):
             if known.name not in begun and self.budget.left(runs, now) >= 1:
                 return known
-        final = next((stored for run in runs if (stored := self._final(run)) is not None), None)
-        if final is None:
-            if self._room(runs, now) and not self._stalled():
-                return TrialRequest("search", f"search:{turn}", point=self._proposal(turn, runs, now))
-            if any(run.running for run in runs) or not self._confirms(runs):
+        stored = [
+            run.origin.user_attrs[FINAL]
+            for run in runs
+            if run.rerun_for == self.budget.label and FINAL in run.origin.user_attrs
+        ]
+        if not stored:
+            trusts = self.method == "trust-region"  # an Optuna sampler proposes the points of other methods
+            stalled = trusts and self.stop_at_noise and self._region(runs).stalled()
+            if self._room(runs, now) and not stalled:
+                point = None
+                if trusts:
+                    rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
+                    point = self.axes.params(self._region(runs).proposal(rng, last=last))
+                return TrialRequest("search", f"search:{turn}", point=point)
+            if "running" in states or not self._confirms(runs):
                 return None
-            final = self.budget.finals(runs, now)
-        request = self._rerun(runs, *final, now)
-        choosing = any(run.running and not run.origin.user_attrs.get(CONFIRMS) for run in runs)
+        few, each = stored[0] if stored else self.budget.finals(runs, now)
+        request = self._rerun(runs, few, each, now)
+        choosing = any(run.state == "running" and not run.record.confirms for run in runs)
         if request is None and not choosing:
             request = next((rerun for rerun in self._confirming(runs, now) if rerun.name not in begun), None)
         return request
 
-    def _proposal(self, turn: int, runs: Sequence[Evaluation], now: float) -> Point | None:
-        """Return the trust region's proposal, or None for other methods, whose points an Optuna sampler proposes."""
-        if self.method != "trust-region":
-            return None
-        rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
-        return self.axes.params(self._region().proposal(rng, last=last))
-
-    def _region(self) -> Region:
-        """Return the trust region after the finished trials.
-
-        The region is cached until another trial ends. Every free worker needs it, and after 2,000 trials of 90 values
-        it takes seconds to compute.
-        """
-        trials = finished(self.study)
-        numbers = [trial.number for trial in trials]
+    def _region(self, runs: Sequence[Evaluation]) -> Region:
+        """Return the trust region. It is cached until another trial ends, because every free worker needs it and with
+        2,000 trials of 90 values it takes seconds to compute."""
+        numbers = [run.last.number for run in ended_runs(runs)]
         if self._known is None or self._known[0] != numbers:
-            self._known = numbers, region_of(self.study, self.axes, self.noise)
+            self._known = numbers, region_of(runs, self.axes, self.noise)
         return self._known[1]
 
     def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
@@ -251,29 +334,13 @@ class SearchPlan:
         small budget is not spent on them if the gain is accepted without them, or if the noise is unknown.
         """
         noise, _ = self.noise_of(runs)
-        if noise == 0 or (any(run.finished for run in runs) and not any(run.complete for run in runs)):
+        if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
             return False
         if self.method != "trust-region":
             return True
-        if not self._region().incumbent.any():
+        if not self._region(runs).incumbent.any():
             return False
-        return self.budget.size >= SMALL or (
-            noise is not None and in_doubt(self._records(runs), self.axes, self.noise)
-        )
-
-    def _stalled(self) -> bool:
-        """Return whether the search stops early, because the trust region has stalled."""
-        return self.stop_at_noise and self.method == "trust-region" and self._region().stalled()
-
-    def _is_rerun(self, run: Evaluation) -> bool:
-        """Return whether a run is a rerun or confirmation of a finalist of this budget."""
-        return bool(run.origin.user_attrs.get(FINALIST, [""])[0] == self.budget.label)
-
-    def _final(self, run: Evaluation) -> tuple[int, int] | None:
-        """Return the number of finalists, and how many times each is run, if this run stores them. Otherwise return
-        None. The first rerun of a finalist stores them."""
-        stored = run.origin.user_attrs.get(FINAL) if self._is_rerun(run) else None
-        return None if stored is None else (stored[0], stored[1])
+        return self.budget.size >= SMALL or (noise is not None and in_doubt(records(runs), self.axes, self.noise))
 
     def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
         """Return the next run of a finalist with a fresh seed. There are ``few`` finalists with ``each`` runs.
@@ -281,15 +348,14 @@ class SearchPlan:
         A finalist that diverges cannot be the answer, and the next best point takes its place. Return None if all
         runs have been started, if the budget is used, or if there are no more points.
         """
-        confirming = [run for run in runs if run.origin.user_attrs.get(CONFIRMS)]
-        reruns: dict[int, list[Evaluation]] = {}
+        reruns: dict[int | None, list[Evaluation]] = {}
         for run in runs:
-            if self._is_rerun(run) and run not in confirming:
-                reruns.setdefault(run.origin.user_attrs[FINALIST][1], []).append(run)
+            if run.rerun_for == self.budget.label and not run.record.confirms:
+                reruns.setdefault(run.finalist, []).append(run)
         sound, which = 0, 0
         while sound < few:
             mine = reruns.get(which, [])
-            diverged = any(run.finished and not run.complete for run in mine)
+            diverged = any(run.state in {"diverged", "stopped"} for run in mine)
             if len(mine) < each and not diverged:
                 if self.budget.left(runs, now) < 1:
                     return None
@@ -297,36 +363,34 @@ class SearchPlan:
                 points = [mine[0].origin.params] if mine else [x for x in self._finalists(runs) if x not in had]
                 if not points:
                     return None
-                others = [run for run in runs if not self._is_rerun(run)] + confirming
+                others = [run for run in runs if run.rerun_for != self.budget.label or run.record.confirms]
                 seed = _fresh(others, points[0], each)[len(mine)]
-                attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, which]),)
-                if not reruns:
-                    attributes += ((FINAL, [few, each]),)
+                attributes = {FINALIST: [self.budget.label, which]} | ({} if reruns else {FINAL: [few, each]})
                 name = f"rerun:{self.budget.label}:{which}:{len(mine)}"
                 return TrialRequest("rerun", name, seed, dict(points[0]), attributes)
             sound, which = sound + (not diverged), which + 1
         return None
 
-    def _finalists(self, runs: Sequence[Evaluation]) -> list[Point]:
-        """Return the log2 multipliers of the points that may be finalists, the most promising first.
+    def _finalists(self, runs: Sequence[Evaluation]) -> list[Params]:
+        """Return the points that may be finalists, the most promising first.
 
         Pruned trials are left out, and the start is too, because it has been run with several seeds already.
         """
-        trials, by_surrogate = self._records(runs), self.method == "trust-region"
+        trials = records(runs)
         excluded = [trial.octaves for trial in trials if trial.state == "stopped"]
         excluded.append(dict.fromkeys(self.axes.start, 0.0))
-        points = finalists(trials, self.axes, self.noise, by_surrogate=by_surrogate)
+        points = finalists(trials, self.axes, self.noise, by_surrogate=self.method == "trust-region")
         if not points:
             raise NothingFound(self._nothing(runs))
         return [self.axes.params(np.array(list(point.values()))) for point in points if point not in excluded]
 
     def _confirming(self, runs: Sequence[Evaluation], now: float) -> Iterator[TrialRequest]:
         """Yield confirmation runs of the chosen point and of the start, with the same seeds for both."""
-        point = to_confirm(self._records(runs), list(self.axes.start), self.noise_of(runs)[0])
+        point = to_confirm(records(runs), list(self.axes.start), self.noise_of(runs)[0])
         if point is None or self.budget.left(runs, now) < 1:
             return
-        attributes: tuple[tuple[str, object], ...] = ((FINALIST, [self.budget.label, None]), (CONFIRMS, True))
-        others = [run for run in runs if not run.origin.user_attrs.get(CONFIRMS)]
+        attributes = {FINALIST: [self.budget.label, None], CONFIRMS: True}
+        others = [run for run in runs if not run.record.confirms]
         at, start = self.params_of(runs, point), dict(self.axes.start)
         for seed in _fresh(others, at, CONFIRMATIONS):
             yield TrialRequest("rerun", f"confirm:{list(point)}:{seed}", seed, at, attributes)
@@ -335,12 +399,9 @@ class SearchPlan:
 
     def noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
         """Return the noise between runs of one point, and its degrees of freedom."""
-        return noise_between_seeds(self._records(runs), list(self.axes.start), self.noise)
+        return noise_between_seeds(records(runs), list(self.axes.start), self.noise)
 
-    def _records(self, runs: Sequence[Evaluation]) -> list[StudyTrial]:
-        return [run.record(self.axes) for run in runs]
-
-    def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Point:
+    def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Params:
         """Return the log2 multipliers with which a point, given in octaves, was run."""
         return next(
             dict(run.last.params)
@@ -356,13 +417,18 @@ class SearchPlan:
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(runs)
-        alike = (run for run in runs if all(run.origin.params.get(name) == point[name] for name in choices))
-        ended = [run.last for run in alike if run.complete and seed_of(run.origin) == 0]
-        curves = [trial for trial in ended if "curve" in trial.user_attrs]
+        curves = [
+            run
+            for run in runs
+            if run.state == "complete"
+            and run.record.seed == 0
+            and "curve" in run.last.user_attrs
+            and all(run.origin.params.get(name) == point[name] for name in choices)
+        ]
         if noise is None or degrees < SURE or not curves:
             return None
-        best = min(curves, key=loss_of)
-        return Baseline(curve_of(best.user_attrs["curve"]), loss_of(best), noise)
+        best = min(curves, key=lambda run: run.loss)
+        return Baseline(best.record.curve, best.loss, noise)
 
     def chosen(self, runs: Sequence[Evaluation]) -> Confirmation:
         """Return the best point of a search that has ended, and the losses of its runs.
@@ -370,47 +436,38 @@ class SearchPlan:
         Raises:
             NothingFound: if no run finished.
         """
-        found = best_point(self._records(runs), self.axes, self.noise, by_surrogate=self.method == "trust-region")
+        found = best_point(records(runs), self.axes, self.noise, by_surrogate=self.method == "trust-region")
         if found is None:
             raise NothingFound(self._nothing(runs))
         return found
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether the search ended with budget left, because several rounds gained less than the noise.
-
-        The result is right only if the user did not stop the search.
-        """
-        return self._room([run for run in runs if not self._is_rerun(run)], now)
+        """Return whether the search, unless the user stopped it, ended with budget left, because several rounds
+        gained less than the noise."""
+        return self._room([run for run in runs if run.rerun_for != self.budget.label], now)
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
         """Return the reason why the search has no answer."""
-        trials = self._records(runs)
-        if stopped := sum(trial.state == "stopped" for trial in trials):
-            diverged = sum(trial.state == "diverged" for trial in trials)
-            return f"no run finished: {stopped} were pruned, {diverged} diverged"
-        if any(run.finished for run in runs):
+        trials = records(runs)
+        states = [trial.state for trial in trials]
+        if "stopped" in states:
+            return f"no run finished: {states.count('stopped')} were pruned, {states.count('diverged')} diverged"
+        if "diverged" in states:
             named = [
                 Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
                 for name, n in zip(self.axes.limits, self.axes.levels, strict=True)
             ]
             return advice_when_all_diverged(trials, named, "give it a start at which the objective is finite")
-        if failed := sum(run.failed for run in runs):
-            return f"no run ended: {failed} died, each of them twice; possible cause: out of memory"
+        if "failed" in states:
+            return f"no run ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
         return "stopped before any run ended; run it again to resume"
 
 
-def region_of(study: optuna.Study, axes: Axes, noise: float | None = None) -> Region:
-    """Return the trust region after the finished trials of a study."""
-    trials = finished(study)
-    seeds = np.array([seed_of(trial) for trial in trials], np.int64)
-    return region(axes, *points_and_losses(trials, axes), noise, seeds)
-
-
-def _fresh(others: Sequence[Evaluation], point: Point, count: int) -> list[int]:
+def _fresh(others: Sequence[Evaluation], point: Params, count: int) -> list[int]:
     """Return the ``count`` lowest seeds, from 1, with which ``point`` has not been run among the runs ``others``."""
     had = {0} | _seeds(others, point)
     return list(itertools.islice((k for k in itertools.count(1) if k not in had), count))
 
 
-def _seeds(runs: Sequence[Evaluation], point: Point) -> set[int]:
-    return {seed_of(run.origin) for run in runs if run.origin.params == point}
+def _seeds(runs: Sequence[Evaluation], point: Params) -> set[int]:
+    return {run.record.seed for run in runs if run.origin.params == point}

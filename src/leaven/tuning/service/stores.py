@@ -15,7 +15,7 @@ from contextlib import suppress
 from copy import copy
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage
@@ -27,8 +27,6 @@ from leaven.recipe.errors import InputError
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection
-
-T = TypeVar("T")
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
 BUSY_SECONDS = 60  # for which SQLite waits while another process writes
@@ -55,13 +53,9 @@ class StoreGone(RuntimeError):
     later."""
 
 
-def _ignore(seconds: float) -> None:
-    """Do nothing: the default of ``waited``."""
-
-
 def open_store(
     where: str | Path | BaseStorage | None,
-    waited: Callable[[float], None] = _ignore,
+    waited: Callable[[float], None] = lambda seconds: None,
     patience_seconds: float = 300,
 ) -> BaseStorage:
     """Open the Optuna storage at ``where``. While its server or file cannot be reached, its calls are tried again.
@@ -86,31 +80,18 @@ def open_store(
     if isinstance(where, Path) or "://" not in where:
         return Patient(open_journal(Path(where).absolute()), str(where), waited, patience_seconds)
     url = _url(where)
-    return Patient(_reached(url, _database), _name(url), waited, patience_seconds)
+    return Patient(_database(url), _name(url), waited, patience_seconds)
 
 
-def is_made(where: str | Path) -> bool:
-    """Return whether a store exists at ``where``: a file, or Optuna's tables on a server. Does not create it.
-
-    Raises:
-        InputError: if the server cannot be reached.
-    """
-    if isinstance(where, Path) or "://" not in where:
-        return Path(where).exists()
-    url = _url(where)
-    if url.drivername == "sqlite" and not Path(url.database or "").exists():  # connecting would create it
-        return False
-    return _reached(url, _has_tables)
-
-
-def _has_tables(url: "URL") -> bool:
-    from sqlalchemy import create_engine, inspect
-
-    engine = create_engine(url)
-    try:
-        return inspect(engine).has_table("studies")
-    finally:
-        engine.dispose()
+def exists(where: str | Path) -> bool:
+    """Return whether the file of a store exists and is not empty. A database on a server counts as existing."""
+    file = Path(where)
+    if "://" in str(where):
+        url = _url(str(where))
+        if url.drivername != "sqlite":
+            return True
+        file = Path(url.database or "")
+    return file.is_file() and file.stat().st_size > 0
 
 
 def _url(where: str) -> "URL":
@@ -144,33 +125,16 @@ def _name(url: "URL") -> str:
     return plain.render_as_string(hide_password=True)
 
 
-def _reached(url: "URL", call: "Callable[[URL], T]") -> T:
-    """Return the result of ``call`` on a database, retrying while another process creates the tables.
+def _database(url: "URL") -> BaseStorage:
+    """Open Optuna's storage in a database, retrying while another process creates the tables.
 
     Raises:
         InputError: if the database cannot be reached or is not a database.
     """
-    from sqlalchemy.exc import IntegrityError, SQLAlchemyError
-
-    for left in reversed(range(OPENINGS)):
-        try:
-            return call(url)
-        except ImportError:
-            raise InputError("PostgreSQL needs a driver: pip install 'leaven[postgresql]'") from None
-        except SQLAlchemyError as error:
-            raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
-            if not (raced and left):
-                raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
-        except RuntimeError as error:  # tables of another version
-            raise InputError(f"{_name(url)}: {error}") from None
-        time.sleep(random.uniform(0.05, 0.5))
-    raise AssertionError("the last attempt returns or raises")
-
-
-def _database(url: "URL") -> BaseStorage:
     from optuna.storages import RDBStorage, _CachedStorage
     from optuna.storages._rdb import models
     from sqlalchemy import event
+    from sqlalchemy.exc import IntegrityError, SQLAlchemyError
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
@@ -190,7 +154,19 @@ def _database(url: "URL") -> BaseStorage:
     lite = url.drivername == "sqlite"
     options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}} if lite else {"pool_pre_ping": True}
     text = url.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}")  # Optuna formats it
-    storage = Database(text, engine_kwargs=options)
+    for left in reversed(range(OPENINGS)):
+        try:
+            storage = Database(text, engine_kwargs=options)
+            break
+        except ImportError:
+            raise InputError("PostgreSQL needs a driver: pip install 'leaven[postgresql]'") from None
+        except SQLAlchemyError as error:
+            raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
+            if not (raced and left):
+                raise InputError(f"{_name(url)} cannot be opened: {_reason(error)}") from None
+        except RuntimeError as error:  # tables of another version
+            raise InputError(f"{_name(url)}: {error}") from None
+        time.sleep(random.uniform(0.05, 0.5))
     if lite:
         # Optuna reads rows and then changes them in one transaction, which must lock the file from its start.
         event.listen(storage.engine, "begin", _begin_alone)
@@ -246,26 +222,24 @@ def open_journal(path: Path) -> JournalStorage:
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}")
+    other = InputError(f"{path}: not a journal of Optuna; give another file")
     try:
         if path.exists():
-            _check_journal(path)
+            with path.open("rb") as file:
+                first = file.readline()
+            if first.startswith(SQLITE):
+                raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
+            if first[: len(RECORD)] != RECORD[: len(first)]:
+                raise other
+            if damaged := storage.read_json_lines(path).damaged:
+                raise InputError(
+                    f"{path}: line {damaged[0]} is damaged; keep the lines before it: head -n {damaged[0] - 1}"
+                )
         return JournalStorage(Journal(str(path)))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, AssertionError):  # records that are not Optuna's
-        raise InputError(f"{path}: not a journal of Optuna; give another file") from None
-
-
-def _check_journal(path: Path) -> None:
-    with path.open("rb") as file:
-        first = file.readline()
-    if first.startswith(SQLITE):
-        raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
-    if first[: len(RECORD)] != RECORD[: len(first)]:
-        raise InputError(f"{path}: not a journal of Optuna; give another file")
-    if damaged := storage.read_json_lines(path).damaged:
-        number = damaged[0]
-        raise InputError(f"{path}: line {number} is damaged; keep the lines before it: head -n {number - 1}")
+        raise other from None
 
 
 class Journal(JournalFileBackend):
@@ -305,8 +279,7 @@ class _Waiting:
         self._store, self._name, self._waited, self._patience = store, name, waited, patience_seconds
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        call = getattr(self._store, method)
-        return self._until_done(lambda again: call(*args, **kwargs))
+        return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
         """Return the result of ``call``, retrying while the store is unreachable. The argument of ``call`` says

@@ -3,27 +3,24 @@
 What ``leaven tune`` does from start to end:
 
 1. :class:`Study` checks the arguments and narrows the search space. On entering, it opens the store, which contains
-   all trials, and joins or creates the study in it (``settings.py``).
+   all trials, and joins or creates the study in it (``join_study`` in ``search_loop.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``), which asks the plan (``search_plan.py``) for
    the next run and trains it in a worker process (``training/trial.py``), until the budget is used.
 3. The noise between seeds is measured by running the start 3 times (fewer times with fewer than 24 trials), and by
    every other point that is run again. The last trials run the best points with fresh seeds, if the budget
-   has room for them, and only these runs choose the answer (``algorithm/confirmation.py``).
-4. :meth:`Study.state` makes the study's document from the trials (``trial_log.py``). Intervals, flat regions and
-   importances are computed in ``algorithm/answer.py``.
+   has room for them, and only these runs choose the answer (``algorithm/answer.py``).
+4. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
 5. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
-   and fewest.toml (``results.py``). The folder also contains the recipe at the start (centre.toml) and the
-   checkpoints of running trials.
+   and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
+   (centre.toml) and the checkpoints of running trials.
 """
 
 import json
 import math
 import os
 import shutil
-import statistics
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
@@ -33,43 +30,55 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import optuna
-from optuna.distributions import FloatDistribution
 
 from leaven.data.tokens import TokenSet
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, read_recipe, write_recipe
+from leaven.recipe.files import make_folder, read_recipe, write_recipe, write_text
 from leaven.recipe.recipe import Recipe
+from leaven.recipe.units import format_number
 from leaven.training.engine import check_trainable
 from leaven.training.outcome import Outcome
 from leaven.training.trial import WorkerPool, branches_of, cooldown_start, train_trial
 from leaven.tuning.algorithm.answer import answer
-from leaven.tuning.algorithm.trust_region import RADIUS, Array
+from leaven.tuning.algorithm.trust_region import RADIUS
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
-from leaven.tuning.service import trial_log
-from leaven.tuning.service.results import write_results
-from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
-from leaven.tuning.service.search_plan import Budget, NothingFound, SearchPlan, known_runs, region_of
-from leaven.tuning.service.settings import check_informed, check_method, check_name, check_recipe, join_study
-from leaven.tuning.service.stores import StoreGone, is_made, open_store
-from leaven.tuning.service.trial_log import Evaluation
+from leaven.tuning.service.budget import Budget
+from leaven.tuning.service.samplers import ped_anova
+from leaven.tuning.service.search_loop import (
+    Proposal,
+    SearchLoop,
+    TrialReleased,
+    WorkerDied,
+    check_recipe,
+    check_search,
+    join_study,
+)
+from leaven.tuning.service.search_plan import Evaluation, NothingFound, SearchPlan, known_runs, region_of, runs_of
+from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.space import Space
-from leaven.tuning.study_document import UNDER_WAY, Front, StudyDocument, StudyTrial
+from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS = "checkpoints"
 OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
 ANSWERED = "leaven:answered"  # an attribute of the study: a command has run it to its end
 POLL = 0.25  # seconds between looks at whether to stop
-NOTE_AFTER = 5.0  # seconds without the store before the screen says so
-FEWEST = 10  # trials for PED-ANOVA, whose best tenth must have one trial at least
+NOTE_AFTER = 5.0  # seconds without the store before the screen says so, and a command that is stopping gives up
 SAVING = 0.1  # the largest share of the time to spend on study.json, which takes seconds with thousands of trials
 
 
 class Screen(Protocol):
     """A screen that shows a running study."""
+
+    def started(self, number: int, worker: str, /) -> None: ...
+    def ended(self, state: StudyDocument, /) -> None: ...
+    def note(self, text: str, /) -> None: ...
+
+
+class NoScreen:
+    """A screen that shows nothing."""
 
     def started(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
@@ -86,15 +95,12 @@ def check_request(
     flops: float | None,
     hours: float | None,
     noise: float | None,
-    from_study: Path | None,
 ) -> None:
-    """Check the arguments of a study that can be checked before its text is tokenised.
-
-    The arguments are those of :class:`Study` and :meth:`Study.run`.
+    """Check the budget of a study before its text is tokenised. The arguments are those of :class:`Study` and
+    :meth:`Study.run`.
 
     Raises:
-        InputError: if the method does not fit the budget, if there is no budget or it is too small for one trial, or
-            if the earlier study cannot be used.
+        InputError: if the method does not fit the budget, if there is no budget, or if it is too small for one trial.
     """
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
     known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
@@ -102,8 +108,6 @@ def check_request(
         raise InputError(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
         )
-    if from_study is not None:
-        earlier_trials(from_study, space)
 
 
 class Study:
@@ -118,7 +122,7 @@ class Study:
 
     Raises:
         InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or is not a
-            study's. On entering: if the store is missing or contains something else. Nothing has been written in
+            study's. On entering: if the store is missing or contains something else. The folder is unchanged in
             these cases.
     """
 
@@ -135,8 +139,6 @@ class Study:
         noise: float | None = None,
         from_study: Path | None = None,
     ) -> None:
-        check_method(method)
-        check_name(recipe.name)
         check_trainable(recipe, tokens)
         *branches, longest = branches_of(recipe, durations, tokens) or [recipe]
         cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
@@ -156,7 +158,7 @@ class Study:
         if from_study is not None:
             earlier, known = earlier_trials(from_study, space)
             space, noise = replace(space, earlier=earlier), known if noise is None else noise
-        check_informed(method, space.axes)
+        check_search(method, space.axes, recipe.name)
         self.out, self.recipe, self.space, self.method = out, recipe, space, method
         self._tokens, self._durations, self._noise = tokens, tuple(durations), noise
         self._where: str | Path = store or out / "journal.log"
@@ -164,7 +166,7 @@ class Study:
         self._over = False  # whether ``run`` has run the search to its end
         self._stalled = False  # whether it ended early because some rounds gained less than the noise
         self.nothing = ""  # why there is no best point, after a run of this command that found none
-        self._screen: Screen | None = None
+        self._screen: Screen = NoScreen()
         self._stop: Callable[[], bool] = lambda: False
         self._next_save = 0.0  # by time.monotonic()
         self._check_folder()
@@ -184,16 +186,25 @@ class Study:
 
     def __enter__(self) -> "Study":
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._check_store(lambda: is_made(self._where))
+        try:
+            results = json.loads((self.out / "study.json").read_text())["trials"]
+            ended = sum(trial["state"] not in UNDER_WAY for trial in results)
+        except (OSError, ValueError, TypeError, KeyError):
+            ended = 0  # nothing that can be read
+        lost = InputError(
+            f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store back, "
+            "or use another folder"
+        )
+        if ended and not exists(self._where):
+            raise lost
         if isinstance(self._where, Path):
             make_folder(self.out)
         self._store, name = open_store(self._where, self._waited), self.recipe.name
-        stored = [other.study_name for other in self._store.get_all_studies()]
+        stored = {study.study_name: study._study_id for study in self._store.get_all_studies()}
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
-        self._check_store(
-            lambda: name in stored and self._store.get_n_trials(self._store.get_study_id_from_name(name)) > 0
-        )
+        if ended and not (name in stored and self._store.get_n_trials(stored[name])):
+            raise lost
         self._study, axes, self._noise = join_study(
             self._store,
             name,
@@ -213,28 +224,19 @@ class Study:
             write_recipe(self.recipe, self.out / "centre.toml")
         return self
 
-    def _check_store(self, has_trials: Callable[[], bool]) -> None:
-        """Raise InputError if the folder has results of a study whose store is missing or empty."""
-        try:
-            trials = json.loads((self.out / "study.json").read_text())["trials"]
-            ended = sum(trial["state"] not in UNDER_WAY for trial in trials)
-        except (OSError, ValueError, TypeError, KeyError):
-            return  # nothing that can be read
-        if ended and not has_trials():
-            raise InputError(
-                f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store "
-                "back, or use another folder"
-            )
-
     def __exit__(self, *exception: object) -> None:
         self._store.remove_session()
 
     def _waited(self, seconds: float) -> None:
-        """Report that the store is unreachable; raise StoreGone if the user stops the command."""
+        """Report that the store is unreachable; raise StoreGone if the user stops the command meanwhile.
+
+        A single failed call does not count: a command that is stopping repeats it, and then prints its document.
+        """
+        if seconds <= NOTE_AFTER:
+            return
         if self._stop():
-            raise StoreGone("stopped while the store was unreachable")
-        if self._screen is not None and seconds > NOTE_AFTER:
-            self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
+            raise StoreGone(f"stopped after the store had been unreachable for {seconds:.0f} s")
+        self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
     def run(
         self,
@@ -254,19 +256,19 @@ class Study:
         The method ends early if the search stalls (``stop_at_noise``) or if ``stop`` returns true.
 
         Args:
-            trials, flops, hours: see :class:`leaven.tuning.service.search_plan.Budget`.
+            trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
             workers: number of processes, with one thread each.
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
             StoreGone: if the store became unreachable and stayed so.
         """
-        self._screen, self._stop = screen, stop
+        self._screen, self._stop = screen or NoScreen(), stop
         axes, seed = self.space.axes, self.recipe.data.seed
         budget = Budget(trials, flops, hours, self._run_flops)
-        plan = SearchPlan(self._study, axes, self.method, seed, budget, self._noise, stop_at_noise)
+        plan = SearchPlan(axes, self.method, seed, budget, self._noise, stop_at_noise)
         with self._workers(workers, checkpoint_seconds) as train:
-            loop = SearchLoop(plan, self._store, train, workers, stop, self, lease_seconds)
+            loop = SearchLoop(plan, self._study, self._store, train, workers, stop, self, lease_seconds)
             try:
                 runs = loop.run()
                 plan.chosen(runs)  # raises NothingFound if there is no answer
@@ -283,8 +285,7 @@ class Study:
             raise StoreGone(
                 f"{error}; the trials are in the store: run the same command again to write the results"
             ) from None
-        if screen is not None:
-            screen.ended(state)
+        self._screen.ended(state)
         return state
 
     @contextmanager
@@ -343,14 +344,13 @@ class Study:
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        ended = {f"{run.origin.number:06d}" for run in self._runs() if run.failed or run.finished}
+        ended = {f"{run.origin.number:06d}" for run in self._runs() if run.state not in UNDER_WAY}
         for folder in (self.out / CHECKPOINTS).glob("*-*"):
             if folder.name.partition("-")[0] in ended:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def started(self, proposal: Proposal) -> None:
-        if self._screen is not None:
-            self._screen.started(proposal.number, f"w{proposal.worker + 1}")
+        self._screen.started(proposal.number, f"w{proposal.worker + 1}")
 
     def ended(self, numbers: Sequence[int]) -> None:
         """Write the results. This is skipped if the last write took so long that writing would use more than
@@ -362,11 +362,9 @@ class Study:
         try:
             state = self.save()
         except InputError as error:  # for example a full disk; the trials are in the store
-            if self._screen is not None:
-                self._screen.note(str(error))
+            self._screen.note(str(error))
             return
-        if self._screen is not None:
-            self._screen.ended(state)
+        self._screen.ended(state)
         now = time.monotonic()
         self._next_save = now + (now - began) * (1 / SAVING - 1)
 
@@ -378,7 +376,8 @@ class Study:
         """
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
         over = self._over or bool(self._study.user_attrs.get(ANSWERED))
-        records = [run.record(axes) for run in self._runs()]
+        runs = self._runs()
+        records = [run.record for run in runs]
         found = answer(
             records,
             space.dimensions,
@@ -391,7 +390,7 @@ class Study:
         trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
         radius = None
         if by_surrogate:
-            radius = region_of(self._study, axes, self._noise).radius if trial_log.finished(self._study) else RADIUS
+            radius = region_of(runs, axes, self._noise).radius if any(run.finished for run in runs) else RADIUS
         return StudyDocument(
             **vars(found) | {"best": found.best if over else None, "dimensions": space.dimensions, "trials": trials},
             name=self._study.study_name,
@@ -404,7 +403,7 @@ class Study:
         )
 
     def _runs(self) -> list[Evaluation]:
-        return trial_log.runs(self._study.get_trials(deepcopy=False), len(self.space.dimensions))
+        return runs_of(self._study.get_trials(deepcopy=False), self.space.axes)
 
     def save(self) -> StudyDocument:
         """Write the study's document and its recipes."""
@@ -413,60 +412,49 @@ class Study:
         return state
 
 
-def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
-    """Return the Pareto front of loss and FLOPs, the cheapest first.
-
-    If a run has branches (durations that are compared), each branch is a separate candidate. Its cost is the run's
-    FLOPs times the branch's share of the tokens, as if the branch had been trained alone. Runs that differ only in
-    their seed are averaged. Runs without FLOPs, diverged runs and pruned runs are left out.
-    """
-    runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
-    for trial in trials:
-        if trial.state == "complete" and trial.octaves and trial.flops and trial.tokens and trial.loss is not None:
-            point = tuple(sorted(trial.octaves.items()))
-            for tokens, loss in trial.branches or ((trial.tokens, trial.loss),):
-                cost = trial.flops * tokens / trial.tokens
-                runs.setdefault((point, tokens), []).append((trial.number, cost, loss))
-    means = []
-    for (_, tokens), of in runs.items():
-        numbers, costs, losses = zip(*of, strict=True)
-        means.append(Front(min(numbers), tokens, statistics.fmean(costs), statistics.fmean(losses)))
-    found: list[Front] = []
-    for each in sorted(means, key=lambda front: (front.flops, front.loss)):
-        if not found or each.loss < found[-1].loss:
-            found.append(each)
-    return tuple(found)
+def write_results(out: Path, space: Space, state: StudyDocument) -> None:
+    """Write study.json. If there is a best point, write best.toml, and fewest.toml if its point differs."""
+    write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
+    if state.best is None:
+        return
+    start = space.recipe
+    for file, point, fewest in (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True)):
+        if point is None:  # remove the one of an earlier answer
+            (out / file).unlink(missing_ok=True)
+            continue
+        reasons = {path: reason(path, state, space, fewest=fewest) for path in space.paths}
+        changes = {"scaling.base": start.base.model_dump(), "why": start.why | reasons}
+        write_recipe(recipe_at(start, point).replace(changes), out / file)
 
 
-def ped_anova(points: Array, losses: Array) -> Array:
-    """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
-
-    For each value, PED-ANOVA compares its distribution in the best tenth of the trials with its distribution in all
-    trials (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With too few trials all
-    importances are 0. Optuna's other two methods need scikit-learn.
-    """
-    names = [str(i) for i in range(points.shape[1])]
-    ended = losses[np.isfinite(losses)]
-    if len(ended) < FEWEST or not points.any():
-        return np.zeros(len(names))
-    reach = float(np.abs(points).max())
-    verbosity = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study()
-    optuna.logging.set_verbosity(verbosity)
-    study.add_trials(
-        optuna.trial.create_trial(
-            value=float(min(loss, ended.max())),
-            params=dict(zip(names, x.tolist(), strict=True)),
-            distributions={name: FloatDistribution(-reach, reach) for name in names},
-        )
-        for x, loss in zip(points, losses, strict=True)
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)  # until Optuna 5
-        # If all losses are alike, all trials are the best tenth.
-        warnings.filterwarnings("ignore", "Target and region quantiles select the same set of trials")
-        shares = optuna.importance.get_param_importances(
-            study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()
-        )
-    return np.array([shares[name] for name in names])
+def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:
+    """Return the reason, for ``[why]``, of the value at ``path`` in the best recipe. If ``fewest`` is true, return
+    that of the recipe with the fewest changes."""
+    point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
+    assert point is not None
+    assert best is not None
+    start = space.values({**point, path: 0.0})[path]
+    start = start if isinstance(start, str) else format_number(start)
+    seeds = f" over {best.fresh} fresh seeds" if best.fresh > 1 else ""
+    parts = [
+        # Not "trial 63 of 64": a retry has another number, and counts once.
+        f"study {state.name}, trial {best.number} ({state.method}, {len(state.trials)} trials)",
+        f"validation loss {best.loss:.4f}, {best.certainty}{seeds}",
+    ]
+    if state.informed:
+        parts += ["the search used what laws or an earlier study said"]
+    if fewest:
+        parts += ["the fewest changes that are as good within the noise"]
+    if not point[path]:
+        parts += ["as at the start"]
+    elif fewest:
+        parts += [f"{start} at the start"]
+    else:
+        each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
+        # Sorted, because 1 - beta falls where beta rises.
+        ends = [space.values({**point, path: octaves})[path] for octaves in each.flat]
+        if numbers := sorted(end for end in ends if not isinstance(end, str)):
+            parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
+        doubt = "" if each.worth else ", not known to be more than the noise"
+        parts += [f"{start} at the start costs {signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
+    return "; ".join(parts)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_quantity, format_seconds
-from leaven.tuning.algorithm.confirmation import GIVEN
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.study_document import (
     UNDER_WAY,
     Best,

@@ -1,0 +1,87 @@
+"""The noise between seeds: the standard deviation of the loss between runs of one point, and intervals of means."""
+
+import math
+import statistics
+from collections.abc import Hashable, Iterable, Sequence
+
+from leaven.tuning.study_document import StudyTrial
+
+# Two-sided 95% quantiles of Student's t by degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
+_Z95 = 1.959964
+WILD = 5.0  # times the median spread: points above it are left out of the noise
+GIVEN = 10**6  # degrees of freedom of a noise that the user gives
+
+
+def t95(degrees: int) -> float:
+    """Return the two-sided 95% quantile of Student's t with ``degrees`` degrees of freedom (Abramowitz and Stegun
+    26.7.5)."""
+    if degrees <= len(_T95):
+        return _T95[degrees - 1]
+    z, n = _Z95, degrees
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    return z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2) + third
+
+
+def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
+    """Return the pooled standard deviation within groups and its degrees of freedom: (None, 0) if no group has two
+    values."""
+    repeats = [group for group in groups if len(group) > 1]
+    degrees = sum(len(group) - 1 for group in repeats)
+    if not degrees:
+        return None, 0
+    return math.sqrt(sum(statistics.variance(group) * (len(group) - 1) for group in repeats) / degrees), degrees
+
+
+def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
+    """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
+
+    Runs with equal point, seed and loss are the same run and count once. Diverged runs do not count. Runs of
+    different points with the same seed share init and data order, and therefore a part of their noise; running more
+    points does not average this part out. So if there are several seeds, the degrees of freedom are at most the
+    number of seeds minus one.
+
+    A point is left out if its runs differ much more than the runs of other points do: it is at the divergence
+    boundary, where the spread is not noise. If all points had equal noise, one point in 150 would be left out (for
+    three points with two runs and one with three). The point with the most runs, if it has more than two, always
+    stays: it is the start, which was repeated to measure the noise.
+    """
+    points: dict[Hashable, set[tuple[int, float]]] = {}
+    for point, seed, loss in runs:
+        if math.isfinite(loss):
+            points.setdefault(point, set()).add((seed, loss))
+    repeated = [(ran, statistics.stdev(loss for _, loss in ran)) for ran in points.values() if len(ran) > 1]
+    most = WILD * statistics.median(spread for _, spread in repeated) if len(repeated) > 2 else math.inf
+    longest = max((len(ran) for ran, _ in repeated), default=0)
+    kept = [ran for ran, spread in repeated if spread <= most or most == 0 or len(ran) == longest > 2]
+    seeds = {seed for ran in kept for seed, _ in ran}
+    noise, degrees = pooled([loss for _, loss in sorted(ran)] for ran in kept)
+    return noise, min(degrees, len(seeds) - 1) if len(seeds) > 1 else degrees
+
+
+def noise_between_seeds(
+    trials: Iterable[StudyTrial], paths: Sequence[str], given: float | None = None
+) -> tuple[float | None, int]:
+    """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
+
+    ``paths`` are the searched values. Noise is measured at points that were run again. The run for which such a point
+    was chosen during the search does not count, because the point was chosen for the low loss of that run. All runs
+    of the start count. Pruned trials have no final loss and do not count.
+    """
+    if given is not None:
+        return given, GIVEN
+    return pooled_noise(
+        (tuple(trial.octaves[path] for path in paths), trial.seed, trial.loss)
+        for trial in trials
+        if trial.octaves is not None
+        and trial.state == "complete"
+        and trial.loss is not None
+        and not (trial.purpose == "search" and any(trial.octaves.values()))
+    )
+
+
+def interval_of_mean(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
+    """Return the 95% interval of the mean of ``values``. ``noise`` is the standard deviation of one value, known with
+    ``degrees`` degrees of freedom."""
+    mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
+    return mean - margin, mean + margin
