@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from leaven.cli.common import JsonOption, device_option, print_document, stop_on_signal
+from leaven.cli.common import JsonOption, device_option, exit_interrupted, print_document, stop_on_signal
 from leaven.recipe.errors import InputError
-from leaven.views.terminal.console import errors
 
 app = typer.Typer(add_completion=False)
 
@@ -50,6 +49,5 @@ def demo(
         try:
             made = Demo(run, size, source, workers or cores(), stop).run()
         except DemoStopped:
-            errors.print(f"stopped; run it again to resume ({run})")
-            raise typer.Exit(75) from None
+            exit_interrupted(f"stopped; run it again to resume ({run})")
     print_document(made, demo_summary(made), json_output)

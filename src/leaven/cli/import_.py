@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, group, print_document, recipe_name
+from leaven.cli.common import JsonOption, group, print_document, recipe_name, require_new
 from leaven.documents.runs import ImportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
@@ -55,8 +55,8 @@ def config(
 
     if source not in next_commands.IMPORTED:
         raise InputError(f"--from {source} is not supported; choose from {', '.join(next_commands.IMPORTED)}")
-    if output is not None and output.exists():
-        raise InputError(f"{output} exists; give another name with -o")
+    if output is not None:
+        require_new(output)
     name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)
@@ -69,7 +69,7 @@ def config(
         unknown=found.unknown,
         unread=found.unread,
         recipe=found.recipe.model_dump(mode="json"),
-        next=next_commands.after_import(output, found.recipe),
+        next=next_commands.after_writing(output, found.recipe, found.recipe.name),
     )
     if output is not None or json_output:
         screen = [] if output is None else [wrote(output, found.recipe)]

@@ -1,7 +1,7 @@
 """Define the command ``leaven tune``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,8 +11,11 @@ from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
+    count_above_0,
+    exit_interrupted,
+    list_option,
     load_recipe,
-    prepare_tokens,
+    prepare_text,
     print_document,
     stop_on_signal,
 )
@@ -77,11 +80,12 @@ def tune(
         typer.Option(min=1, hidden=True, help="Resume a study that was started with stacked trials."),
     ] = None,
     durations: Annotated[
-        str | None,
-        typer.Option(
+        Any,
+        list_option(
+            count_above_0,
+            "Train each trial for several lengths in tokens, which branch off a common trunk (only for the wsd "
+            "schedule).",
             metavar="COUNT,COUNT",
-            help="Train each trial for several lengths in tokens, which branch off a common trunk (only for the "
-            "wsd schedule).",
         ),
     ] = None,
     noise: Annotated[
@@ -123,7 +127,6 @@ def tune(
     loaded = load_recipe(recipe, overrides)
 
     from leaven.planning.this_machine import cores
-    from leaven.recipe.units import parse_quantity
     from leaven.training.device import default_device
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import Study, check_request
@@ -131,7 +134,7 @@ def tune(
 
     searched = _with_prior(space_of(loaded, space), prior)
     url, folder = _place(study, out, loaded.name)
-    lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
+    lengths = durations or []
     if trials is None and flops is None and hours is None:
         trials = TRIALS
     check_request(
@@ -148,7 +151,7 @@ def tune(
     on_cpu = default_device().type == "cpu"
     workers = workers or (cores() if on_cpu else 1)
     searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
-    tokens = prepare_tokens(loaded)
+    tokens = prepare_text(loaded.data, loaded.model.vocab_size)
     try:
         study_of = Study(
             folder, loaded, searched, method, tokens, url, durations=lengths, noise=noise, from_study=from_study
@@ -160,16 +163,14 @@ def tune(
                 state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop)
             interrupted = stop()
     except StoreGone as gone:
-        errors.print(str(gone))
-        raise typer.Exit(75) from None
+        exit_interrupted(str(gone))
     following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     document = state.summary(folder / "best.toml", following)
     if json_output or following:
         width = console.width if console.is_terminal else None
         print_document(document, answer_lines(state, folder, width, trials), json_output)
     if interrupted:
-        errors.print(f"stopped after {document.trials} trials; run the same command again to resume")
-        raise typer.Exit(75)
+        exit_interrupted(f"stopped after {document.trials} trials; run the same command again to resume")
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
