@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from leaven.cli.common import JsonOption, device_option, exit_interrupted, print_document, stop_on_signal
+from leaven.planning.this_machine import cores
 from leaven.recipe.errors import InputError
 
 app = typer.Typer(add_completion=False)
@@ -33,11 +34,11 @@ def demo(
         int | None,
         typer.Option(min=1, help="Processes; the losses do not depend on them.", show_default="one per core"),
     ] = None,
-    device: Annotated[str | None, device_option("cpu: the same losses on every machine")] = None,
+    device: Annotated[str, device_option("cpu: the same losses on every machine")] = "cpu",
     json_output: JsonOption = False,
 ) -> None:
-    from leaven.demo.demo import SIZES, Demo, DemoStopped
-    from leaven.planning.this_machine import cores
+    from leaven.demo import SIZES, run_demo
+    from leaven.verification.runs import ChecksStopped
     from leaven.views.terminal.demo import demo_summary
 
     if quick and size not in {None, "quick"}:
@@ -47,7 +48,7 @@ def demo(
         raise InputError(f"--size {size} does not exist; choose from {', '.join(SIZES)}")
     with stop_on_signal() as stop:
         try:
-            made = Demo(run, size, source, workers or cores(), stop).run()
-        except DemoStopped:
+            document = run_demo(run, size, source, workers or cores(), stop)
+        except ChecksStopped:
             exit_interrupted(f"stopped; run it again to resume ({run})")
-    print_document(made, demo_summary(made), json_output)
+    print_document(document, demo_summary(document), json_output)
