@@ -1,14 +1,13 @@
 """Define the command ``leaven import config``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, group, print_document, recipe_name, require_new
 from leaven.documents.runs import ImportDocument
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.files import wrote
@@ -27,7 +26,7 @@ def config(
         ),
     ],
     source: Annotated[
-        str,
+        Literal["transformers", "megatron"],
         typer.Option(
             "--from", metavar="SOURCE", help="The format of FILE: transformers or megatron.", show_default=False
         ),
@@ -53,8 +52,6 @@ def config(
     """
     from leaven.interop.configs import from_megatron, from_transformers
 
-    if source not in next_commands.IMPORTED:
-        raise InputError(f"--from {source} is not supported; choose from {', '.join(next_commands.IMPORTED)}")
     if output is not None:
         require_new(output)
     name = recipe_name(output or file.resolve(), "imported")

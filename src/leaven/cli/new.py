@@ -151,7 +151,7 @@ def new(
     files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
     for file, recipe in files:
         write_recipe(recipe, file)
-    following = next_commands.road(output, started.proxy, started.target, cluster)
+    following = next_commands.after_new(output, started.proxy, started.target, cluster)
     if fit is not None:
         first = next_commands.plan_of_new(output, cluster)
         following = [first, *(each for each in following if each != first)]
@@ -176,6 +176,6 @@ def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: s
         architecture=plain.architecture.name,
         params=recipe.model.params,
         tokens=recipe.data.tokens,
-        next=next_commands.road(output, None, recipe),
+        next=next_commands.after_new(output, None, recipe),
     )
     print_document(document, adopted(output, recipe, weights, document.architecture), json_output)

@@ -20,7 +20,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
 PROXY, TUNED = "-proxy", "-tuned"
-IMPORTED = ("transformers", "megatron")  # the formats that `leaven import config` reads
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
@@ -52,7 +51,8 @@ def after_tune(path: Path, study: Path) -> list[str]:
     target = path.with_stem(path.stem.removesuffix(PROXY))
     look = _line("report", study, "-o", study / "report.html")
     if target == path or not target.exists():
-        return [_line("recipes", "check", best), _line("train", best, "--run", _run(path.stem)), look]
+        run = _free(Path("runs", path.stem))
+        return [_line("recipes", "check", best), _line("train", best, "--run", run), look]
     return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), look]
 
 
@@ -83,7 +83,7 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
     first = []
     if not overrides and (proxy := _proxy_to_tune(path)):
         path, first = beside(path, TUNED), _tune_and_transfer(path, proxy, recipe)
-    return [*first, _launch(path, how.layout.ranks, found.cluster.accelerator.node_size, [*overrides, *changes])]
+    return [*first, _launch(path, [*overrides, *changes], how.layout.ranks, found.cluster.accelerator.node_size)]
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
@@ -111,15 +111,15 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
-        beside = run.parent if run.name else Path("..")  # run may be "."
-        folder = _free(beside / f"{run.resolve().name}-huggingface")
+        parent = run.parent if run.name else Path("..")  # run may be "."
+        folder = _free(parent / f"{run.resolve().name}-huggingface")
         commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
     return commands
 
 
 def after_bench(path: Path, settings: Sequence[str]) -> list[str]:
     """Return the command after ``bench``: train with the proposed micro-batch or batch ramp."""
-    return [_line("train", path, "--run", _run(path.stem), sets=settings)]
+    return [_launch(path, settings)]
 
 
 def after_export_weights(folder: Path) -> list[str]:
@@ -129,7 +129,7 @@ def after_export_weights(folder: Path) -> list[str]:
 def after_export_config(to: str, path: Path) -> list[str]:
     """Return the command after ``export config``: import the configuration again, if leaven can read it. It cannot
     read a configuration with the muP of Megatron-LM, because no recipe has that rule."""
-    if to not in IMPORTED:
+    if to not in ("transformers", "megatron"):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
         return []
@@ -153,7 +153,7 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
     return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, sets=sets)]
 
 
-def road(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
+def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
     """Return all commands from ``leaven new``, which wrote a target at ``path``, to the training of the target. They
     begin with the tuning of the proxy if there is one. A target that is too large for this machine is planned on
     ``cluster``."""
@@ -185,7 +185,7 @@ def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
-        return [_launch(path, recipe.layout.ranks, gpus_here() or recipe.layout.ranks, sets)]
+        return [_launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
     return [_line("plan", path, "--gpus", cluster or cluster_for(recipe), sets=sets)]
 
 
@@ -194,32 +194,27 @@ def again(*words: str) -> str:
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
-def _line(*words: object, sets: Sequence[str] = ()) -> str:
-    return shlex.join(["leaven", *map(str, words), *_sets(sets)])
+def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
+    """Return a command as it is typed. ``sets`` are the values of ``--set``."""
+    options = [word for change in sets for word in ("--set", change)]
+    return shlex.join([*start, *map(str, words), *options])
 
 
-def _launch(path: Path, ranks: int, node_size: int, sets: Sequence[str]) -> str:
-    run = _run(path.stem)
+def _launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
+    """Return the command that trains a recipe, with torchrun if it has several ranks."""
+    run = _free(Path("runs", path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
     nodes = -(-ranks // node_size)
-    words = ["torchrun", "--nproc-per-node", str(ranks // nodes)]
+    torchrun = ["torchrun", "--nproc-per-node", str(ranks // nodes)]
     if nodes > 1:
-        words[1:1] = ["--nnodes", str(nodes)]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"]
-    return shlex.join([*words, "-m", "leaven", "train", str(path), "--run-folder", str(run), *_sets(sets)])
-
-
-def _sets(changes: Sequence[str]) -> list[str]:
-    return [word for change in changes for word in ("--set", change)]
+        torchrun[1:1] = ["--nnodes", str(nodes)]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"]
+    return _line("train", path, "--run-folder", run, sets=sets, start=[*torchrun, "-m", "leaven"])
 
 
 def beside(path: Path, suffix: str) -> Path:
     return path.with_stem(path.stem + suffix)
-
-
-def _run(stem: str) -> Path:
-    return _free(Path("runs", stem))
 
 
 def _free(path: Path) -> Path:

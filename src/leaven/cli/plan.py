@@ -78,6 +78,8 @@ def plan(
     share: Annotated[
         float,
         typer.Option(
+            min=0.01,
+            max=1,
             metavar="SHARE",
             help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
         ),
@@ -131,10 +133,6 @@ def plan(
     if mfu is not None:
         raise InputError(
             "--mfu applies only to --budget, because the speed of a recipe is predicted; leave --mfu out"
-        )
-    if not 0 < share <= 1:
-        raise InputError(
-            f"--share {share:g} is out of range; give a share of the full speed above 0 and at most 1, e.g. 0.7"
         )
     each = None if price is None else parse_price(price)
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:

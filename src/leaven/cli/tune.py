@@ -1,7 +1,7 @@
 """Define the command ``leaven tune``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,7 @@ from leaven.cli.common import (
     load_recipe,
     prepare_text,
     print_document,
+    require_alone,
     stop_on_signal,
 )
 from leaven.recipe.errors import InputError
@@ -33,6 +34,7 @@ TRIALS = 32  # the number of trials if no budget is given
 
 @app.command()
 def tune(
+    context: typer.Context,
     recipe: RecipeArgument,
     study: Annotated[
         str,
@@ -99,7 +101,7 @@ def tune(
         ),
     ] = None,
     prior: Annotated[
-        str | None,
+        Literal["laws"] | None,
         typer.Option(
             metavar="laws",
             help="laws: begin from where published laws and runs expect the best values. What the trials contradict "
@@ -132,30 +134,23 @@ def tune(
     from leaven.tuning.service.study import Study, check_request
     from leaven.tuning.space import space as space_of
 
-    searched = _with_prior(space_of(loaded, space), prior)
-    url, folder = _place(study, out, loaded.name)
-    lengths = durations or []
+    searched = space_of(loaded, space)
+    if prior is not None:
+        searched = _with_laws(searched)
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
+    url, folder = (study, out or Path("studies", loaded.name)) if "://" in study else (None, Path(study))
     if trials is None and flops is None and hours is None:
         trials = TRIALS
-    check_request(
-        loaded,
-        searched,
-        method,
-        durations=lengths,
-        trials=trials,
-        flops=flops,
-        hours=hours,
-        noise=noise,
-        from_study=from_study,
-    )
-    on_cpu = default_device().type == "cpu"
-    workers = workers or (cores() if on_cpu else 1)
-    searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
+    given: dict[str, Any] = {"durations": durations or (), "noise": noise, "from_study": from_study}
+    check_request(loaded, searched, method, trials=trials, flops=flops, hours=hours, **given)
+    workers = workers or (cores() if default_device().type == "cpu" else 1)
+    if (stack or 1) > 1:
+        require_alone(context, "--stack", "durations")
+        searched = _as_of_stacks(searched)
     tokens = prepare_text(loaded.data, loaded.model.vocab_size)
     try:
-        study_of = Study(
-            folder, loaded, searched, method, tokens, url, durations=lengths, noise=noise, from_study=from_study
-        )
+        study_of = Study(folder, loaded, searched, method, tokens, url, **given)
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
@@ -176,13 +171,8 @@ def tune(
         raise typer.Exit(1)
 
 
-def _with_prior(space: "Space", prior: str | None) -> "Space":
-    """Return the space with the expectations of ``--prior``, and print them."""
-    if prior is None:
-        return space
-    if prior != "laws":
-        raise InputError(f"--prior {prior}: there is only laws")
-
+def _with_laws(space: "Space") -> "Space":
+    """Return the space with what laws and published runs expect, and print it."""
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
@@ -200,24 +190,13 @@ def _with_prior(space: "Space", prior: str | None) -> "Space":
     return informed
 
 
-def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return the URL of the study's database and the folder of the results. The URL is None if the study is a
-    folder."""
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
-    return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
-
-
-def _as_of_stacks(space: "Space", durations: bool) -> "Space":
+def _as_of_stacks(space: "Space") -> "Space":
     """Return the search space that a study with stacked trials had. With it, the same command resumes that study."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
     errors.print(
         "--stack is obsolete, because each worker now runs one trial; set --workers to run more trials at once"
     )
-    if durations:
-        raise InputError("--stack and --durations cannot be combined; leave one out")
-    space = space.without(BATCH, "stacked trials must have the same batch size").without(
-        TOKENS, "stacked trials must have the same duration"
-    )
-    return space.without(DROPOUT, "trials with dropout cannot be stacked")
+    for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
+        space = space.without(path, f"stacked trials must have {need}")
+    return space
