@@ -42,17 +42,23 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
-        module = import_module(f"leaven.cli.{'import_' if name == 'import' else name}")
-        verb = typer.main.get_command(module.app)
-        verb.help = "\n\n".join(filter(None, [VERBS[str(name)], verb.help]))
-        for command in [verb, *getattr(verb, "commands", {}).values()]:
-            command.help = _unwrapped(command.help or "")
-        return name, verb, rest
+        return name, command_of(str(name)), rest
 
 
-def _unwrapped(text: str) -> str:
-    """Remove the line breaks inside paragraphs, so that the terminal wraps the text."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+def command_of(verb: str) -> Any:
+    """Import the file of a verb, and return the command that it defines: a function with the name of the verb, or
+    ``app`` if the verb has subcommands."""
+    module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False)
+        app.command()(getattr(module, verb))
+    command = typer.main.get_command(app)
+    command.help = "\n\n".join(filter(None, [VERBS[verb], command.help]))
+    for each in [command, *getattr(command, "commands", {}).values()]:
+        # Without line breaks inside paragraphs, the terminal wraps the text.
+        each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (each.help or "").split("\n\n"))
+    return command
 
 
 app = typer.Typer(

@@ -19,18 +19,13 @@ from leaven.cli.common import (
     print_document,
     stop_on_signal,
 )
-from leaven.documents.planning import RampDocument
 from leaven.planning.noise_ramp import fit_noise, noise_ramp
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.bench import bench_screen, ramp_screen
 from leaven.views.terminal.live import LiveScreen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def bench_(
+def bench(
     recipe: RecipeArgument,
     micro_batch: Annotated[
         Any,
@@ -76,7 +71,13 @@ def bench_(
 ) -> None:
     loaded = load_recipe(recipe, overrides)
     if noise_from is not None:
-        ramp = _propose(loaded, noise_from, noise_multiple)
+        from leaven.training.run_folder import RunFolder
+
+        lines = RunFolder(noise_from).metrics()
+        if not lines:
+            raise InputError(f"--noise-from {noise_from}: the folder has no metrics.jsonl; give the folder of a run")
+        fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
+        ramp = noise_ramp(loaded, fit, noise_multiple)
         following = next_commands.after_bench(recipe, [*(overrides or ()), *ramp.set]) if ramp.set else []
         print_document(ramp, ramp_screen(ramp, loaded.data.tokens), json_output, following)
         return
@@ -110,14 +111,3 @@ def bench_(
         raise InputError(
             "every micro-batch is larger than the global batch or does not fit in memory; type --micro-batch 1"
         )
-
-
-def _propose(recipe: Recipe, run: Path, multiple: float) -> RampDocument:
-    """Propose a batch ramp from the gradient noise scale that a run has measured."""
-    from leaven.training.run_folder import RunFolder
-
-    lines = RunFolder(run).metrics()
-    if not lines:
-        raise InputError(f"--noise-from {run}: the folder has no metrics.jsonl; give the folder of a run")
-    fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
-    return noise_ramp(recipe, fit, multiple)

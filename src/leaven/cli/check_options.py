@@ -55,13 +55,14 @@ def takes(shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., No
     fields = inspect.signature(shared).parameters
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command).parameters.values()
-
         @wraps(command)
         def parsed(**given: Any) -> None:
             command(shared(**{name: given.pop(name) for name in fields}), **given)
 
-        options = [each.replace(kind=each.KEYWORD_ONLY) for each in (*own, *fields.values())]
+        _, *own = inspect.signature(command).parameters.values()
+        required = [each for each in fields.values() if each.default is each.empty]
+        every = {each.name: each for each in (*required, *own, *fields.values())}  # in the order of --help
+        options = [each.replace(kind=each.KEYWORD_ONLY) for each in every.values()]
         parsed.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         parsed.__annotations__ = {each.name: each.annotation for each in options}
         return parsed

@@ -9,10 +9,7 @@ from leaven.cli.common import JsonOption, device_option, exit_interrupted, print
 from leaven.planning.this_machine import cores
 from leaven.recipe.errors import InputError
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def demo(
     run: Annotated[Path, typer.Option(help="The folder to write everything to.")] = Path("runs/demo"),
     size: Annotated[

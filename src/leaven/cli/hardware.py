@@ -9,10 +9,7 @@ from leaven.planning.accelerators import accelerators
 from leaven.planning.hardware import find_accelerator, parse_cluster
 from leaven.views.terminal.hardware import accelerator_screen, accelerators_screen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def hardware(
     name: Annotated[
         str | None,

@@ -10,10 +10,7 @@ from leaven.documents.catalogue import LawRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def laws(
     context: typer.Context,
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 7B.")] = None,

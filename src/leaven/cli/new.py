@@ -29,10 +29,7 @@ from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.files import adopted, derived
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def new(
     context: typer.Context,
     output: Annotated[

@@ -29,8 +29,6 @@ from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen
 
-app = typer.Typer(add_completion=False)
-
 MeasureOption = Annotated[
     bool,
     typer.Option(
@@ -45,7 +43,6 @@ HistoryOption = Annotated[
 ]
 
 
-@app.command()
 def plan(
     context: typer.Context,
     recipe: Annotated[

@@ -13,12 +13,9 @@ from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ServeDocument
 from leaven.recipe.errors import InputError
 
-app = typer.Typer(add_completion=False)
-
 PORT = 8421
 
 
-@app.command()
 def serve(
     folders: Annotated[
         list[Path] | None,

@@ -19,10 +19,7 @@ from leaven.scaling.tested_ranges import Caution, warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import recipe_screen, rule_table
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def show(
     recipe: Annotated[
         Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)

@@ -29,11 +29,8 @@ from leaven.views.terminal.training import TrainScreen, advice, trained
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def train_(
+def train(
     recipe: RecipeArgument,
     run: Annotated[
         Path | None,

@@ -21,14 +21,12 @@ from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, warnings
-from leaven.scaling.transfer import searched_paths, transfer, transfer_like
+from leaven.scaling.transfer import searched_paths, transfer_like
+from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.recipe import transfer_screen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def transfer_(
+def transfer(
     context: typer.Context,
     recipe: RecipeArgument,
     width: Annotated[int | None, count_option("Target width (d_model).", "unchanged")] = None,
@@ -84,7 +82,7 @@ def transfer_(
     small = load_recipe(recipe, overrides if like is None else None)
     if like is None:
         before = small
-        big = transfer(small, **sizes)
+        big = scaled(small, **sizes)
     else:
         before = load_recipe(like, overrides)
         for path in (item.partition("=")[0].strip() for item in overrides or ()):

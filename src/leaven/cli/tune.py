@@ -27,12 +27,9 @@ from leaven.views.terminal.study import TuneScreen, answer_lines
 if TYPE_CHECKING:
     from leaven.tuning.space import Space
 
-app = typer.Typer(add_completion=False)
-
 TRIALS = 32  # the number of trials if no budget is given
 
 
-@app.command()
 def tune(
     context: typer.Context,
     recipe: RecipeArgument,
