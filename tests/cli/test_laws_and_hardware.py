@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tests.cli.conftest import Verb, document
 
-from leaven.catalogue.laws import FRONTIERS, LAWS
+from leaven.catalogue.laws import LAWS
 from leaven.planning.accelerators import accelerators
 
 
@@ -26,12 +26,6 @@ def test_laws_of_the_blocks_use_the_count_without_embeddings(leaven: Verb) -> No
     rows = document(leaven("laws", *size, "--params-non-embedding", "85M", "--json"))
     step = next(row for row in rows if row["law"] == "Step Law 2025")
     assert step["lr"] == pytest.approx(1.79 * 85e6**-0.713 * 10e9**0.307)
-
-
-def test_sizes_for_a_flop_budget(leaven: Verb) -> None:
-    rows = document(leaven("laws", "--flops", "5.76e23", "--json"))
-    assert [row["law"] for row in rows] == [frontier.name for frontier in FRONTIERS]
-    assert "a spread of 2.03x" in " ".join(leaven("laws", "--flops", "5.76e23")[1].split())
 
 
 def test_the_list_of_accelerators_marks_unverified_numbers(

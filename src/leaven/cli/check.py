@@ -174,9 +174,7 @@ def duration(
     write: Annotated[
         Path | None,
         typer.Option(
-            metavar="OUT.toml",
-            help="Write a copy of the recipe with the measured token_exponent to this file.",
-            show_default=False,
+            metavar="OUT.toml", help="Write a copy of the recipe with the measured token_exponent to this file."
         ),
     ] = None,
 ) -> None:

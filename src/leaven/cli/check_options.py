@@ -81,13 +81,7 @@ class CheckOptions:
     seeds: Annotated[int, typer.Option(min=1, help="Number of random seeds for initialisation and data.")] = 3
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE.html",
-            help="Write an HTML page with charts to this file.",
-            show_default=False,
-        ),
+        typer.Option("--output", "-o", metavar="FILE.html", help="Write an HTML page with charts to this file."),
     ] = None
     overrides: SetOption = None
     json_output: JsonOption = False

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
     from leaven.recipe.data import Data
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)]
-RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.", show_default=False)
-]
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -92,7 +90,7 @@ def count_above_0(text: str) -> int:
     return count
 
 
-def count_option(help: str, default: str | bool = False, parse: Callable[[str], int] = count_above_0) -> Any:
+def count_option(help: str, default: str | bool = True, parse: Callable[[str], int] = count_above_0) -> Any:
     """Return an option for a count, for example 7B, 64k or 32_768."""
     return parsed_option(parse, "COUNT", help, default)
 

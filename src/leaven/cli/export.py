@@ -27,9 +27,7 @@ app = group()
 @app.command()
 def weights(
     run: RunArgument,
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.", show_default=False)
-    ],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
     to: Annotated[
         Literal["huggingface"], typer.Option(help="The format to write. Only huggingface is supported.")
     ] = "huggingface",
@@ -94,7 +92,6 @@ def config(
         typer.Option(
             metavar="TARGET",
             help="The training code: megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
-            show_default=False,
         ),
     ],
     output: Annotated[

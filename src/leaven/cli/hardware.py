@@ -16,7 +16,6 @@ def hardware(
         typer.Argument(
             metavar="NAME",
             help="Show only this accelerator and its sources, e.g. H100-80GB, or cpu for this machine.",
-            show_default=False,
         ),
     ] = None,
     json_output: JsonOption = False,

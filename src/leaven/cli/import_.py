@@ -22,14 +22,11 @@ def config(
         typer.Argument(
             metavar="FILE",
             help="For megatron, a script or a list of flags. For transformers, config.json or its folder.",
-            show_default=False,
         ),
     ],
     source: Annotated[
         Literal["transformers", "megatron"],
-        typer.Option(
-            "--from", metavar="SOURCE", help="The format of FILE: transformers or megatron.", show_default=False
-        ),
+        typer.Option("--from", metavar="SOURCE", help="The format of FILE: transformers or megatron."),
     ],
     output: Annotated[
         Path | None,
@@ -37,12 +34,7 @@ def config(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of processes of the run, which the file does not contain.",
-            show_default=False,
-        ),
+        typer.Option(min=1, metavar="N", help="Number of processes of the run, which the file does not contain."),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:

@@ -35,9 +35,7 @@ def new(
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT.toml",
-            help="The recipe file to write. The proxy recipe is written to OUT-proxy.toml.",
-            show_default=False,
+            metavar="OUT.toml", help="The recipe file to write. The proxy recipe is written to OUT-proxy.toml."
         ),
     ],
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
@@ -50,7 +48,6 @@ def new(
             metavar="TIME",
             help="Instead of --params and --tokens: choose both for this training time, e.g. 3h or 2d, on --gpus. "
             "Without --gpus: on this machine's processor.",
-            show_default=False,
         ),
     ] = None,
     proxy: Annotated[
@@ -69,21 +66,17 @@ def new(
             metavar="ID",
             help="Copy the values of this published run (see leaven recipes list), and without --params also its "
             "size and length.",
-            show_default=False,
         ),
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(
-            metavar="COUNTxNAME", help="Choose the layout for this cluster, e.g. 8xH100-80GB.", show_default=False
-        ),
+        typer.Option(metavar="COUNTxNAME", help="Choose the layout for this cluster, e.g. 8xH100-80GB."),
     ] = None,
     from_weights: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="Continue training this model in Hugging Face format, instead of choosing a new shape.",
-            show_default=False,
         ),
     ] = None,
     source: Annotated[

@@ -47,9 +47,7 @@ def plan(
     context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe file (TOML), or the id of a published run.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or the id of a published run."),
     ] = None,
     gpus: Annotated[
         str | None,

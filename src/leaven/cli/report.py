@@ -19,7 +19,6 @@ def report(
             metavar="PATH...",
             help="The folder of a run, a study, a check or a demo; or the folders of several runs, to compare them "
             "with the first.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),

@@ -21,9 +21,7 @@ from leaven.views.terminal.recipe import recipe_screen, rule_table
 
 
 def show(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")] = None,
     rule: Annotated[
         RuleName | None,
         typer.Option(metavar="NAME", help=f"Print this scaling rule instead of a recipe: {', '.join(RULES)}."),

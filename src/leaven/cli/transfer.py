@@ -48,7 +48,6 @@ def transfer(
             metavar="TARGET.toml",
             help="Put the tuned values into this recipe. Its shape, batch size, tokens, data and layout do not "
             "change.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[

@@ -39,7 +39,6 @@ def tune(
             metavar="DIR_OR_URL",
             help="The folder of the study, or a database that several machines share: "
             "postgresql://USER@HOST/DATABASE or sqlite:///FILE.",
-            show_default=False,
         ),
     ],
     trials: Annotated[
