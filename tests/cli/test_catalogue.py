@@ -1,4 +1,4 @@
-"""leaven recipes list, show, nearest, diff and check."""
+"""leaven recipes, laws and hardware: what is published, and how a recipe compares."""
 
 import csv
 import re
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tests.cli.conftest import Verb, document
 
+from leaven.catalogue.laws import LAWS
+from leaven.planning.accelerators import accelerators
 from leaven.recipe.files import read_recipe, write_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "examples/350m.toml"
@@ -117,3 +119,35 @@ def test_check_estimates_the_epochs_of_local_files(leaven: Verb, tmp_path: Path)
     code, _, err = leaven("recipes", "check", recipe)
     assert code == 0
     assert "the number of epochs is not checked" in err
+
+
+def test_the_document_lists_every_law_with_its_trust(leaven: Verb) -> None:
+    rows = document(leaven("laws", "--params", "1B", "--tokens", "20B", "--json"))
+    assert [row["law"] for row in rows] == [law.name for law in LAWS]
+    for row in rows:
+        assert row["at_batch"] is None
+        assert row["in_range"] is (None if row["extrapolation"] is None else not row["beyond"])
+        assert row["trust"] in {"verified", "read", "secondary", "memory"}
+    assert next(row for row in rows if row["law"] == "Moonlight Muon 2025")["in_range"] is None
+
+
+def test_laws_of_the_blocks_use_the_count_without_embeddings(leaven: Verb) -> None:
+    """GPT-2 124M has 85M parameters in its blocks; the screen says what the laws count."""
+    size = ("--params", "124M", "--tokens", "10B")
+    assert "taken as 124 M" in " ".join(leaven("laws", *size)[1].split())
+    rows = document(leaven("laws", *size, "--params-non-embedding", "85M", "--json"))
+    step = next(row for row in rows if row["law"] == "Step Law 2025")
+    assert step["lr"] == pytest.approx(1.79 * 85e6**-0.713 * 10e9**0.307)
+
+
+def test_the_list_of_accelerators_marks_unverified_numbers(
+    leaven: Verb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LEAVEN_ACCELERATORS", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    code, out, _ = leaven("hardware")
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0
+    assert set(accelerators()) <= lines.keys()
+    assert "*" not in lines["H100-SXM-80GB"]
+    assert lines["A800-SXM-80GB"].count("*") == 7  # all seven numbers; nobody measured a matmul
