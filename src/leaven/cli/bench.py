@@ -11,6 +11,7 @@ from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
+    ShareOption,
     count_above_0,
     exit_interrupted,
     list_option,
@@ -40,14 +41,7 @@ def bench(
             "N,N,...",
         ),
     ] = None,
-    share: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=1,
-            help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed.",
-        ),
-    ] = 0.9,
+    share: ShareOption = 0.9,
     seconds: Annotated[
         float, typer.Option(min=0, help="Do not start another measurement after this many seconds.")
     ] = 300,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.check_options import RecipeRunOptions, RunOptions, SizeOptions, takes
+from leaven.cli.check_options import RecipeRunOptions, RunOptions, SizeOptions, with_options
 from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
@@ -64,7 +64,7 @@ BatchesOption = Annotated[
 
 
 @app.command()
-@takes(SizeOptions)
+@with_options(SizeOptions)
 def coordinates(
     options: SizeOptions,
     steps: Annotated[
@@ -90,7 +90,7 @@ def coordinates(
 
 
 @app.command()
-@takes(SizeOptions)
+@with_options(SizeOptions)
 def gradients(
     options: SizeOptions,
     steps: Annotated[
@@ -157,7 +157,7 @@ def memory(
 
 
 @app.command()
-@takes(RunOptions)
+@with_options(RunOptions)
 def transfer(options: RunOptions, scales: ScalesOption, lrs: LrsOption = None) -> None:
     """Check that the best lr of a small model is also the best lr of a larger model."""
     family, _ = options.models(scales[0])
@@ -165,7 +165,7 @@ def transfer(options: RunOptions, scales: ScalesOption, lrs: LrsOption = None) -
 
 
 @app.command()
-@takes(RunOptions)
+@with_options(RunOptions)
 def duration(
     options: RunOptions,
     durations: DurationsOption = "1,2,4",
@@ -210,7 +210,7 @@ def duration(
 
 
 @app.command()
-@takes(RunOptions)
+@with_options(RunOptions)
 def batch(
     options: RunOptions, batches: BatchesOption = "0.5,1,2,4", scale: ScaleOption = None, lrs: LrsOption = None
 ) -> None:
@@ -220,7 +220,7 @@ def batch(
 
 
 @app.command()
-@takes(RecipeRunOptions)
+@with_options(RecipeRunOptions)
 def decay(
     options: RecipeRunOptions,
     scales: Annotated[Any, list_option(_scale, SCALES, "the recipe's")] = None,
@@ -246,7 +246,7 @@ def decay(
 
 
 @app.command()
-@takes(RecipeRunOptions)
+@with_options(RecipeRunOptions)
 def init(
     options: RecipeRunOptions,
     scales: ScalesOption,
@@ -263,7 +263,7 @@ def init(
 
 
 @app.command()
-@takes(RunOptions)
+@with_options(RunOptions)
 def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
     """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
 

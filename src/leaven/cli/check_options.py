@@ -49,7 +49,7 @@ SourceOption = Annotated[
 ]
 
 
-def takes(shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator for commands. The command line gets an option for each field of the data class ``shared``,
     beside the command's own options. The command gets an instance of ``shared`` as its first argument."""
     fields = inspect.signature(shared).parameters

@@ -38,11 +38,20 @@ SetOption = Annotated[
         help="Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
     ),
 ]
+ShareOption = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        max=1,
+        metavar="SHARE",
+        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def device_option(default: str) -> Any:
-    """An option for the device. ``default``: in words, where none is chosen."""
+    """Return an option for the device. ``default`` describes the device that is used if none is chosen."""
     return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",

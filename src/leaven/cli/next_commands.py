@@ -49,11 +49,11 @@ def after_tune(path: Path, study: Path) -> list[str]:
     the best recipe if the target's file does not exist."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
-    look = _line("report", study, "-o", study / "report.html")
+    report = _line("report", study, "-o", study / "report.html")
     if target == path or not target.exists():
         run = _free(Path("runs", path.stem))
-        return [_line("recipes", "check", best), _line("train", best, "--run", run), look]
-    return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), look]
+        return [_line("recipes", "check", best), _line("train", best, "--run", run), report]
+    return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), report]
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:

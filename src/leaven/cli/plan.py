@@ -10,6 +10,7 @@ from leaven.cli import next_commands
 from leaven.cli.common import (
     JsonOption,
     SetOption,
+    ShareOption,
     exit_interrupted,
     load_recipe,
     print_document,
@@ -70,15 +71,7 @@ def plan(
             "values.",
         ),
     ] = None,
-    share: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=1,
-            metavar="SHARE",
-            help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
-        ),
-    ] = SHARE,
+    share: ShareOption = SHARE,
     price: Annotated[
         str | None,
         typer.Option(

@@ -25,11 +25,7 @@ from leaven.cli.common import (
     print_document,
 )
 from leaven.documents import Document
-from leaven.documents.catalogue import (
-    DifferenceRow,
-    PublishedRunDocument,
-    RecipeCheck,
-)
+from leaven.documents.catalogue import DifferenceRow, PublishedRunDocument, RecipeCheck
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen
