@@ -9,15 +9,13 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from leaven.cli import VERBS, _unwrapped
+from leaven.cli import VERBS, command_of
 from leaven.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -64,18 +62,15 @@ def commands_page() -> str:
         "Exit codes: 0 done, 1 failed, 2 wrong input, 75 interrupted (run the command again to resume).",
         "",
     ]
-    for verb, help_ in VERBS.items():
-        module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
-        command = typer.main.get_command(module.app)
-        command.help = "\n\n".join(filter(None, [help_, command.help]))
-        parts += _command(command, f"leaven {verb}", 2)
+    for verb in VERBS:
+        parts += _command(command_of(verb), f"leaven {verb}", 2)
     return "\n".join(parts)
 
 
 def _command(command: Any, name: str, level: int) -> Iterator[str]:
     """Yield the lines of one command, followed by those of its subcommands."""
     yield f"{'#' * level} {name}\n"
-    yield _unwrapped(inspect.cleandoc(command.help or "")) + "\n"
+    yield command.help + "\n"
     children = getattr(command, "commands", {})
     params = [each for each in command.params if not getattr(each, "hidden", False) and each.name != "help"]
     if params:

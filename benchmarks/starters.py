@@ -30,7 +30,7 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
     started = start(StarterRequest(name, parse_quantity(params), parse_quantity(tokens), reference=lead))
     # The page is of a machine that trains small models alone, wherever it is written.
     with patch.object(next_commands, "trainable_here", lambda recipe: recipe.model.params < SMALL):
-        following = next_commands.road(Path(f"{name}.toml"), started.proxy, started.target)
+        following = next_commands.after_new(Path(f"{name}.toml"), started.proxy, started.target)
     console = Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True)
     document = started.document(Path(f"{name}.toml"), Path(f"{name}-proxy.toml"), following)
     for part in (*derived(document), *next_lines(document.next)):

@@ -1,9 +1,11 @@
 """Run a verb as a user does."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,7 +20,7 @@ def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
+        with patch.dict(os.environ), pytest.raises(SystemExit) as stopped:  # --device sets a variable
             main()
         out, err = capsys.readouterr()
         return int(stopped.value.code or 0), out, err

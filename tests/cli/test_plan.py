@@ -59,8 +59,8 @@ def test_the_page_repeats_the_command(rye, leaven, tmp_path):
     html = page.read_text(encoding="utf-8")
     (command,) = re.findall(r"<code>(leaven plan .*?)</code>", html)
     assert command.endswith(
-        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --share 0.7 --moments muon --no-history "
-        "--set batch.tokens=2097152 --set data.tokens=20_000_000_000"
+        f"rye.toml --gpus 32xH100-80GB --layout {LAYOUT[1]} --set batch.tokens=2097152 "
+        f"--set data.tokens=20_000_000_000 --moments muon --no-history -o {page}"
     )
     assert "20 B tokens" in html
 

@@ -168,12 +168,11 @@ def test_out_of_memory_is_one_line_and_exit_code_1(
     assert run.exists() == (steps > 0)
 
 
-@pytest.mark.parametrize("verb", ["train", "tune --study study", "bench"])
+@pytest.mark.parametrize("verb", ["train", "tune --study study"])
 def test_a_device_that_torch_lacks_gives_one_line(
     leaven: Verb, tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("LEAVEN_DEVICE", "cpu")  # restores what the option sets
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: False)
     code, out, err = leaven(*verb.split(), tiny_file, "--device", "mps")
     assert (code, out) == (2, "")
@@ -181,6 +180,3 @@ def test_a_device_that_torch_lacks_gives_one_line(
         f"error: device mps: torch {torch.__version__} is built without mps; use --device"
     )
     assert not list(tmp_path.glob("*/*"))
-    code, _, err = leaven(*verb.split(), tiny_file, "--device", "tpu")
-    assert code == 2
-    assert err.startswith("error: there is no device 'tpu'; use --device ")

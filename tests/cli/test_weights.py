@@ -88,8 +88,6 @@ def test_an_exported_folder_has_a_model_card(leaven: Verb, scaled_run: Path, tmp
     last = [e for e in RunFolder(scaled_run).events() if e["event"] == "validation"][-1]
     loss, bits = f"{last['loss']:.4f} nats per token", f"{last['bits_per_byte']:.4f} bits per byte"
     assert f"| validation loss | {loss}, {bits} |" in rest
-    assert "not complete" not in rest
-    assert "at 10,240 tokens" not in rest
     for path, reason in recipe.why.items():
         assert f"| `{path}` | " in rest
         assert reason in rest
@@ -99,7 +97,6 @@ def test_an_exported_folder_has_a_model_card(leaven: Verb, scaled_run: Path, tmp
     assert leaven("export", "weights", scaled_run, early, "--tokens", "5120", "--dtype", "bf16")[0] == 0
     card = (early / "README.md").read_text()
     assert "**The training is not complete**: these are the weights at 5,120 of 10,240 tokens." in card
-    assert f"| {recipe.data.source} | 100% | not stated |" in card
     assert f"{last['loss']:.4f} nats" not in card
     assert "| weights | bf16, multipliers folded in |" in card
 

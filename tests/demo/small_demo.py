@@ -1,6 +1,6 @@
 """``leaven`` with a demo of seconds: two widths, one layer, few tokens. ``small_demo.py demo --run DIR``"""
 
-from leaven.demo import demo
+from leaven import demo
 
 CHANGES = {"model.n_layers": 1, "data.tokens": 2_048, "schedule.warmup_tokens": 512, "evaluation.tokens": 1_024}
 _RECIPE = demo.base_recipe().replace(CHANGES)

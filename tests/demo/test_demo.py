@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 from tests.demo import small_demo
 
-from leaven.demo import demo
-from leaven.demo.demo import SIZES, Demo, DemoStopped, paired
+from leaven import demo
+from leaven.demo import SIZES, paired, run_demo
 from leaven.documents.runs import DemoDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import differences
 from leaven.scaling.table import parameter_table
 from leaven.training.trial import train_trial
+from leaven.verification.runs import ChecksStopped
 
 COMMAND = [sys.executable, small_demo.__file__, "demo", "--workers", "2", "--run"]
 
@@ -35,7 +36,7 @@ def small(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, stop: Callable[[], bool] = lambda: False, **options: Any) -> DemoDocument:
-    return Demo(folder, **{"size": None, "source": None, "workers": 1, "stop": stop} | options).run()
+    return run_demo(folder, **{"size": None, "source": None, "workers": 1, "stop": stop} | options)
 
 
 def losses(document: DemoDocument) -> dict[tuple[str, int, float, int], float]:
@@ -45,7 +46,7 @@ def losses(document: DemoDocument) -> dict[tuple[str, int, float, int], float]:
 @pytest.mark.usefixtures("small")
 def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     polls = iter([False] * 5)
-    with pytest.raises(DemoStopped):
+    with pytest.raises(ChecksStopped):
         run(tmp_path, stop=lambda: next(polls, True))
     finished = (tmp_path / "runs/runs.jsonl").read_text()
     assert 0 < len(finished.splitlines()) < 18
@@ -90,7 +91,7 @@ def test_a_slow_machine_gets_the_quick_size_unless_one_is_given(
     monkeypatch.setattr(demo, "run_seconds", lambda recipe, tokens: 40.0)
 
     def announced(folder: Path, **options: Any) -> str:
-        with pytest.raises(DemoStopped):
+        with pytest.raises(ChecksStopped):
             run(folder, stop=lambda: True, **options)
         return capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from leaven.demo.demo import paired
+from leaven.demo import paired
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
 from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
 from leaven.recipe.files import parse_recipe, write_recipe

@@ -5,14 +5,13 @@ import errno
 import os
 import sys
 from importlib import import_module
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 from typer.core import TyperGroup
 
 from leaven import __version__
-from leaven.cli.usage_errors import usage_message
 from leaven.recipe.errors import InputError, ProcessLost, out_of_memory
 from leaven.views.terminal.console import console, errors
 
@@ -43,17 +42,23 @@ class Verbs(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
-        module = import_module(f"leaven.cli.{'import_' if name == 'import' else name}")
-        verb = typer.main.get_command(module.app)
-        verb.help = "\n\n".join(filter(None, [VERBS[str(name)], verb.help]))
-        for command in [verb, *getattr(verb, "commands", {}).values()]:
-            command.help = _unwrapped(command.help or "")
-        return name, verb, rest
+        return name, command_of(str(name)), rest
 
 
-def _unwrapped(text: str) -> str:
-    """Remove the line breaks inside paragraphs, so that the terminal wraps the text."""
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+def command_of(verb: str) -> Any:
+    """Import the file of a verb, and return the command that it defines: a function with the name of the verb, or
+    ``app`` if the verb has subcommands."""
+    module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False)
+        app.command()(getattr(module, verb))
+    command = typer.main.get_command(app)
+    command.help = "\n\n".join(filter(None, [VERBS[verb], command.help]))
+    for each in [command, *getattr(command, "commands", {}).values()]:
+        # Without line breaks inside paragraphs, the terminal wraps the text.
+        each.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in (each.help or "").split("\n\n"))
+    return command
 
 
 app = typer.Typer(
@@ -107,71 +112,88 @@ def main() -> None:
     """Run the verb on the command line. Wrong input gives one line on standard error and exit code 2, never a
     traceback."""
     if "RANK" not in os.environ:
-        _main()
-        return
+        sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
-    try:
-        _main()
-    except SystemExit as left:
-        # Under torchrun, threads of torch may still wait for other processes. They would abort a normal exit, which
-        # torchrun counts as a failure.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(left.code if isinstance(left.code, int) else FAILED)
+    code = _run()
+    # Under torchrun, threads of torch may still wait for other processes. They would abort a normal exit, which
+    # torchrun counts as a failure.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
-def _main() -> None:
+def _run() -> int:
+    """Run the verb and return the exit code."""
     try:
         code = app(prog_name="leaven", standalone_mode=False)
-    except InputError as error:
-        _let_this_process_print(error)
-        _fail(str(error))
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == "leaven":
-            raise
-        extra = next((name for name, packages in EXTRAS.items() if package in packages.split()), None)
-        what = f"'leaven[{extra}]'" if extra else package
-        _fail(f"this needs the package {package}, which is not installed; run: pip install {what}")
     except BrokenPipeError:  # leaven ... | head
         sys.stderr.close()
-        sys.exit(FAILED)
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        _let_this_process_print(error)
-        where = f" ({error.filename})" if error.filename else ""
-        _fail(f"{error.strerror}{where}; free some space and run the same command again; finished work is kept")
+        return FAILED
+    except ProcessLost as error:
+        sys.stderr.write(f"error: {error}\n")  # each process prints its own message
+        return FAILED
     except Exception as error:
-        if isinstance(error, ProcessLost):
-            sys.stderr.write(f"error: {error}\n")  # each process prints its own message
-            sys.exit(FAILED)
-        _let_this_process_print(error)
-        if out_of_memory(error):
-            why = str(error) or type(error).__name__
-            _fail(
-                f'out of memory ({why}); to train with less memory, lower micro_batch in [batch] or set it to "auto"',
-                FAILED,
-            )
-        message = usage_message(error)
+        if errors.quiet and getattr(error, "__notes__", None):
+            errors.quiet = False  # only this process has the error
+            errors.print(Text(f"{error.__notes__[0]}: ", style="bold red"), end="")
+        message = error_message(error)
         if message is None:
             raise
-        _fail(message)
-    else:
-        if code == _CTRL_C:
-            errors.print("interrupted; run the same command again to resume")
-            sys.exit(INTERRUPTED)
-        sys.exit(code or 0)
+        errors.print(Text.assemble(("error: ", "bold red"), " ".join(message.split())))
+        return FAILED if out_of_memory(error) else WRONG_INPUT
+    if code == _CTRL_C:
+        errors.print("interrupted; run the same command again to resume")
+        return INTERRUPTED
+    return int(code or 0)
 
 
-def _let_this_process_print(error: Exception) -> None:
-    """Let this process print an error that only this process has, even if this is not the first process."""
-    if getattr(error, "__notes__", None) and errors.quiet:
-        errors.quiet = False
-        errors.print(Text.assemble((f"{error.__notes__[0]}: ", "bold red")), end="")
+def error_message(error: Exception) -> str | None:
+    """Return what to tell the user about an error, or None if it is a defect of leaven, which needs a traceback."""
+    if isinstance(error, InputError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package == "leaven":
+            return None
+        extra = next((name for name, packages in EXTRAS.items() if package in packages.split()), None)
+        what = f"'leaven[{extra}]'" if extra else package
+        return f"this needs the package {package}, which is not installed; run: pip install {what}"
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
+    if out_of_memory(error):
+        return (
+            f"out of memory ({str(error) or type(error).__name__}); to train with less memory, lower micro_batch in "
+            '[batch] or set it to "auto"'
+        )
+    return usage_message(error)
 
 
-def _fail(message: str, code: int = WRONG_INPUT) -> NoReturn:
-    line = Text.assemble(("error: ", "bold red"), " ".join(message.split()))
-    errors.print(line)
-    sys.exit(code)
+def usage_message(error: Any) -> str | None:
+    """Return what is wrong with a command line and what to type, or None if ``error`` is not an error of typer.
+
+    Some versions of typer contain a copy of click, so errors of click are recognised by their attributes and not by
+    their class.
+    """
+    if not hasattr(error, "format_message"):
+        return None
+    context: Any = getattr(error, "ctx", None)
+    param: Any = getattr(error, "param", None)
+    message = error.format_message().strip()
+    if param is not None and message.startswith("Missing"):
+        required = [(param.opts[0], param.metavar) for param in context.command.params if param.required]
+        words = [f"{name} {value}" if name.startswith("-") else value for name, value in required]
+        return f"{parameter_name(param)} is missing; type: {' '.join([context.command_path, *words])}"
+    if param is not None:
+        message = error.message.removeprefix("Value error, ")
+        return f"{parameter_name(param)}: {message[:1].lower()}{message[1:]}"
+    message = f"{message[:1].lower()}{message[1:]}".rstrip(".")
+    if context is None or "Did you mean" in message or "Possible options" in message:
+        return message
+    return f"{message}; type: {context.command_path} --help"
+
+
+def parameter_name(param: Any) -> str:
+    """Return an option as it is typed, such as ``--output/-o``, or the name of an argument in ``--help``."""
+    names = [*param.opts, *param.secondary_opts]
+    return "/".join(names) if names[0].startswith("-") else str(param.metavar or param.name.upper())

@@ -1,79 +1,79 @@
-"""Define the commands ``leaven check coordinates``, ``gradients`` and ``memory``. The other checks are in
-check_runs.py."""
+"""Define the commands of ``leaven check``. The options that they share are in check_options.py."""
 
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.check_options import (
-    OutputOption,
-    SeedsOption,
-    SourceOption,
-    SubjectArgument,
-    finish,
-    is_factory,
-    numbers,
-    prepare_text,
-    read_subject,
+from leaven.cli.check_options import RecipeRunOptions, RunOptions, SizeOptions, with_options
+from leaven.cli.common import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    group,
+    list_option,
+    load_recipe,
+    number_above_0,
+    parsed_option,
+    print_document,
 )
-from leaven.cli.check_runs import COMMANDS
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, group, load_recipe, print_document
-from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import read_text, write_recipe
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.rules import RULES
 from leaven.views.terminal.checks import memory_screen
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.verification.size_check import SizeCheck
+    from leaven.verification.model_instance import RunScale
 
 app = group()
 
-WidthsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIST", help="Widths of the models, separated by commas.", show_default="64,128,256,512 or similar"
-    ),
-]
-DepthsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="LIST", help="Numbers of layers of the models, separated by commas.", show_default="2,4,8,16"
-    ),
-]
+
+def _scale(text: str) -> "RunScale":
+    from leaven.verification.model_instance import RunScale
+
+    width, _, depth = text.strip().partition("x")
+    if not (width.isdigit() and depth.isdigit() and int(width) and int(depth)):
+        raise InputError(f"{text} is not a size; give WIDTHxDEPTH, e.g. 64x4")
+    return RunScale(int(width), int(depth))
+
+
 FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this number.")]
-BatchOption = Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")]
-AlphaOption = Annotated[
-    float | None,
-    typer.Option(min=0.5, max=1, help="For module:factory: the rule's exponent alpha.", show_default="1"),
+SCALES = "Sizes as WIDTHxDEPTH, separated by commas; the first is the base."
+ScalesOption = Annotated[Any, list_option(_scale, SCALES)]
+ScaleOption = Annotated[
+    Any, parsed_option(_scale, "WIDTHxDEPTH", "Size of the model as WIDTHxDEPTH, e.g. 64x4.", "the recipe's")
 ]
-HeadsOption = Annotated[
-    bool, typer.Option("--grow-heads", help="Widen the model with larger heads instead of more heads.")
+LrsOption = Annotated[
+    Any,
+    list_option(
+        number_above_0,
+        "Learning rates to try, at the base size, separated by commas. For module:factory: multiples of its lr.",
+        "1/4 to 4 times the recipe's",
+    ),
+]
+DurationsOption = Annotated[
+    Any, list_option(number_above_0, "Lengths of runs as multiples of the recipe's length, separated by commas.")
+]
+BatchesOption = Annotated[
+    Any, list_option(number_above_0, "Batch sizes, as multiples of the recipe's, separated by commas.")
 ]
 
 
 @app.command()
+@with_options(SizeOptions)
 def coordinates(
-    subject: SubjectArgument,
-    widths: WidthsOption = None,
-    depths: DepthsOption = None,
+    options: SizeOptions,
     steps: Annotated[
         int,
         typer.Option(
             min=1, help="Number of training steps, all on the same batch. With more than 3, the limits are wider."
         ),
     ] = 3,
-    seeds: SeedsOption = 3,
     lr_factor: FactorOption = 1.0,
-    batch_tokens: BatchOption = None,
-    source: SourceOption = None,
-    alpha: AlphaOption = None,
-    grow_heads: HeadsOption = False,
-    output: OutputOption = None,
-    overrides: SetOption = None,
-    json_output: JsonOption = False,
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
@@ -83,36 +83,23 @@ def coordinates(
     """
     from leaven.verification.coordinates import CoordinateCheck
 
-    models = {"batch_tokens": batch_tokens, "source": source, "alpha": alpha, "grow_heads": grow_heads}
-    options = models | {"steps": steps, "seeds": seeds, "lr_factor": lr_factor}
-    document = _run(CoordinateCheck, subject, overrides, widths, depths, options)
-    if document.passed and not is_factory(subject):
-        path = Path(subject)
-        following = next_commands.after_coordinates(path, load_recipe(path, overrides), overrides or ())
-        document = document.model_copy(update={"next": following})
-    finish(document, output, json_output)
+    document, recipe, following = options.train(CoordinateCheck, steps, lr_factor), options.read(), []
+    if document.passed and isinstance(recipe, Recipe):
+        following = next_commands.after_coordinates(Path(options.subject), recipe, options.overrides or ())
+    options.finish(document, following=following)
 
 
 @app.command()
+@with_options(SizeOptions)
 def gradients(
-    subject: SubjectArgument,
-    widths: WidthsOption = None,
-    depths: DepthsOption = None,
+    options: SizeOptions,
     steps: Annotated[
         int,
         typer.Option(
             min=1, help="Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too."
         ),
     ] = 20,
-    seeds: SeedsOption = 3,
     lr_factor: FactorOption = 0.125,
-    batch_tokens: BatchOption = None,
-    source: SourceOption = None,
-    alpha: AlphaOption = None,
-    grow_heads: HeadsOption = False,
-    output: OutputOption = None,
-    overrides: SetOption = None,
-    json_output: JsonOption = False,
 ) -> None:
     """Check that eps scales with the gradients, that every parameter is updated, and that the rule's values are
     exact.
@@ -122,10 +109,7 @@ def gradients(
     """
     from leaven.verification.gradients import GradientCheck
 
-    models = {"batch_tokens": batch_tokens, "source": source, "alpha": alpha, "grow_heads": grow_heads}
-    options = models | {"steps": steps, "seeds": seeds, "lr_factor": lr_factor}
-    document = _run(GradientCheck, subject, overrides, widths, depths, options)
-    finish(document, output, json_output)
+    options.finish(options.train(GradientCheck, steps, lr_factor))
 
 
 @app.command()
@@ -172,23 +156,121 @@ def memory(
         raise typer.Exit(1)
 
 
-for command in COMMANDS:
-    app.command()(command)
+@app.command()
+@with_options(RunOptions)
+def transfer(options: RunOptions, scales: ScalesOption, lrs: LrsOption = None) -> None:
+    """Check that the best lr of a small model is also the best lr of a larger model."""
+    family, _ = options.models(scales[0])
+    options.sweep("transfer", family, "lr", lrs, scales)
 
 
-def _run(
-    kind: "type[SizeCheck[Any]]",
-    subject: str,
-    overrides: list[str] | None,
-    widths: str | None,
-    depths: str | None,
-    options: dict[str, Any],
-) -> CheckDocument:
-    if not 0 < options["lr_factor"] < math.inf:
-        raise InputError(f"--lr-factor {options['lr_factor']:g} cannot be used; give a finite number above 0")
-    wide = numbers(widths, "--widths", int) if widths else ()
-    deep = numbers(depths, "--depths", int) if depths else ()
-    given = read_subject(subject, overrides, {"--source": options["source"], "--alpha": options["alpha"]})
-    check = kind.of(given, prepare_text, widths=wide, depths=deep, **options)
-    with LiveScreen() as screen:
-        return check.run(screen.counts("models"))
+@app.command()
+@with_options(RunOptions)
+def duration(
+    options: RunOptions,
+    durations: DurationsOption = "1,2,4",
+    scale: ScaleOption = None,
+    lrs: LrsOption = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.toml", help="Write a copy of the recipe with the measured token_exponent to this file."
+        ),
+    ] = None,
+) -> None:
+    """Check that the best lr changes with the length of a run as the rule says, and measure the exponent."""
+    from leaven.verification.duration import duration, measured_exponent
+    from leaven.verification.sweep import SWEPT
+
+    subject, recipe = options.subject, options.read()
+    if write is not None:
+        if not isinstance(recipe, Recipe):
+            raise InputError(
+                f"--write applies only to recipes, not to {recipe}; pass token_exponent to leaven.parametrize"
+            )
+        rule = recipe.scaling.rule
+        if "lr" not in RULES[rule].columns:
+            raise InputError(
+                f"--write needs a rule that scales with tokens, and {rule} does not; "
+                "type --set scaling.rule=complete-d-p"
+            )
+    family, size = options.models(scale)
+    grid = lrs or SWEPT["lr"].grid(family)
+    document = options.train(lambda store: duration(family, size, durations, grid, store, seeds=options.seeds))
+    measured, more = measured_exponent(document, options.run), []
+    if write is not None and measured is not None and isinstance(recipe, Recipe):
+        write_recipe(recipe.replace(measured), write, template=read_text(Path(subject)))
+        more = [f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
+    elif write is not None:
+        more = [f"{write} is not written, because no exponent with an interval was measured; see the advice above"]
+    elif measured is not None and family.rule is not None:
+        option = f"--set scaling.token_exponent={measured['scaling.token_exponent']:g}"
+        more = [f"to use the measured exponent: leaven transfer {subject} {option} --tokens TOKENS -o big.toml"]
+    options.finish(document, *more)
+
+
+@app.command()
+@with_options(RunOptions)
+def batch(
+    options: RunOptions, batches: BatchesOption = "0.5,1,2,4", scale: ScaleOption = None, lrs: LrsOption = None
+) -> None:
+    """Check that the best lr changes with the batch size as the rule says, at the same number of tokens."""
+    family, size = options.models(scale)
+    options.sweep("batch", family, "lr", lrs, [replace(size, batch=ratio) for ratio in (1.0, *batches)])
+
+
+@app.command()
+@with_options(RecipeRunOptions)
+def decay(
+    options: RecipeRunOptions,
+    scales: Annotated[Any, list_option(_scale, SCALES, "the recipe's")] = None,
+    durations: DurationsOption = "1",
+    decays: Annotated[
+        Any,
+        list_option(
+            number_above_0,
+            "Weight decays to try, at the base size, separated by commas.",
+            "1/16 to 16 times the recipe's",
+        ),
+    ] = None,
+) -> None:
+    """Check that the best weight decay of a small model is also the best for a larger model or a longer run."""
+    sizes = scales or []
+    if len(sizes) < 2 and not {*durations} - {1.0}:
+        raise InputError(
+            "there is nothing to compare; give a second size or length: --scales 64x4,128x4 or --durations 1,2,4"
+        )
+    family, base = options.models(sizes[0] if sizes else None)
+    every = [base, *sizes, *(replace(base, tokens=ratio) for ratio in durations)]
+    options.sweep("decay", family, "weight_decay", decays, every)
+
+
+@app.command()
+@with_options(RecipeRunOptions)
+def init(
+    options: RecipeRunOptions,
+    scales: ScalesOption,
+    stds: Annotated[
+        Any,
+        list_option(
+            number_above_0, "Init stds to try, at the base size, separated by commas.", "1/4 to 4 times the recipe's"
+        ),
+    ] = None,
+) -> None:
+    """Check that the best init std of a small model is also the best init std of a larger model."""
+    family, _ = options.models(scales[0])
+    options.sweep("init", family, "init_std", stds, scales)
+
+
+@app.command()
+@with_options(RunOptions)
+def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
+    """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
+
+    The rule is exact in the limit of many steps with noisy gradients. Choose small batches, and at least 200 steps
+    with the largest batch.
+    """
+    from leaven.verification.equivalence import FACTORY_TOKENS, equivalence
+
+    family, size = options.models(scale, FACTORY_TOKENS)
+    options.finish(options.train(lambda store: equivalence(family, size, batch_ratios, store, seeds=options.seeds)))

@@ -1,16 +1,30 @@
-"""Define the options of `leaven check`, and functions with which its commands read their input and print their
-result."""
+"""Define the options that commands of ``leaven check`` share, as data classes, and what is done with them."""
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from leaven.cli.common import load_recipe, print_document
+from leaven.cli.common import (
+    JsonOption,
+    SetOption,
+    count_above_0,
+    count_option,
+    exit_interrupted,
+    list_option,
+    load_recipe,
+    prepare_text,
+    print_document,
+    stop_on_signal,
+)
 from leaven.documents.checks import CheckDocument
+from leaven.planning.this_machine import cores
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 from leaven.recipe.recipe import Recipe
@@ -18,14 +32,11 @@ from leaven.views.terminal.checks import check_screen
 from leaven.views.terminal.live import LiveScreen
 
 if TYPE_CHECKING:
-    from leaven.data.tokens import TokenSet
-    from leaven.recipe.data import Data
-    from leaven.verification.model_instance import RunScale
+    from leaven.verification.foreign import ModelFamily
+    from leaven.verification.model_instance import Quantity, RunScale
+    from leaven.verification.runs import RunStore
+    from leaven.verification.size_check import SizeCheck
 
-SubjectArgument = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or module:factory for your own torch model.")
-]
-SeedsOption = Annotated[int, typer.Option(min=1, help="Number of random seeds for initialisation and data.")]
 SourceOption = Annotated[
     str | None,
     typer.Option(
@@ -35,84 +46,196 @@ SourceOption = Annotated[
         show_default="python-stdlib",
     ),
 ]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        metavar="FILE.html",
-        help="Write an HTML page with charts to this file.",
-        show_default=False,
-    ),
-]
 
 
-def numbers(text: str, option: str, kind: Callable[[str], Any]) -> list[Any]:
-    """Return the positive numbers in a list that is separated by commas."""
-    try:
-        values = [kind(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or not all(0 < value < math.inf for value in values):
-        raise InputError(
-            f"{option} {text} is not a list of positive numbers; give numbers above 0, separated by commas"
+def with_options(shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator for commands. The command line gets an option for each field of the data class ``shared``,
+    beside the command's own options. The command gets an instance of ``shared`` as its first argument."""
+    fields = inspect.signature(shared).parameters
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def parsed(**given: Any) -> None:
+            command(shared(**{name: given.pop(name) for name in fields}), **given)
+
+        _, *own = inspect.signature(command).parameters.values()
+        required = [each for each in fields.values() if each.default is each.empty]
+        every = {each.name: each for each in (*required, *own, *fields.values())}  # in the order of --help
+        options = [each.replace(kind=each.KEYWORD_ONLY) for each in every.values()]
+        parsed.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        parsed.__annotations__ = {each.name: each.annotation for each in options}
+        return parsed
+
+    return decorate
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of all checks that train models."""
+
+    subject: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or module:factory for your own torch model."),
+    ]
+    seeds: Annotated[int, typer.Option(min=1, help="Number of random seeds for initialisation and data.")] = 3
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE.html", help="Write an HTML page with charts to this file."),
+    ] = None
+    overrides: SetOption = None
+    json_output: JsonOption = False
+
+    for_factories: ClassVar[tuple[str, ...]] = ()  # fields that a recipe cannot be given with
+
+    def read(self) -> Recipe | str:
+        """Return the recipe, or the subject itself if it is ``module:factory``.
+
+        Raises:
+            InputError: if a recipe is given with an option for factories, or a factory with ``--set``.
+        """
+        if ":" in self.subject and not Path(self.subject).exists():
+            if self.overrides:
+                raise InputError(f"--set applies only to recipes, not to {self.subject}; change the factory")
+            return self.subject
+        for name in self.for_factories:
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(
+                    f"{option} applies only to module:factory; for a recipe use --set, e.g. --set data.tokens=1M"
+                )
+        return load_recipe(Path(self.subject), self.overrides)
+
+    def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
+        """Print the result of a check, write its page, and exit with code 1 if the check failed."""
+        from leaven.views.check_page import check_page
+
+        if self.output is not None:
+            write_text(self.output, check_page(document))
+            more = (f"wrote {self.output}", *more)
+        print_document(document, chain(check_screen(document), more), self.json_output, following)
+        if not document.passed:
+            raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions(CheckOptions):
+    """Options of the checks that train small models for some steps."""
+
+    widths: Annotated[
+        Any, list_option(count_above_0, "Widths of the models, separated by commas.", "64,128,256,512 or similar")
+    ] = None
+    depths: Annotated[
+        Any, list_option(count_above_0, "Numbers of layers of the models, separated by commas.", "2,4,8,16")
+    ] = None
+    batch_tokens: Annotated[int | None, typer.Option(min=1, help="Batch size in tokens.", show_default="512")] = None
+    source: SourceOption = None
+    alpha: Annotated[
+        float | None,
+        typer.Option(min=0.5, max=1, help="For module:factory: the rule's exponent alpha.", show_default="1"),
+    ] = None
+    grow_heads: Annotated[
+        bool, typer.Option("--grow-heads", help="Widen the model with larger heads instead of more heads.")
+    ] = False
+    for_factories = ("source", "alpha")
+
+    def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
+        """Train the small models and return the result of the check."""
+        if not 0 < lr_factor < math.inf:
+            raise InputError(f"--lr-factor {lr_factor:g} cannot be used; give a finite number above 0")
+        check = kind.of(
+            self.read(),
+            prepare_text,
+            widths=self.widths or (),
+            depths=self.depths or (),
+            batch_tokens=self.batch_tokens,
+            source=self.source,
+            alpha=self.alpha,
+            grow_heads=self.grow_heads,
+            steps=steps,
+            seeds=self.seeds,
+            lr_factor=lr_factor,
         )
-    return values
+        with LiveScreen() as screen:
+            return check.run(screen.counts("models"))
 
 
-def scale_of(text: str, option: str) -> "RunScale":
-    """Return the model size that a text WIDTHxDEPTH gives."""
-    from leaven.verification.model_instance import RunScale
+@dataclass(frozen=True, kw_only=True)
+class RecipeRunOptions(CheckOptions):
+    """Options of the checks that train whole runs of a recipe."""
 
-    width, _, depth = text.strip().partition("x")
-    if not (width.isdigit() and depth.isdigit() and int(width) and int(depth)):
-        raise InputError(f"{option} {text} is not a size; give WIDTHxDEPTH, e.g. 64x4")
-    return RunScale(int(width), int(depth))
+    run: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="The folder for the training runs. Run the same command again to resume them."
+        ),
+    ]
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of worker processes, each with one thread.", show_default="one per core"),
+    ] = None
+
+    def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
+        """Return the models, and the scale to train them at: ``scale``, or by default the scale of the recipe."""
+        from leaven.verification.model_instance import RunScale
+        from leaven.verification.recipe_family import recipe_models
+
+        recipe = self.read()
+        if isinstance(recipe, str):
+            raise InputError(f"this check changes values that {recipe} does not state; give a recipe file")
+        return recipe_models(recipe, prepare_text), scale or RunScale(recipe.model.d_model, recipe.model.n_layers)
+
+    def sweep(
+        self,
+        check: str,
+        family: "ModelFamily",
+        quantity: "Quantity",
+        values: Sequence[float] | None,
+        scales: "Sequence[RunScale]",
+    ) -> None:
+        """Run a check that trains a grid of values at several scales, and print its result."""
+        from leaven.verification.sweep import SWEPT, sweep
+
+        grid = values or SWEPT[quantity].grid(family)
+        self.finish(
+            self.train(lambda store: sweep(check, family, quantity, scales, grid, store=store, seeds=self.seeds)[0])
+        )
+
+    def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
+        """Return the result of a check that trains whole runs. Ctrl-C stops it, and the same command resumes it."""
+        from leaven.verification.runs import ChecksStopped, RunStore
+
+        with (
+            stop_on_signal() as stop,
+            LiveScreen() as screen,
+            RunStore(self.run, self.workers or cores(), screen.counts("runs"), stop) as store,
+        ):
+            try:
+                return store.keep(check(store))
+            except ChecksStopped as stopped:
+                exit_interrupted(f"stopped: {stopped}; run the same command again to resume from {self.run}")
 
 
-def is_factory(subject: str) -> bool:
-    """Return whether ``subject`` is ``module:factory`` and not a recipe file."""
-    return ":" in subject and not Path(subject).exists()
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RecipeRunOptions):
+    """Options of the checks that train whole runs of a recipe or of a user's own model."""
 
+    tokens: Annotated[
+        int | None, count_option("For module:factory: length of a run in tokens.", "131,072; for equivalence 524,288")
+    ] = None
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="For module:factory: batch size in tokens.", show_default="512")
+    ] = None
+    source: SourceOption = None
+    for_factories = ("tokens", "batch_tokens", "source")
 
-def read_subject(subject: str, overrides: list[str] | None, factory_options: dict[str, object]) -> Recipe | str:
-    """Read the recipe that ``subject`` names, or return ``subject`` unchanged if it is ``module:factory``.
+    def models(self, scale: "RunScale | None", default_tokens: int | None = None) -> "tuple[ModelFamily, RunScale]":
+        from leaven.verification.foreign import foreign
 
-    Raises:
-        InputError: if a recipe is given with options that are only for factories, or a factory is given with
-            ``--set``.
-    """
-    if is_factory(subject):
-        if overrides:
-            raise InputError(f"--set applies only to recipes, not to {subject}; change the factory")
-        return subject
-    for option, value in factory_options.items():
-        if value is not None:
-            raise InputError(
-                f"{option} applies only to module:factory; for a recipe use --set, e.g. --set data.tokens=1M"
-            )
-    return load_recipe(Path(subject), overrides)
-
-
-def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Tokenise text with a progress bar, or read its tokens from the cache."""
-    from leaven.data.tokens import prepare
-
-    with LiveScreen() as screen:
-        tokens = prepare(data, vocab_size, progress=screen.text)
-        screen.notes(tokens)
-    return tokens
-
-
-def finish(document: CheckDocument, output: Path | None, json_output: bool, following: str | None = None) -> None:
-    """Print the result of a check and the ``following`` command, and write a page about it. Exit with code 1 if the
-    check failed."""
-    from leaven.views.check_page import check_page
-
-    if output is not None:
-        write_text(output, check_page(document))
-    more = [f"wrote {output}"] if output is not None else []
-    more += [following] if following else []
-    print_document(document, chain(check_screen(document), more), json_output)
-    if not document.passed:
-        raise typer.Exit(1)
+        read = self.read()
+        if isinstance(read, Recipe):
+            return super().models(scale)
+        if scale is None:
+            raise InputError(f"{read} has no default size; give the size of the model, e.g. --scale 64x4")
+        tokens = self.tokens or default_tokens
+        family = foreign(read, scale, prepare_text, source=self.source, batch_tokens=self.batch_tokens, tokens=tokens)
+        return family, scale

@@ -1,20 +1,22 @@
 """Define what several verbs share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
 
 import json
+import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import RenderableType
 
 from leaven.catalogue.runs import FOLDER as RUNS
+from leaven.cli import INTERRUPTED, parameter_name
 from leaven.documents import Document
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, read_recipe
@@ -22,10 +24,12 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import parse_quantity
 from leaven.views.terminal.console import console, errors, next_lines
 
-RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)]
-RunArgument = Annotated[
-    Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.", show_default=False)
-]
+if TYPE_CHECKING:
+    from leaven.data.tokens import TokenSet
+    from leaven.recipe.data import Data
+
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="The run folder that leaven train wrote.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,11 +38,20 @@ SetOption = Annotated[
         help="Override a value of the recipe, e.g. --set hyperparameters.lr=0.002. Repeatable.",
     ),
 ]
+ShareOption = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        max=1,
+        metavar="SHARE",
+        help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
 def device_option(default: str) -> Any:
-    """An option for the device. ``default``: in words, where none is chosen."""
+    """Return an option for the device. ``default`` describes the device that is used if none is chosen."""
     return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",
@@ -51,17 +64,44 @@ def device_option(default: str) -> Any:
 DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
-def count_option(help: str, default: str | bool = False) -> Any:
-    """Return an option for a count, for example 7B, 64k or 32_768. ``default`` describes a default that is not a
-    fixed number."""
-    return typer.Option(parser=_count, metavar="COUNT", help=help, show_default=default)
+def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
+    """Return an option whose value is ``parse(text)``. ``parse`` raises InputError. ``default`` describes a default
+    that is not a fixed value."""
+
+    def parser(text: str) -> Any:
+        try:
+            return parse(text)
+        except InputError as error:  # typer would rewrite the message of a ValueError
+            raise typer.BadParameter(str(error)) from None
+
+    return typer.Option(parser=parser, metavar=metavar, help=help, show_default=default)
 
 
-def _count(text: str) -> int:
+def list_option(parse: Callable[[str], Any], help: str, default: str | bool = True, metavar: str = "LIST") -> Any:
+    """Return an option for values that are separated by commas. ``parse`` reads one value."""
+    return parsed_option(lambda text: [parse(part) for part in text.split(",")], metavar, help, default)
+
+
+def number_above_0(text: str) -> float:
     try:
-        return parse_quantity(text)
-    except InputError as error:  # typer would rewrite the message of a ValueError
-        raise typer.BadParameter(str(error)) from None
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise InputError(f"{text!r} is not a number above 0")
+    return value
+
+
+def count_above_0(text: str) -> int:
+    count = parse_quantity(text)
+    if count < 1:
+        raise InputError(f"{text} is not above 0; give 1 or more")
+    return count
+
+
+def count_option(help: str, default: str | bool = True, parse: Callable[[str], int] = count_above_0) -> Any:
+    """Return an option for a count, for example 7B, 64k or 32_768."""
+    return parsed_option(parse, "COUNT", help, default)
 
 
 TokensOption = Annotated[
@@ -70,11 +110,24 @@ TokensOption = Annotated[
 ]
 
 
-def require_alone(what: str, others: Mapping[str, object]) -> None:
-    """Raise InputError if the option ``what`` was given together with one of ``others``, which are values by name."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise InputError(f"{what} cannot be combined with {given[0]}; leave {given[0]} out")
+def require_alone(context: typer.Context, option: str, others: str) -> None:
+    """Raise InputError if one of ``others``, names of parameters, was typed together with ``option``."""
+    for param in context.command.params:
+        source = context.get_parameter_source(str(param.name))
+        if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"{option} cannot be combined with {parameter_name(param)}; leave one of them out")
+
+
+def require_new(path: Path, force: bool | None = None) -> None:
+    """Raise InputError if a path is a folder, or a file that must not be overwritten.
+
+    ``force`` is the value of ``--force``, or None for a command without this option.
+    """
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file")
+    if path.exists() and not force:
+        overwrite = "" if force is None else ", or add --force to overwrite it"
+        raise InputError(f"{path} exists; give another name{overwrite}")
 
 
 def recipe_name(file: Path, default: str) -> str:
@@ -106,12 +159,18 @@ def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
 
 
 def print_document(
-    document: Document | Sequence[Document], screen: Iterable[RenderableType], json_output: bool
+    document: Document | Sequence[Document],
+    screen: Iterable[RenderableType],
+    json_output: bool,
+    following: Sequence[str] = (),
 ) -> None:
     """Print a document as JSON, or print its screen and then the commands to type next.
 
-    In JSON, infinite numbers and NaN become null.
+    ``following`` are these commands, if the document does not have them yet. In JSON, infinite numbers and NaN become
+    null.
     """
+    if following and isinstance(document, Document):
+        document = document.model_copy(update={"next": list(following)})
     if json_output:
         data = document.dump() if isinstance(document, Document) else [each.dump() for each in document]
         typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
@@ -140,13 +199,18 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def prepare_tokens(recipe: Recipe) -> Any:
-    """Call :func:`leaven.data.tokens.prepare` with a progress bar: tokenise a recipe's text, or read its tokens from
-    the cache."""
+def exit_interrupted(message: str) -> NoReturn:
+    """Print why the command has stopped, and exit with the code that says that it can be run again."""
+    errors.print(message)
+    raise typer.Exit(INTERRUPTED)
+
+
+def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
+    """Tokenise text with a progress bar, or read its tokens from the cache."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 
     with LiveScreen() as screen:
-        tokens = prepare(recipe.data, recipe.model.vocab_size, progress=screen.text)
+        tokens = prepare(data, vocab_size, progress=screen.text)
         screen.notes(tokens)
     return tokens

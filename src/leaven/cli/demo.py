@@ -1,22 +1,19 @@
 """Define the command ``leaven demo``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from leaven.cli.common import JsonOption, device_option, print_document, stop_on_signal
+from leaven.cli.common import JsonOption, device_option, exit_interrupted, print_document, stop_on_signal
+from leaven.planning.this_machine import cores
 from leaven.recipe.errors import InputError
-from leaven.views.terminal.console import errors
-
-app = typer.Typer(add_completion=False)
 
 
-@app.command()
 def demo(
     run: Annotated[Path, typer.Option(help="The folder to write everything to.")] = Path("runs/demo"),
     size: Annotated[
-        str | None,
+        Literal["full", "quick"] | None,
         typer.Option(
             help="full: about five minutes on two slow cores. quick: one minute, fewer widths.",
             show_default="full, or quick where full takes more than ten minutes",
@@ -34,22 +31,18 @@ def demo(
         int | None,
         typer.Option(min=1, help="Processes; the losses do not depend on them.", show_default="one per core"),
     ] = None,
-    device: Annotated[str | None, device_option("cpu: the same losses on every machine")] = None,
+    device: Annotated[str, device_option("cpu: the same losses on every machine")] = "cpu",
     json_output: JsonOption = False,
 ) -> None:
-    from leaven.demo.demo import SIZES, Demo, DemoStopped
-    from leaven.planning.this_machine import cores
+    from leaven.demo import run_demo
+    from leaven.verification.runs import ChecksStopped
     from leaven.views.terminal.demo import demo_summary
 
     if quick and size not in {None, "quick"}:
         raise InputError(f"--quick contradicts --size {size}; give one of them")
-    size = "quick" if quick else size
-    if size not in {None, *SIZES}:
-        raise InputError(f"--size {size} does not exist; choose from {', '.join(SIZES)}")
     with stop_on_signal() as stop:
         try:
-            made = Demo(run, size, source, workers or cores(), stop).run()
-        except DemoStopped:
-            errors.print(f"stopped; run it again to resume ({run})")
-            raise typer.Exit(75) from None
-    print_document(made, demo_summary(made), json_output)
+            document = run_demo(run, "quick" if quick else size, source, workers or cores(), stop)
+        except ChecksStopped:
+            exit_interrupted(f"stopped; run it again to resume ({run})")
+    print_document(document, demo_summary(document), json_output)

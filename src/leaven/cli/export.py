@@ -1,7 +1,7 @@
 """Define the commands ``leaven export weights`` and ``leaven export config``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,11 +27,13 @@ app = group()
 @app.command()
 def weights(
     run: RunArgument,
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.", show_default=False)
-    ],
-    to: Annotated[str, typer.Option(help="The format to write. Only huggingface is supported.")] = "huggingface",
-    dtype: Annotated[str, typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")] = "fp32",
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write; it must be new or empty.")],
+    to: Annotated[
+        Literal["huggingface"], typer.Option(help="The format to write. Only huggingface is supported.")
+    ] = "huggingface",
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"], typer.Option(help="Number format of the weights: fp32, bf16 or fp16.")
+    ] = "fp32",
     data_license: Annotated[
         str | None,
         typer.Option(
@@ -47,14 +49,10 @@ def weights(
     """
     from leaven.interop.architectures import holding
     from leaven.interop.model_card import model_card
-    from leaven.interop.weights import DTYPES, write_huggingface
+    from leaven.interop.weights import write_huggingface
     from leaven.training.load import load_run
     from leaven.training.run_folder import RunFolder
 
-    if to != "huggingface":
-        raise InputError(f"--to {to} is not supported; type --to huggingface")
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype} is not supported; choose from {', '.join(DTYPES)}")
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
     there = RunFolder(run.expanduser())
@@ -94,7 +92,6 @@ def config(
         typer.Option(
             metavar="TARGET",
             help="The training code: megatron, torchtitan, deepspeed, nanotron, transformers or litgpt.",
-            show_default=False,
         ),
     ],
     output: Annotated[

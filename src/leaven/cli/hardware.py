@@ -9,17 +9,13 @@ from leaven.planning.accelerators import accelerators
 from leaven.planning.hardware import find_accelerator, parse_cluster
 from leaven.views.terminal.hardware import accelerator_screen, accelerators_screen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def hardware(
     name: Annotated[
         str | None,
         typer.Argument(
             metavar="NAME",
             help="Show only this accelerator and its sources, e.g. H100-80GB, or cpu for this machine.",
-            show_default=False,
         ),
     ] = None,
     json_output: JsonOption = False,

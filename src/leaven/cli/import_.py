@@ -1,14 +1,13 @@
 """Define the command ``leaven import config``."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, group, print_document, recipe_name
+from leaven.cli.common import JsonOption, group, print_document, recipe_name, require_new
 from leaven.documents.runs import ImportDocument
-from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, render, write_recipe
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.files import wrote
@@ -23,14 +22,11 @@ def config(
         typer.Argument(
             metavar="FILE",
             help="For megatron, a script or a list of flags. For transformers, config.json or its folder.",
-            show_default=False,
         ),
     ],
     source: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="SOURCE", help="The format of FILE: transformers or megatron.", show_default=False
-        ),
+        Literal["transformers", "megatron"],
+        typer.Option("--from", metavar="SOURCE", help="The format of FILE: transformers or megatron."),
     ],
     output: Annotated[
         Path | None,
@@ -38,12 +34,7 @@ def config(
     ] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of processes of the run, which the file does not contain.",
-            show_default=False,
-        ),
+        typer.Option(min=1, metavar="N", help="Number of processes of the run, which the file does not contain."),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -53,10 +44,8 @@ def config(
     """
     from leaven.interop.configs import from_megatron, from_transformers
 
-    if source not in next_commands.IMPORTED:
-        raise InputError(f"--from {source} is not supported; choose from {', '.join(next_commands.IMPORTED)}")
-    if output is not None and output.exists():
-        raise InputError(f"{output} exists; give another name with -o")
+    if output is not None:
+        require_new(output)
     name = recipe_name(output or file.resolve(), "imported")
     if source == "megatron":
         found = from_megatron.read(read_text(file), str(file), name, ranks)
@@ -69,7 +58,7 @@ def config(
         unknown=found.unknown,
         unread=found.unread,
         recipe=found.recipe.model_dump(mode="json"),
-        next=next_commands.after_import(output, found.recipe),
+        next=next_commands.after_writing(output, found.recipe, found.recipe.name),
     )
     if output is not None or json_output:
         screen = [] if output is None else [wrote(output, found.recipe)]

@@ -10,11 +10,9 @@ from leaven.documents.catalogue import LawRow
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.laws import laws_screen, optimum_screen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def laws(
+    context: typer.Context,
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 7B.")] = None,
     tokens: Annotated[int | None, count_option("Length of the run in tokens, e.g. 2T.")] = None,
     params_non_embedding: Annotated[
@@ -38,23 +36,15 @@ def laws(
     """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's three approaches and later
     laws."""
     if flops is not None:
-        others = {"--params": params, "--tokens": tokens, "--batch-tokens": batch_tokens}
-        require_alone("--flops", others | {"--params-non-embedding": params_non_embedding})
+        require_alone(context, "--flops", "params tokens batch_tokens params_non_embedding")
         sizes = compute_optimal(flops)
         print_document(sizes, optimum_screen(sizes), json_output)
         return
-    for name, value in (("--params", params), ("--tokens", tokens)):
-        if value is None:
-            raise InputError(f"{name} is missing; type: leaven laws --params COUNT --tokens COUNT")
-    if batch_tokens is not None and batch_tokens <= 0:
-        raise InputError(f"--batch-tokens {batch_tokens} is not positive; give at least 1")
-    assert params is not None
-    assert tokens is not None
-    if params_non_embedding is not None and not 0 < params_non_embedding <= params:
-        raise InputError(
-            f"--params-non-embedding {params_non_embedding:,} is out of range; give at least 1 and at most "
-            f"--params ({params:,})"
-        )
+    if params is None or tokens is None:
+        missing = "--params" if params is None else "--tokens"
+        raise InputError(f"{missing} is missing; type: leaven laws --params COUNT --tokens COUNT")
+    if params_non_embedding is not None and params_non_embedding > params:
+        raise InputError(f"--params-non-embedding {params_non_embedding:,} is above --params {params:,}")
     rows = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     if batch_tokens is not None:
         rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]

@@ -7,7 +7,16 @@ import typer
 
 from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, count_option, print_document, recipe_name, require_alone
+from leaven.cli.common import (
+    JsonOption,
+    count_above_0,
+    count_option,
+    parsed_option,
+    print_document,
+    recipe_name,
+    require_alone,
+    require_new,
+)
 from leaven.data.sources import estimated_tokens
 from leaven.documents.planning import AdoptedRecipe
 from leaven.planning.budget import size_for_time
@@ -16,22 +25,17 @@ from leaven.planning.start import start
 from leaven.planning.this_machine import gpus_here
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_recipe
-from leaven.recipe.units import parse_quantity
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.files import adopted, derived
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def new(
+    context: typer.Context,
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT.toml",
-            help="The recipe file to write. The proxy recipe is written to OUT-proxy.toml.",
-            show_default=False,
+            metavar="OUT.toml", help="The recipe file to write. The proxy recipe is written to OUT-proxy.toml."
         ),
     ],
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
@@ -44,15 +48,15 @@ def new(
             metavar="TIME",
             help="Instead of --params and --tokens: choose both for this training time, e.g. 3h or 2d, on --gpus. "
             "Without --gpus: on this machine's processor.",
-            show_default=False,
         ),
     ] = None,
     proxy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COUNT",
-            help="Size of the proxy model, e.g. 50M, or none to write no proxy recipe.",
-            show_default="chosen by published evidence and cost",
+        int | None,
+        parsed_option(
+            lambda text: 0 if text == "none" else count_above_0(text),
+            "COUNT",
+            "Size of the proxy model, e.g. 50M, or none to write no proxy recipe.",
+            "chosen by published evidence and cost",
         ),
     ] = None,
     from_run: Annotated[
@@ -62,21 +66,17 @@ def new(
             metavar="ID",
             help="Copy the values of this published run (see leaven recipes list), and without --params also its "
             "size and length.",
-            show_default=False,
         ),
     ] = None,
     gpus: Annotated[
         str | None,
-        typer.Option(
-            metavar="COUNTxNAME", help="Choose the layout for this cluster, e.g. 8xH100-80GB.", show_default=False
-        ),
+        typer.Option(metavar="COUNTxNAME", help="Choose the layout for this cluster, e.g. 8xH100-80GB."),
     ] = None,
     from_weights: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
             help="Continue training this model in Hugging Face format, instead of choosing a new shape.",
-            show_default=False,
         ),
     ] = None,
     source: Annotated[
@@ -92,14 +92,9 @@ def new(
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
-    if output.is_dir():
-        raise InputError(f"{output} is a folder; give the name of a file, for example {output / 'mine.toml'}")
-    proxy_output = output.with_stem(f"{output.stem}-proxy")
-    for file in (output, proxy_output):
-        if file.exists() and not (force and file.is_file()):
-            raise InputError(f"{file} exists; give another name, or add --force to overwrite it")
-    if not output.parent.is_dir():
-        raise InputError(f"the folder {output.parent} of {output} does not exist; create it, or give another name")
+    require_new(output, force)
+    proxy_output = next_commands.beside(output, next_commands.PROXY)
+    require_new(proxy_output, force)
     if output.stem.endswith((next_commands.PROXY, next_commands.TUNED)):
         raise InputError(
             f"{output}: names ending in -proxy and -tuned are reserved for the recipes derived from OUT.toml; "
@@ -107,52 +102,19 @@ def new(
         )
     name = recipe_name(output, "new")
     if from_weights is not None:
-        shape = {"--params": params, "--time": time, "--proxy": proxy, "--from": from_run, "--gpus": gpus}
-        require_alone("--from-weights", shape | {"--vocab": vocab, "--seq-len": seq_len})
+        require_alone(context, "--from-weights", "params time proxy from_run gpus vocab seq_len")
         _require_no_proxy(proxy_output)
-        _adopted(output, name, from_weights, tokens, source, json_output)
+        _adopt(output, name, from_weights, tokens, source, json_output)
         return
     cluster = parse_cluster(gpus) if gpus else None
     text_tokens = None if source == "python-stdlib" else estimated_tokens(source)
     fit = None
     if time is not None:
-        require_alone("--time", {"--params": params, "--tokens": tokens, "--from": from_run})
+        require_alone(context, "--time", "params tokens from_run")
         if cluster is None and gpus_here():
             raise InputError("--gpus is missing; name this machine's GPUs, for example --gpus 1xRTX-4090")
         machine = cluster or parse_cluster("cpu")
         params, tokens, fit = size_for_time(machine, time, text_tokens, vocab=vocab, seq_len=seq_len)
-    params, tokens = _size(params, tokens, from_run)
-    started = start(
-        StarterRequest(
-            name,
-            params,
-            tokens,
-            source=source,
-            vocab=vocab,
-            seq_len=seq_len,
-            reference=from_run,
-            gpus=cluster.gpus if cluster else 1,
-            proxy=_proxy_params(proxy),
-            text_tokens=text_tokens,
-        ),
-        cluster,
-    )
-    warn(each.message for each in warnings(started.target))
-    if started.proxy is None:
-        _require_no_proxy(proxy_output)
-    files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
-    for file, recipe in files:
-        write_recipe(recipe, file)
-    following = next_commands.road(output, started.proxy, started.target, cluster)
-    if fit is not None:
-        first = next_commands.plan_of_new(output, cluster)
-        following = [first, *(each for each in following if each != first)]
-    document = started.document(output, proxy_output, following).model_copy(update={"fit": fit})
-    print_document(document, derived(document, files), json_output)
-
-
-def _size(params: int | None, tokens: int | None, from_run: str | None) -> tuple[int, int]:
-    """Return parameters and tokens as given, or those of the published run."""
     if from_run is not None and params is None:
         reference = find_reference(from_run)
         params, tokens = reference.params_total, tokens or reference.tokens
@@ -160,7 +122,31 @@ def _size(params: int | None, tokens: int | None, from_run: str | None) -> tuple
         raise InputError("no size is given; type --params COUNT --tokens COUNT, --time TIME or --from-weights DIR")
     if tokens is None:
         raise InputError(f"--tokens is missing; for 20 tokens per parameter type --tokens {20 * params}")
-    return params, tokens
+    request = StarterRequest(
+        name,
+        params,
+        tokens,
+        source=source,
+        vocab=vocab,
+        seq_len=seq_len,
+        reference=from_run,
+        gpus=cluster.gpus if cluster else 1,
+        proxy=proxy,
+        text_tokens=text_tokens,
+    )
+    started = start(request, cluster)
+    warn(each.message for each in warnings(started.target))
+    if started.proxy is None:
+        _require_no_proxy(proxy_output)
+    files = [(output, started.target)] + ([(proxy_output, started.proxy)] if started.proxy else [])
+    for file, recipe in files:
+        write_recipe(recipe, file)
+    following = next_commands.after_new(output, started.proxy, started.target, cluster)
+    if fit is not None:
+        first = next_commands.plan_of_new(output, cluster)
+        following = [first, *(each for each in following if each != first)]
+    document = started.document(output, proxy_output, following).model_copy(update={"fit": fit})
+    print_document(document, derived(document, files), json_output)
 
 
 def _require_no_proxy(path: Path) -> None:
@@ -169,19 +155,7 @@ def _require_no_proxy(path: Path) -> None:
         raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 
 
-def _proxy_params(text: str | None) -> int | None:
-    """Return the size of the proxy in parameters, None if leaven chooses it, or 0 for no proxy."""
-    if text is None:
-        return None
-    if text == "none":
-        return 0
-    size = parse_quantity(text)
-    if size < 1:
-        raise InputError(f"--proxy {text} is not a size; give a size, e.g. 50M, or none")
-    return size
-
-
-def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:
+def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: str, json_output: bool) -> None:
     from leaven.interop.weights import read_huggingface, recipe_from
 
     plain = read_huggingface(weights)
@@ -192,6 +166,6 @@ def _adopted(output: Path, name: str, weights: Path, tokens: int | None, source:
         architecture=plain.architecture.name,
         params=recipe.model.params,
         tokens=recipe.data.tokens,
-        next=next_commands.road(output, None, recipe),
+        next=next_commands.after_new(output, None, recipe),
     )
     print_document(document, adopted(output, recipe, weights, document.architecture), json_output)

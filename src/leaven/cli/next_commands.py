@@ -20,30 +20,28 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 
 PROXY, TUNED = "-proxy", "-tuned"
-IMPORTED = ("transformers", "megatron")  # the formats that `leaven import config` reads
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the commands after a ``recipes check`` that passed: first ``check coordinates`` for a tuned recipe, then
     the commands after that check."""
-    rule = [_line("check", "coordinates", path, *_sets(overrides))] if path.stem.endswith(TUNED) else []
-    return [*rule, *after_coordinates(path, recipe, overrides)]
+    check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
+    return [*check, *after_coordinates(path, recipe, overrides)]
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
     """Return the commands after a ``check coordinates`` that passed: tune the proxy of the recipe, or train the
     recipe if it has no proxy or a tuned recipe lies beside it."""
-    sets = _sets(overrides)
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
-        return tune(path, recipe, read_recipe(target) if target.exists() else None, sets)
+        return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
     if proxy := _proxy_to_tune(path):
-        return tune(_beside(path, PROXY), proxy, recipe)
-    return train(path, recipe, sets)
+        return tune(beside(path, PROXY), proxy, recipe)
+    return train(path, recipe, overrides)
 
 
 def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
-    return [_line("recipes", "check", path, *_sets(overrides))]
+    return [_line("recipes", "check", path, sets=overrides)]
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
@@ -51,25 +49,18 @@ def after_tune(path: Path, study: Path) -> list[str]:
     the best recipe if the target's file does not exist."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
-    look = _line("report", study, "-o", study / "report.html")
+    report = _line("report", study, "-o", study / "report.html")
     if target == path or not target.exists():
-        return [_line("recipes", "check", best), _line("train", best, "--run", _run(path.stem)), look]
-    return [_line("transfer", best, "--like", target, "-o", _free(_beside(target, TUNED))), look]
+        run = _free(Path("runs", path.stem))
+        return [_line("recipes", "check", best), _line("train", best, "--run", run), report]
+    return [_line("transfer", best, "--like", target, "-o", _free(beside(target, TUNED))), report]
 
 
-def after_transfer(output: Path | None, recipe: Recipe) -> list[str]:
-    """Return the commands after ``transfer``: check and train the new recipe, or run the same command with ``-o`` if
-    no recipe was written."""
+def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
+    """Return the commands after ``transfer`` and ``import config``: check and train the new recipe, or if no recipe
+    was written, run the same command again and write it to ``name``.toml."""
     if output is None:
-        return [again("-o", str(_free(Path(f"{recipe.name}-big.toml"))))]
-    return [_line("recipes", "check", output), *train(output, recipe)]
-
-
-def after_import(output: Path | None, recipe: Recipe) -> list[str]:
-    """Return the commands after ``import config``: check and train the new recipe, or run the same command with
-    ``-o`` if no recipe was written."""
-    if output is None:
-        return [again("-o", str(_free(Path(f"{recipe.name}.toml"))))]
+        return [again("-o", str(_free(Path(f"{name}.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
@@ -91,9 +82,8 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
     ]
     first = []
     if not overrides and (proxy := _proxy_to_tune(path)):
-        path, first = _beside(path, TUNED), _tune_and_transfer(path, proxy, recipe)
-    launch = _launch(path, how.layout.ranks, found.cluster.accelerator.node_size, _sets([*overrides, *changes]))
-    return [*first, launch]
+        path, first = beside(path, TUNED), _tune_and_transfer(path, proxy, recipe)
+    return [*first, _launch(path, [*overrides, *changes], how.layout.ranks, found.cluster.accelerator.node_size)]
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
@@ -121,19 +111,15 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
     if any(not architecture.misfits(recipe.model) for architecture in ARCHITECTURES):
-        beside = run.parent if run.name else Path("..")  # run may be "."
-        folder = _free(beside / f"{run.resolve().name}-huggingface")
+        parent = run.parent if run.name else Path("..")  # run may be "."
+        folder = _free(parent / f"{run.resolve().name}-huggingface")
         commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
     return commands
 
 
-def after_bench(path: Path, micro_batch: int) -> list[str]:
-    return [_line("train", path, "--run", _run(path.stem), "--set", f"batch.micro_batch={micro_batch}")]
-
-
-def after_ramp(path: Path, settings: Sequence[str]) -> list[str]:
-    """Return the command after ``bench --noise-from``: train with the proposed batch ramp."""
-    return [_line("train", path, "--run", _run(path.stem), *_sets(settings))]
+def after_bench(path: Path, settings: Sequence[str]) -> list[str]:
+    """Return the command after ``bench``: train with the proposed micro-batch or batch ramp."""
+    return [_launch(path, settings)]
 
 
 def after_export_weights(folder: Path) -> list[str]:
@@ -143,7 +129,7 @@ def after_export_weights(folder: Path) -> list[str]:
 def after_export_config(to: str, path: Path) -> list[str]:
     """Return the command after ``export config``: import the configuration again, if leaven can read it. It cannot
     read a configuration with the muP of Megatron-LM, because no recipe has that rule."""
-    if to not in IMPORTED:
+    if to not in ("transformers", "megatron"):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
         return []
@@ -164,18 +150,18 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
         trials, name = ("--trials", trials_worth(each)), target.name
     plan = [] if trainable_here(proxy) else [_line("plan", path, "--gpus", cluster_for(proxy))]
-    return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, *sets)]
+    return [*plan, _line("tune", path, "--study", Path("studies", name), *trials, sets=sets)]
 
 
-def road(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
+def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
     """Return all commands from ``leaven new``, which wrote a target at ``path``, to the training of the target. They
     begin with the tuning of the proxy if there is one. A target that is too large for this machine is planned on
     ``cluster``."""
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target, cluster=cluster)]
-    tuned = _beside(path, TUNED)
+    tuned = beside(path, TUNED)
     return [
-        _line("recipes", "check", _beside(path, PROXY)),
+        _line("recipes", "check", beside(path, PROXY)),
         *_tune_and_transfer(path, proxy, target),
         _line("recipes", "check", tuned),
         _line("check", "coordinates", tuned),
@@ -185,22 +171,22 @@ def road(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | No
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
     """Return the proxy beside the target at ``path``, or None if there is none or a tuned recipe is there already."""
-    proxy = _beside(path, PROXY)
-    return read_recipe(proxy) if proxy.exists() and not _beside(path, TUNED).exists() else None
+    proxy = beside(path, PROXY)
+    return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
 
 def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
     """Return the commands that tune the proxy of the target at ``path`` and write the tuned target."""
     best = Path("studies", target.name, "best.toml")
-    transfer = _line("transfer", best, "--like", path, "-o", _beside(path, TUNED))
-    return [*tune(_beside(path, PROXY), proxy, target), transfer]
+    transfer = _line("transfer", best, "--like", path, "-o", beside(path, TUNED))
+    return [*tune(beside(path, PROXY), proxy, target), transfer]
 
 
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
-        return [_launch(path, recipe.layout.ranks, gpus_here() or recipe.layout.ranks, sets)]
-    return [_line("plan", path, "--gpus", cluster or cluster_for(recipe), *sets)]
+        return [_launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
+    return [_line("plan", path, "--gpus", cluster or cluster_for(recipe), sets=sets)]
 
 
 def again(*words: str) -> str:
@@ -208,30 +194,27 @@ def again(*words: str) -> str:
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
-def _line(*words: object) -> str:
-    return shlex.join(["leaven", *map(str, words)])
+def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
+    """Return a command as it is typed. ``sets`` are the values of ``--set``."""
+    options = [word for change in sets for word in ("--set", change)]
+    return shlex.join([*start, *map(str, words), *options])
 
 
-def _launch(path: Path, ranks: int, node_size: int, sets: Sequence[str]) -> str:
-    run = _run(path.stem)
+def _launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
+    """Return the command that trains a recipe, with torchrun if it has several ranks."""
+    run = _free(Path("runs", path.stem))
     if ranks == 1:
-        return _line("train", path, "--run", run, *sets)
+        return _line("train", path, "--run", run, sets=sets)
     nodes = -(-ranks // node_size)
-    words = ["torchrun", *(("--nnodes", str(nodes)) if nodes > 1 else ()), "--nproc-per-node", str(ranks // nodes)]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"] if nodes > 1 else []
-    return shlex.join([*words, "-m", "leaven", "train", str(path), "--run-folder", str(run), *sets])
+    torchrun = ["torchrun", "--nproc-per-node", str(ranks // nodes)]
+    if nodes > 1:
+        torchrun[1:1] = ["--nnodes", str(nodes)]
+        torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500"]
+    return _line("train", path, "--run-folder", run, sets=sets, start=[*torchrun, "-m", "leaven"])
 
 
-def _sets(changes: Sequence[str]) -> list[str]:
-    return [word for change in changes for word in ("--set", change)]
-
-
-def _beside(path: Path, suffix: str) -> Path:
+def beside(path: Path, suffix: str) -> Path:
     return path.with_stem(path.stem + suffix)
-
-
-def _run(stem: str) -> Path:
-    return _free(Path("runs", stem))
 
 
 def _free(path: Path) -> Path:

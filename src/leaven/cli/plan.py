@@ -1,6 +1,5 @@
 """Define the command ``leaven plan``."""
 
-import shlex
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,16 @@ from typing import Annotated
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document, require_alone, stop_on_signal
+from leaven.cli.common import (
+    JsonOption,
+    SetOption,
+    ShareOption,
+    exit_interrupted,
+    load_recipe,
+    print_document,
+    require_alone,
+    stop_on_signal,
+)
 from leaven.planning.calibration import history as past_runs
 from leaven.planning.hardware import parse_price
 from leaven.planning.plan import ClusterPlan, plan_recipe
@@ -21,8 +29,6 @@ from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen
-
-app = typer.Typer(add_completion=False)
 
 MeasureOption = Annotated[
     bool,
@@ -38,13 +44,11 @@ HistoryOption = Annotated[
 ]
 
 
-@app.command()
 def plan(
+    context: typer.Context,
     recipe: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="RECIPE", help="A recipe file (TOML), or the id of a published run.", show_default=False
-        ),
+        typer.Argument(metavar="RECIPE", help="A recipe file (TOML), or the id of a published run."),
     ] = None,
     gpus: Annotated[
         str | None,
@@ -67,13 +71,7 @@ def plan(
             "values.",
         ),
     ] = None,
-    share: Annotated[
-        float,
-        typer.Option(
-            metavar="SHARE",
-            help="Lowest acceptable speed at the start of a batch ramp, as a share of the full speed (0 to 1).",
-        ),
-    ] = SHARE,
+    share: ShareOption = SHARE,
     price: Annotated[
         str | None,
         typer.Option(
@@ -107,26 +105,12 @@ def plan(
     json_output: JsonOption = False,
 ) -> None:
     if budget is not None:
-        require_alone(
-            "--budget",
-            {
-                "RECIPE": recipe,
-                "--gpus": gpus,
-                "--layout": layout,
-                "--explain": explain,
-                "-o": report,
-                "--share": None if share == SHARE else share,
-                "--moments": None if moments == "adam" else moments,
-                "--measure": measure or None,
-                "--no-history": None if history else True,
-                "--set": overrides or None,
-            },
-        )
+        beside = "recipe gpus layout explain share report moments measure history overrides"
+        require_alone(context, "--budget", beside)
         from leaven.planning.budget import budget as sizes_that_fit
 
         sizes = sizes_that_fit(budget, mfu=mfu, price=None if price is None else parse_price(price))
-        sizes = sizes.model_copy(update={"next": next_commands.after_budget(sizes)})
-        print_document(sizes, budget_screen(sizes), json_output)
+        print_document(sizes, budget_screen(sizes), json_output, next_commands.after_budget(sizes))
         return
     if recipe is None or gpus is None:
         missing = "RECIPE" if recipe is None else "--gpus"
@@ -138,13 +122,9 @@ def plan(
         raise InputError(
             "--mfu applies only to --budget, because the speed of a recipe is predicted; leave --mfu out"
         )
-    if not 0 < share <= 1:
-        raise InputError(
-            f"--share {share:g} is out of range; give a share of the full speed above 0 and at most 1, e.g. 0.7"
-        )
     each = None if price is None else parse_price(price)
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
-        require_alone(f"the published run {recipe}", {"--set": overrides or None, "--measure": measure or None})
+        require_alone(context, f"the published run {recipe}", "overrides measure")
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
         following = next_commands.after_plan_of_run(name, found.cluster)
     else:
@@ -152,20 +132,14 @@ def plan(
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
         following = next_commands.after_plan(recipe, read, found, overrides or ())
-    document = found.document(explain, each, share).model_copy(update={"next": following})
+    document = found.document(explain, each, share)
     screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import plan_page
 
-        options = {"--gpus": gpus, "--layout": layout, "--price": price, "--share": f"{share:g}"}
-        options |= {} if moments == "adam" else {"--moments": moments}
-        words = [word for option, given in options.items() if given is not None for word in (option, given)]
-        switches = ["--measure"] * measure + ["--no-history"] * (not history)
-        sets = [word for override in overrides or () for word in ("--set", override)]
-        command = shlex.join(["leaven", "plan", str(recipe), *words, *switches, *sets])
-        write_text(report, plan_page(found, document, name, command))
+        write_text(report, plan_page(found, document, name, next_commands.again()))
         screen = chain(screen, [f"wrote {report}"])
-    print_document(document, screen, json_output)
+    print_document(document, screen, json_output, following)
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
@@ -184,11 +158,10 @@ def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: boo
     with stop_on_signal() as stop, LiveScreen() as screen:
         found = take_steps(recipe, gpus, on_step=screen.counts("measuring"), stop=stop)
     if found is None:
-        errors.print(
+        exit_interrupted(
             "stopped before the measurement was complete; nothing is saved, so the same command starts from the "
             "beginning"
         )
-        raise typer.Exit(75)
     depth, layers = recipe.model.n_layers, " and ".join(map(str, found.layers))
     of = "" if found.layers == (depth,) else f"; the time of {depth} layers is extrapolated from {layers}"
     errors.print(

@@ -23,14 +23,9 @@ from leaven.cli.common import (
     group,
     load_recipe,
     print_document,
-    require_alone,
 )
 from leaven.documents import Document
-from leaven.documents.catalogue import (
-    DifferenceRow,
-    PublishedRunDocument,
-    RecipeCheck,
-)
+from leaven.documents.catalogue import DifferenceRow, PublishedRunDocument, RecipeCheck
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.views.terminal.catalogue import diff_screen, list_screen, nearest_screen, run_screen
@@ -65,7 +60,6 @@ def list_runs(
     csv_output: CsvOption = False,
 ) -> None:
     """List published runs and the runs that leaven has tuned itself, from the smallest to the largest."""
-    require_alone("--csv", {"--json": json_output or None} if csv_output else {})
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
     for path, ends in (("params_total", params), ("tokens", tokens)):
@@ -126,7 +120,6 @@ def nearest_runs(
     The list begins with the nearest run of each lineage, which is a group of runs that share one learning rate. The
     other runs follow.
     """
-    require_alone("--csv", {"--json": json_output or None} if csv_output else {})
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:
         params = recipe.model.params if params is None else params
@@ -189,8 +182,6 @@ def check(
     from leaven.scaling.table import parameter_table
 
     read = load_recipe(recipe, overrides)
-    if corpus_tokens is not None and corpus_tokens < 1:
-        raise InputError(f"--corpus-tokens {corpus_tokens} is not positive; give at least 1, e.g. 25B")
     found = findings(read, lambda one: parameter_table(one).rows, corpus_tokens or _text_tokens(read))
     passed = all(one.severity == "note" for one in found)
     following = next_commands.after_check(recipe, read, overrides or ()) if passed else []
@@ -228,6 +219,8 @@ def _text_tokens(recipe: Recipe) -> int | None:
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
     """Print rows as JSON, as a table or as CSV. In CSV, unknown values are empty."""
+    if csv_output and json_output:
+        raise InputError("--csv cannot be combined with --json; leave one of them out")
     if not csv_output:
         print_document(rows, screen, json_output)
     elif rows:

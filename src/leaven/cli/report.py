@@ -11,10 +11,7 @@ from leaven.documents.runs import ReportDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import write_text
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def report(
     paths: Annotated[
         list[Path] | None,
@@ -22,7 +19,6 @@ def report(
             metavar="PATH...",
             help="The folder of a run, a study, a check or a demo; or the folders of several runs, to compare them "
             "with the first.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
@@ -31,11 +27,10 @@ def report(
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
-    if catalogue and paths:
-        raise InputError(f"--catalogue and {paths[0]} cannot be combined; leave one of them out")
-    if not catalogue and not paths:
-        raise InputError("PATH is missing; give the folder of a run, a study, a check or a demo, or --catalogue")
-    if paths and len(paths) > 1:
+    if catalogue == bool(paths):
+        raise InputError("give either the folder of a run, a study, a check or a demo, or --catalogue")
+    paths = paths or []
+    if len(paths) > 1:
         from leaven.views.comparison import comparison_page
         from leaven.views.terminal.files import comparison_screen
 
@@ -43,13 +38,8 @@ def report(
         write_text(output, html)
         print_document(document, comparison_screen(document), json_output)
         return
-    if paths:
-        from leaven.views.page import folder_page
+    from leaven.views.catalogue_page import catalogue_page
+    from leaven.views.page import folder_page
 
-        html = folder_page(paths[0])
-    else:
-        from leaven.views.catalogue_page import catalogue_page
-
-        html = catalogue_page(load_runs())
-    write_text(output, html)
+    write_text(output, catalogue_page(load_runs()) if catalogue else folder_page(paths[0]))
     print_document(ReportDocument(path=str(output)), [f"wrote {output}"], json_output)

@@ -13,11 +13,8 @@ from leaven.documents.runs import SampleDocument
 from leaven.recipe.errors import InputError
 from leaven.views.terminal.console import console, errors, say_damaged
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def sample_(
+def sample(
     run: RunArgument,
     text: Annotated[str, typer.Argument(metavar="TEXT", help="The prompt to continue.")] = "",
     max_tokens: Annotated[

@@ -13,12 +13,9 @@ from leaven.cli.common import JsonOption, print_document
 from leaven.documents.runs import ServeDocument
 from leaven.recipe.errors import InputError
 
-app = typer.Typer(add_completion=False)
-
 PORT = 8421
 
 
-@app.command()
 def serve(
     folders: Annotated[
         list[Path] | None,
@@ -31,13 +28,8 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65_535, help="The port to listen at on 127.0.0.1.")] = PORT,
     json_output: JsonOption = False,
 ) -> None:
-    try:
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise InputError(
-            f"this needs the package {error.name}, which is not installed; run: pip install 'leaven[serve]'"
-        ) from None
+    import uvicorn
+
     from leaven.server.app import application
     from leaven.server.folders import find
 
@@ -47,9 +39,8 @@ def serve(
             raise InputError(f"the folder {folder} does not exist; give a folder of runs or studies")
         if next(find([root]), None) is None:
             raise InputError(
-                f"{folder} contains no run, study, check or demo; give the folder that leaven train --run, leaven "
-                "tune "
-                "--study, leaven check --run or leaven demo writes"
+                f"{folder} contains no run, study, check or demo; give the folder that leaven train --run, "
+                "leaven tune --study, leaven check --run or leaven demo writes"
             )
     token = secrets.token_urlsafe(18)
     with socket.socket() as listener:

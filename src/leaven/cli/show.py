@@ -12,23 +12,18 @@ from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
 from leaven.documents.runs import RuleDocument, ShowDocument, WorthRow
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe
+from leaven.recipe.recipe import Recipe, RuleName
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
 from leaven.scaling.tested_ranges import Caution, warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import recipe_screen, rule_table
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
 def show(
-    recipe: Annotated[
-        Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).", show_default=False)
-    ] = None,
+    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="A recipe file (TOML).")] = None,
     rule: Annotated[
-        str | None,
+        RuleName | None,
         typer.Option(metavar="NAME", help=f"Print this scaling rule instead of a recipe: {', '.join(RULES)}."),
     ] = None,
     overrides: SetOption = None,
@@ -37,8 +32,6 @@ def show(
     """Also compare the initialisation with published initialisations, and say how the optimizer applies weight
     decay."""
     if rule is not None:
-        if rule not in RULES:
-            raise InputError(f"--rule {rule} does not exist; choose from {', '.join(RULES)}")
         document = RuleDocument(**RULES[rule].document())
         print_document(document, rule_table(document), json_output)
         return

@@ -13,13 +13,15 @@ from leaven.cli.common import (
     RecipeArgument,
     SetOption,
     count_option,
+    exit_interrupted,
     load_recipe,
-    prepare_tokens,
+    prepare_text,
     print_document,
     stop_on_signal,
 )
 from leaven.planning.trainable import layout_cautions, require_trainable, resized
 from leaven.recipe.errors import InputError
+from leaven.recipe.units import parse_quantity
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import errors, warn
 from leaven.views.terminal.training import TrainScreen, advice, trained
@@ -27,11 +29,8 @@ from leaven.views.terminal.training import TrainScreen, advice, trained
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def train_(
+def train(
     recipe: RecipeArgument,
     run: Annotated[
         Path | None,
@@ -66,7 +65,10 @@ def train_(
         ),
     ] = None,
     skip_tokens: Annotated[
-        int | None, count_option("With --rewind-to: skip this number of tokens of the data after the checkpoint.")
+        int | None,
+        count_option(
+            "With --rewind-to: skip this number of tokens of the data after the checkpoint.", parse=parse_quantity
+        ),
     ] = None,
     overrides: SetOption = None,
     device: DeviceOption = None,
@@ -101,7 +103,7 @@ def train_(
     check(loaded, folder, back)
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
     with join_process_group(loaded.layout, default_device()) as group:
-        tokens = rank_zero_first(group, lambda: prepare_tokens(loaded))
+        tokens = rank_zero_first(group, lambda: prepare_text(loaded.data, loaded.model.vocab_size))
         with stop_on_signal() as stop, TrainScreen(loaded, log_every) as screen:
             try:
                 summary = train(
@@ -118,10 +120,9 @@ def train_(
             except Diverged as error:
                 errors.print(f"stopped: {error}\n{advice(folder)}")
                 raise typer.Exit(1) from None
-    following = next_commands.after_train(folder, loaded) if summary.finished else []
-    document = summary.model_copy(update={"next": following})
     if (summary.finished or json_output) and rank() == 0:
-        print_document(document, trained(document, folder), json_output)
+        following = next_commands.after_train(folder, loaded) if summary.finished else []
+        print_document(summary, trained(summary, folder), json_output, following)
     if not summary.finished:
         saved = "saved; run the same command again to resume"
         if summary.unsaved is not None:
@@ -129,8 +130,7 @@ def train_(
                 f"not saved ({summary.unsaved}); run the same command again to resume from "
                 f"{summary.saved_tokens:,} tokens"
             )
-        errors.print(f"stopped at {summary.tokens:,} tokens, {saved}")
-        raise typer.Exit(75)
+        exit_interrupted(f"stopped at {summary.tokens:,} tokens, {saved}")
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:

@@ -2,24 +2,32 @@
 
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.common import JsonOption, RecipeArgument, SetOption, count_option, load_recipe, print_document
+from leaven.cli.common import (
+    JsonOption,
+    RecipeArgument,
+    SetOption,
+    count_option,
+    load_recipe,
+    print_document,
+    require_alone,
+    require_new,
+)
 from leaven.cli.show import resolved
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text, write_recipe
 from leaven.scaling.tested_ranges import dropped, warnings
-from leaven.scaling.transfer import searched_paths, transfer, transfer_like
+from leaven.scaling.transfer import searched_paths, transfer_like
+from leaven.scaling.transfer import transfer as scaled
 from leaven.views.terminal.recipe import transfer_screen
 
-app = typer.Typer(add_completion=False)
 
-
-@app.command()
-def transfer_(
+def transfer(
+    context: typer.Context,
     recipe: RecipeArgument,
     width: Annotated[int | None, count_option("Target width (d_model).", "unchanged")] = None,
     depth: Annotated[int | None, count_option("Target number of layers.", "unchanged")] = None,
@@ -40,7 +48,6 @@ def transfer_(
             metavar="TARGET.toml",
             help="Put the tuned values into this recipe. Its shape, batch size, tokens, data and layout do not "
             "change.",
-            show_default=False,
         ),
     ] = None,
     output: Annotated[
@@ -51,28 +58,30 @@ def transfer_(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    asked = any(size is not None for size in (width, depth, batch_tokens, tokens, d_ff, d_head, kv_heads))
-    if like is None and not asked:
+    sizes: dict[str, Any] = {
+        "width": width,
+        "depth": depth,
+        "batch_tokens": batch_tokens,
+        "tokens": tokens,
+        "d_ff": d_ff,
+        "d_head": d_head,
+        "n_kv_heads": kv_heads,
+    }
+    if like is None and not any(sizes.values()):
         raise InputError(
             "no target is given; type --width, --depth, --batch-tokens or --tokens, or --like TARGET.toml"
         )
-    if like is not None and asked:
-        raise InputError("--like takes all sizes from its recipe; leave out --like or the other sizes")
+    if like is not None:
+        require_alone(context, "--like", "width depth batch_tokens tokens d_ff d_head kv_heads")
     if output is not None:
-        _require_new(output, [recipe, *([like] if like else [])], force)
+        for file in (recipe, like or recipe):
+            if output.exists() and file.exists() and output.samefile(file):
+                raise InputError(f"-o {output} is an input file; give another name")
+        require_new(output, force)
     small = load_recipe(recipe, overrides if like is None else None)
     if like is None:
         before = small
-        big = transfer(
-            small,
-            width=width,
-            depth=depth,
-            batch_tokens=batch_tokens,
-            tokens=tokens,
-            d_ff=d_ff,
-            d_head=d_head,
-            n_kv_heads=kv_heads,
-        )
+        big = scaled(small, **sizes)
     else:
         before = load_recipe(like, overrides)
         for path in (item.partition("=")[0].strip() for item in overrides or ()):
@@ -84,16 +93,6 @@ def transfer_(
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    shown = resolved(big, found, next_commands.after_transfer(output, big), worth_at(recipe, big))
+    shown = resolved(big, found, next_commands.after_writing(output, big, f"{big.name}-big"), worth_at(recipe, big))
     wrote = [f"wrote {output}"] if output is not None else []
     print_document(shown, chain(transfer_screen(shown), wrote), json_output)
-
-
-def _require_new(output: Path, inputs: list[Path], force: bool) -> None:
-    """Raise InputError if the output file exists and ``force`` is false, or if the output file is one of the
-    inputs."""
-    for path in inputs:
-        if output.exists() and path.exists() and output.samefile(path):
-            raise InputError(f"-o {output} is an input file; give another name")
-    if output.is_file() and not force:
-        raise InputError(f"-o {output} exists; give another name, or add --force to overwrite it")

@@ -1,7 +1,7 @@
 """Define the command ``leaven tune``."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,9 +11,13 @@ from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
     SetOption,
+    count_above_0,
+    exit_interrupted,
+    list_option,
     load_recipe,
-    prepare_tokens,
+    prepare_text,
     print_document,
+    require_alone,
     stop_on_signal,
 )
 from leaven.recipe.errors import InputError
@@ -23,13 +27,11 @@ from leaven.views.terminal.study import TuneScreen, answer_screen
 if TYPE_CHECKING:
     from leaven.tuning.space import Space
 
-app = typer.Typer(add_completion=False)
-
 TRIALS = 32  # the number of trials if no budget is given
 
 
-@app.command()
 def tune(
+    context: typer.Context,
     recipe: RecipeArgument,
     study: Annotated[
         str,
@@ -37,7 +39,6 @@ def tune(
             metavar="DIR_OR_URL",
             help="The folder of the study, or a database that several machines share: "
             "postgresql://USER@HOST/DATABASE or sqlite:///FILE.",
-            show_default=False,
         ),
     ],
     trials: Annotated[
@@ -77,11 +78,12 @@ def tune(
         typer.Option(min=1, hidden=True, help="Resume a study that was started with stacked trials."),
     ] = None,
     durations: Annotated[
-        str | None,
-        typer.Option(
+        Any,
+        list_option(
+            count_above_0,
+            "Train each trial for several lengths in tokens, which branch off a common trunk (only for the wsd "
+            "schedule).",
             metavar="COUNT,COUNT",
-            help="Train each trial for several lengths in tokens, which branch off a common trunk (only for the "
-            "wsd schedule).",
         ),
     ] = None,
     noise: Annotated[
@@ -95,7 +97,7 @@ def tune(
         ),
     ] = None,
     prior: Annotated[
-        str | None,
+        Literal["laws"] | None,
         typer.Option(
             metavar="laws",
             help="laws: begin from where published laws and runs expect the best values. What the trials contradict "
@@ -123,35 +125,28 @@ def tune(
     loaded = load_recipe(recipe, overrides)
 
     from leaven.planning.this_machine import cores
-    from leaven.recipe.units import parse_quantity
     from leaven.training.device import default_device
     from leaven.tuning.service.stores import StoreGone
     from leaven.tuning.service.study import Study, check_request
     from leaven.tuning.space import space as space_of
 
-    searched = _with_prior(space_of(loaded, space), prior)
-    url, folder = _place(study, out, loaded.name)
-    lengths = [parse_quantity(each) for each in durations.split(",")] if durations else []
+    searched = space_of(loaded, space)
+    if prior is not None:
+        searched = _with_laws(searched)
+    if not study:
+        raise InputError("--study is empty; give a folder, or the URL of a database")
+    url, folder = (study, out or Path("studies", loaded.name)) if "://" in study else (None, Path(study))
     if trials is None and flops is None and hours is None:
         trials = TRIALS
-    check_request(
-        loaded,
-        searched,
-        method,
-        durations=lengths,
-        trials=trials,
-        flops=flops,
-        hours=hours,
-        noise=noise,
-    )
-    on_cpu = default_device().type == "cpu"
-    workers = workers or (cores() if on_cpu else 1)
-    searched = _as_of_stacks(searched, bool(lengths)) if (stack or 1) > 1 else searched
-    tokens = prepare_tokens(loaded)
+    given: dict[str, Any] = {"durations": durations or (), "noise": noise}
+    check_request(loaded, searched, method, trials=trials, flops=flops, hours=hours, **given)
+    workers = workers or (cores() if default_device().type == "cpu" else 1)
+    if (stack or 1) > 1:
+        require_alone(context, "--stack", "durations")
+        searched = _as_of_stacks(searched)
+    tokens = prepare_text(loaded.data, loaded.model.vocab_size)
     try:
-        study_of = Study(
-            folder, loaded, searched, method, tokens, url, durations=lengths, noise=noise, from_study=from_study
-        )
+        study_of = Study(folder, loaded, searched, method, tokens, url, **given, from_study=from_study)
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")
@@ -159,27 +154,20 @@ def tune(
                 state = opened.run(trials, workers, flops=flops, hours=hours, screen=screen, stop=stop)
             interrupted = stop()
     except StoreGone as gone:
-        errors.print(str(gone))
-        raise typer.Exit(75) from None
+        exit_interrupted(str(gone))
     following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
     document = state.summary(folder / "best.toml", following)
     if json_output or following:
         print_document(document, answer_screen(state, folder, trials), json_output)
     if interrupted:
-        errors.print(f"stopped after {document.trials} trials; run the same command again to resume")
-        raise typer.Exit(75)
+        exit_interrupted(f"stopped after {document.trials} trials; run the same command again to resume")
     if state.best is None:
         errors.print(opened.nothing)
         raise typer.Exit(1)
 
 
-def _with_prior(space: "Space", prior: str | None) -> "Space":
-    """Return the space with the expectations of ``--prior``, and print them."""
-    if prior is None:
-        return space
-    if prior != "laws":
-        raise InputError(f"--prior {prior}: there is only laws")
-
+def _with_laws(space: "Space") -> "Space":
+    """Return the space with what laws and published runs expect, and print it."""
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
@@ -197,24 +185,13 @@ def _with_prior(space: "Space", prior: str | None) -> "Space":
     return informed
 
 
-def _place(study: str, out: Path | None, name: str) -> tuple[str | None, Path]:
-    """Return the URL of the study's database and the folder of the results. The URL is None if the study is a
-    folder."""
-    if not study:
-        raise InputError("--study is empty; give a folder, or the URL of a database")
-    return (study, out or Path("studies", name)) if "://" in study else (None, Path(study))
-
-
-def _as_of_stacks(space: "Space", durations: bool) -> "Space":
+def _as_of_stacks(space: "Space") -> "Space":
     """Return the search space that a study with stacked trials had. With it, the same command resumes that study."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
     errors.print(
         "--stack is obsolete, because each worker now runs one trial; set --workers to run more trials at once"
     )
-    if durations:
-        raise InputError("--stack and --durations cannot be combined; leave one out")
-    space = space.without(BATCH, "stacked trials must have the same batch size").without(
-        TOKENS, "stacked trials must have the same duration"
-    )
-    return space.without(DROPOUT, "trials with dropout cannot be stacked")
+    for path, need in ((BATCH, "the same batch size"), (TOKENS, "the same duration"), (DROPOUT, "no dropout")):
+        space = space.without(path, f"stacked trials must have {need}")
+    return space

@@ -1,0 +1,271 @@
+"""``leaven demo`` measures the loss over the learning rate at several widths.
+
+The demo trains a grid of learning rates at the base width. It trains the same grid twice at every wider width: once
+with the recipe's values copied unchanged (rule ``standard``), and once with the values moved by the scaling rule
+``complete-d-p``. Then it takes the learning rate with the lowest mean loss at the base width, and trains it at the
+widest width with more seeds, both copied and moved. The losses depend only on the recipe and the seeds. They do not
+depend on the machine's speed or on the order in which runs end.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+
+from leaven.data.tokens import TokenSet, prepare
+from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
+from leaven.recipe.errors import InputError
+from leaven.recipe.files import parse_recipe, write_recipe, write_text
+from leaven.recipe.recipe import Recipe
+from leaven.training.device import machine
+from leaven.training.engine import Training
+from leaven.training.run_folder import LOCK, locked_folder
+from leaven.tuning.algorithm.noise import t95
+from leaven.verification.model_instance import RunScale, RunSetting
+from leaven.verification.recipe_family import RecipeTrial, recipe_models
+from leaven.verification.runs import RunStore
+from leaven.views.folders import read_demo
+from leaven.views.page import folder_page
+from leaven.views.terminal.demo import DemoScreen
+
+COPIED, MOVED = "standard", "complete-d-p"  # rules
+START_SECONDS = 8.0  # to start the processes and write the page
+MOST_SECONDS = 600.0  # above this estimate the size is quick, unless one is given
+
+
+@dataclass(frozen=True)
+class Size:
+    """A preset of the demo, such as ``quick``. It sets which widths, learning rates and seeds are trained."""
+
+    widths: tuple[int, ...]  # the base first
+    lrs: tuple[float, ...]
+    seeds: int
+
+    @property
+    def grid(self) -> list["DemoPoint"]:
+        """The runs of the grid.
+
+        The base width runs every lr with all seeds, because the mean over these seeds chooses the best lr. The wider
+        widths run every lr with one seed.
+        """
+        base, *wider = self.widths
+        return [
+            *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
+            *(DemoPoint(rule, width, lr, 0) for width in wider for rule in (COPIED, MOVED) for lr in self.lrs),
+        ]
+
+    def again(self, lr: float) -> list["DemoPoint"]:
+        """Return the runs at the widest width that train ``lr`` with all seeds except seed 0, both copied and
+        moved."""
+        return [
+            DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
+        ]
+
+    @property
+    def count(self) -> int:
+        """The number of runs."""
+        return len(self.grid) + len(self.again(self.lrs[0]))
+
+
+@dataclass(frozen=True)
+class DemoPoint:
+    """One training run of a demo."""
+
+    rule: str
+    width: int
+    lr: float  # base value
+    seed: int
+
+
+SIZES = {
+    "full": Size((48, 96, 192, 384), (0.002, 0.004, 0.008, 0.016, 0.032), seeds=3),
+    "quick": Size((48, 192), (0.004, 0.008, 0.016, 0.032), seeds=3),
+}
+
+
+def run_demo(
+    folder: Path, size: str | None, source: str | None, workers: int, stop: Callable[[], bool] = lambda: False
+) -> DemoDocument:
+    """Run or resume the demo in a folder, and return its document.
+
+    The folder gets the demo's document as demo.json, the finished runs in runs/, three recipes and a page.
+
+    Args:
+        size: a key of ``SIZES``. The default is the size of an earlier call, or what this machine can do in time.
+        source: the text, as ``data.source`` in a recipe. The default is the text of an earlier call, or the recipe's.
+        workers: number of processes.
+        stop: returns true once the user asked to stop.
+
+    Raises:
+        InputError: if the folder contains something else or is in use, or the source has no text.
+        ChecksStopped: if ``stop`` returned true. Finished runs are saved, and the same call resumes the demo.
+    """
+    began, before = time.monotonic(), _earlier(folder, size, source)
+    base = base_recipe()
+    base = base.replace({"data.source": source or (before.source if before else base.data.source)})
+    with DemoScreen() as screen:
+        tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
+        document = before or _begin(base, size, tokens, workers, screen)
+        with locked_folder(folder, "demo folder"):
+            _save(document, folder)  # first, so that a demo killed in its first run is recognised
+            try:
+                count = SIZES[document.size].count
+                with RunStore(folder / "runs", workers, lambda done, _: screen.runs(done, count), stop) as store:
+                    document = _train(folder, document, base, store)
+            finally:
+                if before is None or before.result is None:
+                    seconds = document.seconds + time.monotonic() - began
+                    document = document.model_copy(update={"seconds": round(seconds, 1)})
+                _save(document, folder)
+            report = folder / "report.html"
+            write_text(report, folder_page(folder))
+    return document.model_copy(update={"report": str(report)})
+
+
+def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument | None:
+    """Return the document that an earlier call wrote into this folder, or None if there is none.
+
+    Raises:
+        InputError: if the folder contains something else, or a demo with other options.
+    """
+    if (folder / "demo.json").exists():
+        before = read_demo(folder)
+        for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
+            if given not in {None, earlier}:
+                raise InputError(f"{folder} contains a demo with {option} {earlier}; use another --run")
+        return before
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--run {folder} is a file; give a folder")
+    # A demo that was killed before it wrote demo.json leaves these files.
+    names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
+    if any(name != LOCK and not name.startswith(".demo.json.") for name in names):
+        raise InputError(f"{folder} is not empty and does not contain a demo; use another --run")
+    return None
+
+
+def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: DemoScreen) -> DemoDocument:
+    """Choose the size. Announce what the demo will train, and how long this takes on this machine."""
+    seconds = {}
+    for name, size in SIZES.items():
+        of_width = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
+        points = size.grid + size.again(size.lrs[0])
+        seconds[name] = START_SECONDS + sum(of_width[point.width] for point in points) / workers
+    chosen = given or ("full" if seconds["full"] <= MOST_SECONDS else "quick")
+    size = SIZES[chosen]
+    document = DemoDocument(
+        name="leaven demo",
+        size=chosen,
+        source=str(base.data.source),
+        tokens=base.data.tokens,
+        models=[DemoModel(width=width, params=recipe_at(base, width).model.params) for width in size.widths],
+        lrs=list(size.lrs),
+        seeds=size.seeds,
+        machine=machine(),
+        corpus=DemoCorpus(
+            source=str(base.data.source),
+            bytes=tokens.train_bytes + tokens.validation_bytes,
+            train_tokens=len(tokens.train),
+            validation_tokens=len(tokens.validation),
+            vocab_size=tokens.vocab_size,
+        ),
+        processes=workers,
+    )
+    screen.announce(document, size.count, seconds, MOST_SECONDS if given is None else None)
+    return document
+
+
+def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
+    """Train the runs that have not finished yet. Return the document with all runs and the result."""
+    size = SIZES[document.size]
+    widest = size.widths[-1]
+    at_base = _losses(_runs(store, base, size.grid), size.widths[0], MOVED)
+    lr = min(at_base, key=lambda value: statistics.fmean(at_base[value]))
+    runs = _runs(store, base, size.grid + size.again(lr))
+    base = base.replace({"hyperparameters.lr": lr})
+    write_recipe(base.replace({"name": "base"}), folder / "base.toml")
+    for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
+        wide = recipe_at(base.replace({"scaling.rule": rule}), widest)
+        write_recipe(wide.replace({"name": name}), folder / f"{name}.toml")
+    copied, moved = (_losses(runs, widest, rule)[lr] for rule in (COPIED, MOVED))
+    difference, half = paired(copied, moved)
+    result = DemoResult(
+        lr=lr,
+        width=widest,
+        base=at_base[lr],
+        copied=copied,
+        moved=moved,
+        difference=difference,
+        low=difference - half,
+        high=difference + half,
+    )
+    following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
+    return document.model_copy(update={"runs": runs, "result": result, "next": following})
+
+
+def _save(document: DemoDocument, folder: Path) -> None:
+    write_text(folder / "demo.json", json.dumps(document.dump(), indent=2) + "\n")
+
+
+def base_recipe() -> Recipe:
+    """Return the recipe of the base width."""
+    return parse_recipe(files("leaven").joinpath("demo.toml").read_text(encoding="utf-8"), "demo.toml")
+
+
+def recipe_at(base: Recipe, width: int) -> Recipe:
+    """Return the recipe transferred to a width by the scaling rule that it names."""
+    return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
+
+
+def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
+    """Return the training run of a point."""
+    family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
+    return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
+
+
+def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
+    """Estimate how many seconds a run takes in a worker process.
+
+    A worker has one thread, so the speed of a few steps is measured with one thread. A validation token is assumed to
+    take a third of the time of a training token.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        training = Training(recipe, tokens)
+        speeds = sorted(training.step().tokens_per_second for _ in range(4))
+    finally:
+        torch.set_num_threads(threads)
+    return (recipe.data.tokens + recipe.evaluation.tokens / 3) / speeds[2]
+
+
+def paired(first: list[float], second: list[float]) -> tuple[float, float]:
+    """Compare two lists of losses seed by seed.
+
+    Return the mean of ``first`` - ``second``, and half the width of its 95% interval (Student's t).
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    spread = statistics.stdev(differences) / math.sqrt(len(differences))
+    return statistics.fmean(differences), t95(len(differences) - 1) * spread
+
+
+def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRun]:
+    """Train the points that have no result yet, and return all of them."""
+    trials = {point: trial_of(base, point) for point in points}
+    outcome = store.run(trials.values())
+    ended = {point: outcome(trial) for point, trial in trials.items()}
+    return [DemoRun(**asdict(point), loss=each.loss, seconds=round(each.seconds, 2)) for point, each in ended.items()]
+
+
+def _losses(runs: list[DemoRun], width: int, rule: str) -> dict[float, list[float]]:
+    """Return a mapping from each lr to its losses at this width, in the order of their seeds."""
+    found: dict[float, list[float]] = {}
+    for run in sorted(runs, key=lambda run: run.seed):
+        if (run.width, run.rule) == (width, rule):
+            found.setdefault(run.lr, []).append(run.loss)
+    return found

@@ -1,1 +1,0 @@
-"""``leaven demo``: does the best learning rate of a small model transfer to wider ones?"""
