@@ -161,7 +161,7 @@ REFUSED = {
     "import config plain.toml --from megatron -o tiny.toml": "exists; give another name",
     "export weights /absent OUT": "/absent: no such folder",
     "export weights . OUT": "holds no recipe.toml",
-    "export weights RUN RUN": "empty folder",
+    "export weights RUN RUN": "exists already",
     "export weights RUN RUN/recipe.toml": "recipe.toml",
     "export weights RUN OUT --tokens 1k": "no checkpoint at 1,000 tokens; there are 5_120, 10_240",
     "export weights RUN RUN/recipe.toml/out": "a file of this name exists where a folder is needed",
