@@ -147,14 +147,18 @@ def test_killed_and_started_again_the_losses_are_the_same_bits(tiny_file: Path, 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.kills)])
 def test_a_signal_saves_and_exits_with_75(tiny_file: Path, tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-m", "leaven", "train", str(tiny_file), "--run", str(tmp_path / "run")]
-    process = subprocess.Popen([*command, "--set", "data.tokens=10M"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--json", "--set", "data.tokens=10M"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=30)  # the grace period of a job after SIGTERM
+    out, errors = process.communicate(timeout=30)  # the grace period of a job after SIGTERM
     assert process.returncode == 75
+    document = json.loads(out)
+    assert (document["finished"], document["loss"]) == (False, None)
     assert "saved; run the same command again to resume" in errors
     found, damaged = read_checkpoint(tmp_path / "run" / "checkpoints")
     assert found is not None

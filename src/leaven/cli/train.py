@@ -122,7 +122,7 @@ def train(
                 raise typer.Exit(1) from None
     if (summary.finished or json_output) and rank() == 0:
         following = next_commands.after_train(folder, loaded) if summary.finished else []
-        print_document(summary, trained(summary, folder), json_output, following)
+        print_document(summary, trained(summary, folder) if summary.finished else (), json_output, following)
     if not summary.finished:
         saved = "saved; run the same command again to resume"
         if summary.unsaved is not None:
