@@ -1,6 +1,7 @@
 """Plans of recipes, shapes and published runs, and the messages for impossible ones."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,8 +81,11 @@ def test_a_given_layout_is_planned_even_if_it_does_not_fit_and_one_that_fits_is_
     assert not found.fits
     assert found.memory.total > 80 * GIB
     assert found.arrangement.micro_batch == 1
-    written = found.cautions[0].split("--layout ")[1].removesuffix(" would fit")
-    assert plan(LLAMA_8B, batch, cluster, parse_layout(written, 64)[0]).fits
+    changes, gib = re.fullmatch(r".*; (.*) would fit in (.*) GiB", found.cautions[0]).groups()
+    changed = plan(LLAMA_8B, batch, cluster, parse_layout(f"dp=64,{changes}", 64)[0])
+    assert changed.fits
+    assert f"{changed.memory.total / GIB:.1f}" == gib
+    assert len(changes.split(",")) == 1
 
 
 def test_the_numbers_of_a_document_are_consistent() -> None:

@@ -255,3 +255,17 @@ def _fewer_gpus(job: Job) -> int | None:
     }
     fewer = sorted((count for count in counts if count < job.cluster.gpus), reverse=True)[:_TRIED]
     return next((n for n in fewer if _any_fits(replace(job, cluster=_of_gpus(job.cluster, n)))), None)
+
+
+def smallest_change(exploration: Exploration, chosen: LayoutCandidate) -> str:
+    """Return the fewest changes with which a layout that does not fit would fit, as ``; zero=1 would fit in 61.0
+    GiB``. Return an empty string if no layout fits."""
+
+    def changes(other: LayoutCandidate) -> list[str]:
+        before, after = (dict(each.arrangement.layout, mbs=each.arrangement.micro_batch) for each in (chosen, other))
+        return [f"{key}={value}" for key, value in after.items() if key != "compile" and value != before[key]]
+
+    if not exploration.layouts:
+        return ""
+    nearest = min(exploration.layouts, key=lambda other: len(changes(other)))
+    return f"; {','.join(changes(nearest))} would fit in {nearest.memory.total / GIB:.1f} GiB"

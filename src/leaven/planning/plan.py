@@ -14,10 +14,10 @@ from leaven.documents.planning import (
     SpeedPlan,
     StageMemory,
 )
-from leaven.planning.arrangement import Arrangement, check_layout, parse_layout, written
+from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
-from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines
+from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines, smallest_change
 from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
@@ -138,9 +138,7 @@ class ClusterPlan:
     @cached_property
     def cautions(self) -> tuple[str, ...]:
         """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
-        found = [] if self.fits else [memory_and_limit(self.chosen)]
-        if not self.fits and self.exploration.layouts:
-            found[0] += f"; --layout {written(self.exploration.layouts[0].arrangement.layout)} would fit"
+        found = [] if self.fits else [memory_and_limit(self.chosen) + smallest_change(self.exploration, self.chosen)]
         device = self.cluster.accelerator
         if any(of.confidence == "guess" for of in device.sources):
             rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
