@@ -104,7 +104,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     try:
         found = plan(Job(recipe.model, recipe.batch.tokens, cluster, smallest_tokens=smallest), recipe.data.tokens)
     except InputError as error:
-        raise InputError(f"--gpus {cluster}: {error}; or use fewer GPUs") from None
+        raise InputError(f"--gpus {cluster}: {error}") from None
     how = found.arrangement
     facts = {
         "cluster": str(cluster),
