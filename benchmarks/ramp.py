@@ -1,8 +1,8 @@
-"""Compare a batch ramp with fixed hyperparameters, one with scaled hyperparameters, and no ramp, over paired seeds.
+"""Compare runs without batch ramp, with a ramp and fixed hyperparameters, and with a ramp that scales them.
 
     python benchmarks/ramp.py --out ramp.jsonl
 
-Writes one line of JSON per run. Runs with one seed have the same initial values and the same order of samples.
+Writes one line of JSON per run. Runs with the same seed have the same initial values and the same order of samples.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Compare a stack of trials with one trial at a time on this device: `python -m benchmarks.stacked [--device cuda]`.
 
-`one` is leaven's engine, as `leaven tune` trains a trial; `one, compiled` the same with compiled blocks. A stack is
-that of benchmarks/tuning/stack.py. Before it is timed, the losses of short runs in a stack are held against those of
-the engine in fp32. Speed is tokens per second of all trials together, the median of the repeats with their range.
+A stack (benchmarks/tuning/stack.py) trains several trials at the same time as one batched model. `one` is leaven's
+engine, as `leaven tune` trains a trial; `one, compiled` is the same with compiled blocks. First, the losses of short
+runs in a stack are compared with those of the engine in fp32. Then the speed is measured in tokens per second of all
+trials together, as the median of the repeats with their range.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 
 PROXY = Path(__file__).parent / "tuning" / "proxy.toml"
-CHECKED = 20  # steps of the runs that are compared
+CHECKED = 20  # steps of the short runs
 
 
 def recipe_at(width: int, depth: int, sequences: int, steps: int, dtype: str) -> Recipe:
@@ -37,7 +38,7 @@ def recipe_at(width: int, depth: int, sequences: int, steps: int, dtype: str) ->
 
 
 def difference(recipe: Recipe, tokens: TokenSet, device: str) -> float:
-    """The largest difference of a loss between a stack and the engine, nats per token, after 20 steps in fp32."""
+    """Return the largest difference of the final loss between stack and engine, in nats per token."""
     recipes = [recipe.replace({"hyperparameters.lr": lr}) for lr in (0.004, 0.008, 0.016)]
     stacked = Stack(recipe, len(recipes), tokens, device).train(recipes)
     alone = []

@@ -180,7 +180,7 @@ class Blueprint:
 
     @cached_property
     def tensor_unit(self) -> int:
-        """The greatest common divisor of the sizes that tensor parallelism splits; every degree divides it."""
+        """The greatest common divisor of the sizes that tensor parallelism splits; a possible degree divides it."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]

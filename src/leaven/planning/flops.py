@@ -56,11 +56,11 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
 
 
 def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
-    """Return the model FLOPs per token plus recomputation: of all blocks (``full``), of attention (``selective``).
+    """Return FLOPs per token, including recomputation of all blocks (``full``) or attention (``selective``).
 
-    ``full`` is equation 3 of Narayanan 2021. ``selective`` repeats one forward pass of the attention cores, which
-    adds s/(18h) to the s/(6h) of Korthikanti 2022; the paper prints s/(3h) for the sum, which adds three times as
-    much.
+    ``full`` is equation 3 of Narayanan 2021. ``selective`` repeats one forward pass of the attention cores. In the
+    notation of Korthikanti 2022 (arXiv 2205.05198) this adds s/(18h) to s/(6h); the s/(3h) that the paper prints
+    would add three times as much.
     """
     forward = forward_flops(model)
     again = {

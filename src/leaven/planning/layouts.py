@@ -27,8 +27,8 @@ from leaven.recipe.layout import Layout, Recompute
 USABLE = 0.85
 # Up to this many tokens per forward pass, a larger micro-batch saves kernel launches; above, it gains nothing.
 _ENOUGH_TOKENS = 8192
-# Largest micro-batch that is searched, in tokens and in sequences: the largest of 131 published runs of MPT, 64 x
-# 1,024.
+# Largest micro-batch that is searched, in tokens and in sequences: 64 x 1,024, the largest in 131 published runs of
+# MPT.
 _MOST_TOKENS = 65_536
 _LARGEST = 64
 # Context parallelism leaves each rank at least this many tokens of a sequence.
@@ -128,12 +128,12 @@ class Exploration:
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The members of ``too_large`` that break no limit but that of memory."""
+        """The members of ``too_large`` that may be chosen, except for their memory."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The fitting arrangements that may be chosen, the best first; for ``by_leaven``, only those it can train."""
+        """The fitting arrangements that may be chosen (see ``Job.by_leaven``), the best first."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
@@ -148,7 +148,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if over 2% faster than all choices or if there is no choice."""
+        """The best layout that leaven cannot train, if it is over 2% faster than all choices, or the only one."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -226,8 +226,7 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 def _cuts(seq_len: int, cp: int) -> bool:
     """Return whether a sequence can be split over ``cp`` context-parallel ranks, with enough tokens for each.
 
-    Each rank gets an equal chunk of both halves of the sequence, so that causal attention is equal work for all
-    ranks.
+    Each rank gets a chunk of each half of the sequence, so that causal attention is equal work for all ranks.
     """
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)
 

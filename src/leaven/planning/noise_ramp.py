@@ -66,7 +66,7 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
     """Propose the stages of a batch ramp: each stage begins when ``multiple`` x the noise scale reaches its batch.
 
     Batches double up to the full batch. The first stage has the largest batch that the first measurements allow, or
-    else the smallest. The caller adds the commands to run next.
+    one sequence. The caller adds the commands to run next.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -70,7 +70,7 @@ class RampThroughput:
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
-        """Return the hours and steps of a ramp over ``over_tokens`` tokens, and the hours that it adds."""
+        """Return the hours and steps of a ramp of ``over_tokens`` tokens, and the hours that it adds."""
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch_tokens * self.seconds(job.batch_tokens)

@@ -170,7 +170,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the maximum number of blocks on a pipeline rank, the last rank's, and the maximum of parameters."""
+    """Return the blocks of the rank with the most, the blocks of the last rank, and the most parameters of a rank."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -184,7 +184,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
     micro-batch on the slowest rank. The gradient exchange and the optimizer are added.
 
     A zero-bubble schedule computes gradients of weights in the bubble. If a forward pass takes F and a backward pass
-    I + W, of which W is for the gradients of weights, the bubble is (p - 1) (F + I - W) instead of (p - 1) (F + I + W)
+    I + W, where W is the time for gradients of weights, the bubble is (p - 1) (F + I - W), not (p - 1) (F + I + W)
     (ZB-H1, Qi et al. 2023, arXiv 2401.10241). torch's schedule gives the same time (planning/schedule.py; measured in
     docs/log.md).
     """
