@@ -1,7 +1,7 @@
 """Measure how the best lr changes with width and depth: `python benchmarks/lr_transfer.py`.
 
 Compares the scaling rules complete-d-p and standard. Prints the shift of the best lr in octaves (factors of two) with
-its interval, and the regret: the loss in nats that is lost if the lr of the smallest model is used (docs/log.md).
+its interval, and the regret: how many nats the best lr of one size costs at another size (docs/log.md).
 Runs are saved as they end: run the command again to resume. Takes half an hour on two cores, a few minutes on
 sixteen. `--large` trains wider models for longer, for several processes on one accelerator; `--tiny` tests the
 benchmark in seconds.

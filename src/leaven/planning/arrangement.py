@@ -168,7 +168,7 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
 
 
 def shape_refusal(model: Model, layout: Layout) -> str | None:
-    """Return why a model cannot have this layout and what would work, or None if it can have it."""
+    """Return why a layout is impossible for a model and what would work, or None if the layout is possible."""
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
@@ -178,7 +178,7 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
         return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
     if layout.cp > 1 and model.seq_len % (2 * layout.cp):
         # Each rank gets one chunk of each half of the sequence, so that causal attention is equal work for all ranks.
-        return f"cp={layout.cp}: seq_len {model.seq_len} is not divisible by 2 x {layout.cp}"
+        return f"cp={layout.cp}: seq_len {model.seq_len} is not divisible by 2 x {layout.cp}; cp=1 works"
     if layout.ep > 1 and not experts:
         return f"ep={layout.ep}: this model has no experts to distribute; ep=1 works"
     if experts % layout.ep:

@@ -152,7 +152,7 @@ class Blueprint:
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockTable, int], ...]:
-        """The distinct blocks, each with the number of layers that have it."""
+        """The distinct blocks, each with the number of layers that use this block."""
         return tuple(Counter(self.blocks).items())
 
     @property
@@ -217,7 +217,7 @@ def mlp_rows(
 
 @cache
 def blueprint(model: Model) -> Blueprint:
-    """Return the blueprint of a model. A model that is already a blueprint is returned unchanged."""
+    """Return a model as a :class:`Blueprint`; a blueprint is returned unchanged."""
     if isinstance(model, Blueprint):
         return model
     d, heads, kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head

@@ -184,11 +184,13 @@ def no_layout(seen: Exploration) -> InputError:
         message = _nothing_fits(seen.misfits[0])
     elif fewer := _fewer_gpus(job):
         message = (
-            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of "
+            f"{job.cluster}: no layout splits {job.model.n_layers} layers and a batch of "
             f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
         )
     else:
-        message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
+        message = str(
+            seen.refusal or f"no layout splits {job.model.n_layers} layers over {job.cluster}; use fewer GPUs"
+        )
     if beyond is not None:
         message += f"; leaven can plan and export, but not train, --layout {written(beyond.arrangement.layout)}"
     return InputError(message)

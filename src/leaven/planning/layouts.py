@@ -123,7 +123,7 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # the best first
-    too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch, least memory first
+    too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch that does not fit, least memory first
     refusal: InputError | None  # the error of the first layout that cannot divide the batch, if any
 
     @property

@@ -57,7 +57,7 @@ class Work:
 
     tokens: int  # tokens of the micro-batch on this rank
     seq_len: int
-    width: int
+    width: int  # d_model
     tp: int = 1
     cp: int = 1
     ep: int = 1

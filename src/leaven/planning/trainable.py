@@ -118,10 +118,13 @@ def layout_cautions(recipe: Recipe) -> list[str]:
     """Return warnings about a layout that leaven can train but that is probably a mistake."""
     layout, found = recipe.layout, []
     if layout.zero and layout.dp == 1:
-        found.append(f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing")
+        found.append(
+            f"[layout] zero = {layout.zero} has no effect: it shards over dp ranks, and dp = 1; use zero = 0"
+        )
     smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
     if smallest < layout.dp:
         found.append(
-            f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
+            f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none; use a "
+            "smaller dp or larger batches"
         )
     return found
