@@ -553,11 +553,11 @@ def show(row: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a JSON file; parts that it has and that are not asked for stay")
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas; all unless given")
+    parser.add_argument("--out", type=Path, help="JSON file to write; its other parts are kept")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=530.0, help="for all parts together")
-    parser.add_argument("--tiny", action="store_true", help="prove in a minute that it works")
+    parser.add_argument("--seconds", type=float, default=530.0, help="limit for all parts together")
+    parser.add_argument("--tiny", action="store_true", help="test the benchmark in a minute")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:

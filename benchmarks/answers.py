@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument(
-        "--nothing", action="store_true", help="search values without effect: how often is a gain reported?"
+        "--nothing", action="store_true", help="count the gains that are reported for values without effect"
     )
     parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
     options = parser.parse_args()

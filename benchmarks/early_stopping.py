@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/early-stopping"))
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--set", choices=SETS, action="append")
-    parser.add_argument("--scan", action="store_true", help="other constants too")
+    parser.add_argument("--scan", action="store_true", help="also try other constants")
     options = parser.parse_args()
     scanned = (
         {"FIRST": (0.25, 0.375, 0.5), "MARGIN": (0.25, 0.5, 1.0, 1.5), "LEAST": (4.0, 6.0, 8.0)}

@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, default=Path("runs/lr-transfer"))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, help="tokens of a run")
+    parser.add_argument("--tokens", type=int, help="tokens per run")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--tiny", action="store_true")

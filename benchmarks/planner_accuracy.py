@@ -118,7 +118,9 @@ def _distinct(tables: list[Table]) -> list[Table]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How far the planner is off on published tables.")
-    parser.add_argument("tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: those beside")
+    parser.add_argument(
+        "tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: benchmarks/published"
+    )
     parser.add_argument("--page", action="store_true", help=f"update {PAGE.name} and its chart")
     parser.add_argument(
         "--accuracy-line", action="store_true", help="print the sentence in which `leaven plan` states its errors"

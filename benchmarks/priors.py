@@ -84,7 +84,7 @@ def knowledge(family: str, d: int, seed: int, noise: float) -> dict[str, Callabl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", default="8,16")
-    parser.add_argument("--noise", default="0,0.1", help="standard deviations, as shares of the start's excess")
+    parser.add_argument("--noise", default="0,0.1", help="standard deviations / loss of the start above the optimum")
     parser.add_argument("--seeds", type=int, default=20)
     options = parser.parse_args()
     titles = list(knowledge("bowl", 2, 0, 0.0))

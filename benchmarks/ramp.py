@@ -45,7 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.016])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--over", type=float, nargs="+", default=[0.0, 0.15, 0.5], help="0: no ramp")
+    parser.add_argument(
+        "--over", type=float, nargs="+", default=[0.0, 0.15, 0.5], help="ramp lengths / length of the run; 0: no ramp"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     base = parse_recipe(RECIPE, "ramp")

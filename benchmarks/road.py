@@ -54,9 +54,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="4.4M")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--candidates", type=int, default=1, help="published runs of which the best is copied")
-    parser.add_argument("--new", default="", help="more options of leaven new")
-    parser.add_argument("--direct", action="store_true", help="tune the lr at the target too")
+    parser.add_argument("--candidates", type=int, default=1, help="copy the best of this many published runs")
+    parser.add_argument("--new", default="", help="further options of leaven new")
+    parser.add_argument("--direct", action="store_true", help="also tune the lr on the target")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     if not (asked.folder / "road.toml").exists():

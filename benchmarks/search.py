@@ -119,9 +119,11 @@ def main() -> None:
     parser.add_argument("--dimensions", default="30,90")
     parser.add_argument("--trials", default="60,200")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--offset", type=float, default=1.0, help="octaves from the start to the optimum, typically")
     parser.add_argument(
-        "--far", type=float, default=0.0, help="octaves from the start to the optimum, of one multiplier"
+        "--offset", type=float, default=1.0, help="std of the optimum's distance from the start, octaves"
+    )
+    parser.add_argument(
+        "--far", type=float, default=0.0, help="distance of the optimum from the start along one multiplier, octaves"
     )
     parser.add_argument("--results", type=Path, default=Path("runs/search.jsonl"))
     parser.add_argument(

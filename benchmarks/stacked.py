@@ -77,9 +77,9 @@ def stack_speed(recipe: Recipe, size: int, tokens: TokenSet, device: str) -> Cal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", default="64x2,128x4,256x4", help="widths and depths")
-    parser.add_argument("--sizes", default="1,16,64", help="of stacks")
-    parser.add_argument("--sequences", type=int, default=16, help="of 128 tokens in a batch of one trial")
+    parser.add_argument("--cases", default="64x2,128x4,256x4", help="WIDTHxDEPTH, comma-separated")
+    parser.add_argument("--sizes", default="1,16,64", help="trials per stack, comma-separated")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences of 128 tokens in a trial's batch")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="bf16")

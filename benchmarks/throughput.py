@@ -392,18 +392,20 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help=f"of {', '.join(CASES)}, with commas")
-    parser.add_argument("--arms", default="leaven;transformers;litgpt", help=f"of {'; '.join(ARMS)}")
-    parser.add_argument("--modes", default="eager,compiled", help=f"of {', '.join(MODES)}, with commas")
+    parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)}")
+    parser.add_argument(
+        "--arms", default="leaven;transformers;litgpt", help=f"separated by semicolons, of {'; '.join(ARMS)}"
+    )
+    parser.add_argument("--modes", default="eager,compiled", help=f"comma-separated, of {', '.join(MODES)}")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of an arm in a round, about")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of an arm per round, approximately")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
-    parser.add_argument("--tiny", action="store_true", help="prove in seconds that it works")
-    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--tiny", action="store_true", help="test the benchmark in seconds")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:

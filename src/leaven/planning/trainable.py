@@ -119,7 +119,7 @@ def layout_cautions(recipe: Recipe) -> list[str]:
     layout, found = recipe.layout, []
     if layout.zero and layout.dp == 1:
         found.append(
-            f"[layout] zero = {layout.zero} has no effect: it shards over dp ranks, and dp = 1; use zero = 0"
+            f"[layout] zero = {layout.zero} saves nothing: it shards over dp ranks, and dp = 1; use zero = 0"
         )
     smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
     if smallest < layout.dp:
