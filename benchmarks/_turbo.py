@@ -1,6 +1,7 @@
-"""TuRBO (Eriksson et al. 2019, arXiv 1910.01739) as OptunaHub has it, for the comparisons of search methods.
+"""Load the TuRBO sampler (Eriksson et al. 2019, arXiv 1910.01739) of OptunaHub, for comparisons of search methods.
 
-It is fetched from the hub, or read from a clone of github.com/optuna/optunahub-registry in ``$OPTUNAHUB_REGISTRY``.
+The code is downloaded from the hub, or read from the clone of github.com/optuna/optunahub-registry in
+``$OPTUNAHUB_REGISTRY``.
 """
 
 import os
@@ -20,7 +21,7 @@ def _hub() -> Any:
 
 
 def turbo(dimensions: int, seed: int) -> optuna.samplers.BaseSampler:
-    """One trust region, with the paper's failure tolerance, and its 2 D first trials but no more than ten."""
+    """Return the sampler with one trust region, the paper's failure tolerance, and up to ten start-up trials."""
     sampler: optuna.samplers.BaseSampler = _hub().TuRBOSampler(
         n_startup_trials=min(2 * dimensions, 10),
         n_trust_region=1,

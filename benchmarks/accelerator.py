@@ -1,19 +1,19 @@
 """Measure leaven on one accelerator: `python benchmarks/accelerator.py --out FILE.json`, in nine minutes on an H100.
 
-Parts, each a process with a time limit:
+There are several parts, each a process with a time limit:
 
-- mfu: real steps of examples/350m.toml and of a model of 1 B parameters, eager and compiled: time, MFU, memory.
-- profile: a compiled step by kernel, and how long the device is idle.
-- plan: what `leaven plan` says of the steps of `mfu`.
-- waits: calls that wait for the device while steps are issued, and where they are made.
-- layouts: ZeRO 1 to 3 on one rank, where it shards nothing, against a training without a process group.
-- fp8: the forward pass's matrix products in fp8 and bf16: how much fp8 could gain at most.
-- auto: the search of `micro_batch = "auto"`.
+- mfu: time, MFU and memory of steps of examples/350m.toml and of a model with 1 B parameters, eager and compiled.
+- profile: the kernels of a compiled step, and the share of time in which the device is idle.
+- plan: what `leaven plan` predicts for the steps of `mfu`.
+- waits: calls in a step that wait for the device, and where in the code they are made.
+- layouts: the overhead of ZeRO 1 to 3 on one rank, where nothing is sharded, over a training without process group.
+- fp8: the matrix products of the forward pass in fp8 and in bf16, an upper bound for the gain from fp8.
+- auto: the micro-batch that `micro_batch = "auto"` chooses.
 
-Steps are those of leaven's engine, on random tokens, each read after the next has been issued, as the trainer does.
-FILE is written after every row. A row that fails has its error, and the rest goes on; parts in FILE that are not
-asked for stay. Triples are the median, least and most. `--tiny` tests in a minute that the benchmark works, also with
-`--device cpu`, where rows of kernels are those of operators, which contain each other.
+Steps are run by leaven's engine on random tokens. As in the trainer, the metrics of a step are read after the next
+step has been issued. Each part writes rows of results to FILE as they are measured; a row that fails contains its
+error. Parts in FILE that are not run again are kept. Lists of three numbers are median, minimum and maximum. `--tiny`
+tests the benchmark in a minute, also with `--device cpu`, where operators are listed instead of kernels.
 """
 
 import argparse
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "350m.toml"
-SHAPES: dict[str, dict[str, int]] = {  # what differs from the example
+SHAPES: dict[str, dict[str, int]] = {  # differences from examples/350m.toml
     "350m": {},
     "1b": dict(n_layers=16, d_model=2_048, n_heads=16, n_kv_heads=16, d_head=128, d_ff=5_632, seq_len=2_048),
 }
@@ -74,10 +74,10 @@ MFU_ARMS = {
 }
 WARM_UP, STEPS = 2, 5
 WAIT_WARNING = "called a synchronizing CUDA operation"
-FP8_MAX = 448.0  # of float8_e4m3fn
+FP8_MAX = 448.0  # largest float8_e4m3fn
 
-# The first pattern that is found in the name of a kernel. Blocks are compiled, so what is neither a product nor
-# triton's is loss, embedding, final norm, sums of gradients, or the update.
+# (category, pattern): the first pattern that matches a kernel's name decides. Blocks are compiled, so all kernels
+# other than matmuls, attention and triton are for the loss, embedding, final norm, sums of gradients or the update.
 CATEGORIES = (
     ("compiled (norms, rotation, gating, casts)", r"^triton"),
     ("attention", r"flash|fmha|attention|sdpa"),
@@ -92,7 +92,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What a part is told, sent to its process as JSON."""
+    """The arguments of a part, passed to its process as JSON."""
 
     part: str
     device: str
@@ -118,7 +118,7 @@ class Setting:
 
 
 def training_of(setting: Setting, recipe: Recipe, group: "ProcessGroup | None" = None) -> "Training":
-    """A training on random tokens, enough for one batch."""
+    """Return a training of the recipe on random tokens, as many as one batch needs."""
     import numpy as np
 
     from leaven.data.shards import ShardedTokens, Shards
@@ -142,7 +142,7 @@ def take_steps(training: "Training", count: int) -> "list[Step]":
 
 
 def timed_steps(setting: Setting, recipe: Recipe, group: "ProcessGroup | None" = None) -> Row:
-    """Build a training, warm up, and time a few steps by the events on the device."""
+    """Build a training, warm up, and time a few steps by events on the device."""
     import torch
 
     from leaven.training.device import peak_memory, reset_peak_memory
@@ -170,7 +170,7 @@ def timed_steps(setting: Setting, recipe: Recipe, group: "ProcessGroup | None" =
         "tflops_causal": speed * flops_per_token(recipe.model, "causal") / 1e12,
         "loss": steps[-1].loss,
         "build_seconds": built - began,
-        "first_step_seconds": first - built,  # with compiling
+        "first_step_seconds": first - built,  # including compilation
         "peak_gib": peak_memory(device) / GIB,
     }
     if device.type == "cuda":
@@ -181,7 +181,7 @@ def timed_steps(setting: Setting, recipe: Recipe, group: "ProcessGroup | None" =
 
 
 def attempt(arm: str, work: Callable[..., Row], *arguments: object) -> Row:
-    """The row of an arm, or its error, with the memory of the arm given back."""
+    """Return the row of ``work``, or a row with its error; free the memory afterwards."""
     import torch
 
     began = time.perf_counter()
@@ -198,7 +198,7 @@ def attempt(arm: str, work: Callable[..., Row], *arguments: object) -> Row:
 
 
 def seconds_of(work: Callable[[], object], device: "torch.device") -> float:
-    """Median seconds of a call, over rounds of about 50 ms."""
+    """Return the median seconds of a call, over rounds of about 50 ms."""
     from leaven.training.device import wait
 
     def of(count: int) -> float:
@@ -256,7 +256,7 @@ def profile(setting: Setting) -> Iterator[Row]:
         training = training_of(setting, setting.recipe("350m", MICRO_BATCH["350m"], True))
         take_steps(training, WARM_UP)
         plain = statistics.median(step.seconds for step in take_steps(training, 3))
-        with profiler(activities=activities):  # the profiler warms up too
+        with profiler(activities=activities):  # warm up the profiler
             take_steps(training, 1)
         with profiler(activities=activities) as watched:
             steps = take_steps(training, 2)
@@ -272,7 +272,7 @@ def profile(setting: Setting) -> Iterator[Row]:
 
 
 def by_kernel(kernels: list[tuple[str, float, float]], step_seconds: list[float], plain: float) -> Row:
-    """Sum kernels, given as name, start and duration in microseconds, over the steps in which they ran."""
+    """Return the time by kernel and category; ``kernels`` are (name, start, duration) in microseconds."""
     busy, until = 0.0, float("-inf")
     for _, start, duration in sorted(kernels, key=lambda kernel: kernel[1]):
         busy += max(0.0, start + duration - max(start, until))
@@ -290,7 +290,7 @@ def by_kernel(kernels: list[tuple[str, float, float]], step_seconds: list[float]
         "step_ms": step_ms,
         "busy_ms": busy_ms,
         "idle_share": 1 - busy_ms / step_ms,
-        "idle_share_unprofiled": 1 - busy_ms / (1e3 * plain),  # if kernels take the same time without the profiler
+        "idle_share_unprofiled": 1 - busy_ms / (1e3 * plain),  # assumes the same kernel times without profiler
         "launches": len(kernels) / len(step_seconds),
         "categories": {kind: {"ms": ms, "share": ms / total} for kind, ms in categories.items()},
         "kernels": rows[:25],
@@ -316,8 +316,8 @@ def plan(setting: Setting) -> Iterator[Row]:
         tensors = predicted(recipe.model, planned.arrangement, accelerator.name, "bf16")
         said = {
             "step_ms": 1e3 * planned.time.step,
-            "device_gib": planned.memory.total / GIB,  # with context and reserve
-            "peak_gib": tensors.memory_gib if tensors else None,  # of tensors
+            "device_gib": planned.memory.total / GIB,  # including context and reserve
+            "peak_gib": tensors.memory_gib if tensors else None,  # tensors only
         }
         ratios = {key: found[key] / value for key, value in said.items() if value and found.get(key)}
         parts = {part: 1e3 * seconds for part, seconds in vars(planned.time).items()}
@@ -347,7 +347,7 @@ def waits(setting: Setting) -> Iterator[Row]:
     }
 
     def watched(work: Callable[[], object]) -> list[str]:
-        """Where calls that wait for the device are made; those of a backward pass are reported at its call."""
+        """Return the code lines of calls that wait for the device; in backward, the line that calls backward."""
         places: list[str] = []
 
         def show(message: Warning | str, *_: object) -> None:
@@ -430,7 +430,7 @@ def fp8(setting: Setting) -> Iterator[Row]:
     compiled = torch.compile(cast, dynamic=False)
 
     def of(m: int, n: int, k: int, products: int) -> Row:
-        """``products`` read the same cast input."""
+        """Return the row of one matmul; ``products`` matmuls share the cast of their input."""
         x, weight = torch.randn(m, k, device=device).bfloat16(), torch.randn(n, k, device=device).bfloat16()
         (x8, x_scale), (weight8, weight_scale) = cast(x), cast(weight)
         whole = F.ScalingType.TensorWise
@@ -446,7 +446,7 @@ def fp8(setting: Setting) -> Iterator[Row]:
             "m_n_k": [m, n, k],
             "bf16_us": 1e6 * bf16,
             "fp8_us": 1e6 * lower,
-            "cast_us": 1e6 * casting,  # of the input; the weight's is once in a step
+            "cast_us": 1e6 * casting,  # cast of the input; weights are cast only once per step
             "bf16_tflops": flops / bf16,
             "fp8_tflops": flops / lower,
             "fp8_with_cast_tflops": flops / (lower + casting / products),
@@ -459,7 +459,7 @@ def fp8(setting: Setting) -> Iterator[Row]:
         chunk = min(tokens, CHUNK_ELEMENTS[setting.device] // model.vocab_size)
         d, layers, chunks = model.d_model, model.n_layers, -(-tokens // chunk)
         sums = {"bf16_us": 0.0, "fp8_us": 0.0, "fp8_with_casts_us": 0.0}
-        # m, n, k, products of one input, and how many times all of these in a forward pass
+        # (name, m, n, k, matmuls with the same input, repetitions in a forward pass)
         for arm, m, n, k, products, times in (
             ("query, key and value", tokens, d, d, 3, layers),
             ("attention out", tokens, d, d, 1, layers),
@@ -486,7 +486,7 @@ def auto(setting: Setting) -> Iterator[Row]:
     yield attempt("350m", of)
 
 
-# With the seconds that a part may take.
+# (function, time limit in seconds)
 PARTS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
     "mfu": (mfu, 280),
     "profile": (profile, 100),
@@ -502,9 +502,9 @@ PARTS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
 
 
 def child(setting: Setting) -> None:
-    """Print the rows of a part, one a line."""
+    """Print the rows of a part as JSON, one per line."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no row
+    os.dup2(2, 1)  # prints of libraries go to standard error
     import torch
 
     from leaven.training.device import device_name, machine
@@ -517,7 +517,7 @@ def child(setting: Setting) -> None:
 
 
 def measure(setting: Setting, limit: float, on_row: Callable[[Row], None]) -> str | None:
-    """Run a part in its process. Return why it did not end well, or None."""
+    """Run a part in its process; return why it failed, or None."""
     command = [sys.executable, __file__, "--part", json.dumps(asdict(setting))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout
@@ -553,11 +553,11 @@ def show(row: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a JSON file; parts that it has and that are not asked for stay")
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas; all unless given")
+    parser.add_argument("--out", type=Path, help="JSON file to write; its other parts are kept")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated; default: all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=530.0, help="for all parts together")
-    parser.add_argument("--tiny", action="store_true", help="prove in a minute that it works")
+    parser.add_argument("--seconds", type=float, default=530.0, help="limit for all parts together")
+    parser.add_argument("--tiny", action="store_true", help="test the benchmark in a minute")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:

@@ -1,9 +1,9 @@
 """Check what a search reports about its result: `python -m benchmarks.answers [--quick] [--seeds 20] [--share 0.5]`.
 
-Searches landscapes with a known optimum (benchmarks/_landscapes.py) as `leaven tune` does, and compares the result of
+Minimises losses with a known optimum (benchmarks/_landscapes.py) as `leaven tune` does, and compares the report of
 `leaven.tuning.algorithm.answer` with the truth. Shares in the table are of all searches, or of all multipliers of all
-searches. ``--share``: part of the noise's variance that all runs of a seed share. Landscapes are numbered from 1000;
-those below 1000 were used to choose constants.
+searches. ``--share`` is the share of the noise's variance that all runs with the same seed have in common. Landscapes
+are numbered from 1000; smaller numbers were used to choose constants.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # parts are run side by side
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 
 import numpy as np
 from benchmarks._landscapes import EXCESS, FLOOR, NOISE, REACH, Landscape, landscape
@@ -27,9 +27,9 @@ from leaven.tuning.service.search_loop import Proposal
 from leaven.tuning.service.search_plan import runs_of
 from leaven.tuning.study_document import Dimension, StudyTrial
 
-SEEDS = 16  # more than one search runs a point with
-IDLE = 6  # values that do nothing
-FIRST = 1000  # seed
+SEEDS = 16  # more seeds than a search uses for one point
+IDLE = 6  # number of values in the study whose values have no effect
+FIRST = 1000  # first seed
 ROWS = {
     "regret": "regret of the best, median",
     "noise": "measured noise floor over the true, median",
@@ -59,7 +59,7 @@ MEDIANS = {"regret", "noise", "flat width"}
 def searched(
     truth: Landscape | None, trials: int, seed: int, share: float
 ) -> tuple[list[StudyTrial], tuple[Dimension, ...]]:
-    """A finished study of a landscape, or of values without effect if no landscape is given."""
+    """Return the trials of a finished study and its dimensions; without a landscape, no value has an effect."""
     limits = {f"m{i}": (-REACH, REACH) for i in range(len(truth.optimum) if truth else IDLE)}
     dimensions = tuple(Dimension(name, 1.0, *both) for name, both in limits.items())
     rng, common = np.random.default_rng([seed, trials]), np.random.default_rng([seed, 0]).normal(size=SEEDS)
@@ -76,7 +76,7 @@ def searched(
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:
-    """Compare the result of one search with the truth; keys as in ``ROWS``."""
+    """Run one search and return its measures by key of ``ROWS``."""
     truth = landscape(d, seed)
     study, dimensions = searched(truth, trials, seed, share)
     found = answer(study, dimensions, over=True, optunas=ped_anova)
@@ -128,15 +128,15 @@ def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float
 
 
 def _ranked(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation."""
+    """Return Spearman's rank correlation."""
     ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
 
 
 def found_in_nothing(seeds: Sequence[int]) -> None:
-    """Print how often a search of values without effect reports a gain, and how often the choosing runs alone would.
+    """Print how often a search of values without effect reports a gain, with and without confirmation runs.
 
-    Studies of 8 and 16 trials confirm one point with fresh seeds; the confirmation runs do not choose.
+    Confirmation runs repeat the best point with fresh seeds; the other runs choose this point.
     """
     print("| trials | common to a seed | gain by the choosing runs | gain reported |\n|---|---|---|---|")
     for trials, share in itertools.product((8, 16, 32, 60), (0.0, 0.5, 0.9)):
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=FIRST)
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument(
-        "--nothing", action="store_true", help="search values without effect: how often is a gain reported?"
+        "--nothing", action="store_true", help="count the gains that are reported for values without effect"
     )
     parser.add_argument("--quick", action="store_true", help="6 multipliers, 24 trials, 3 seeds")
     options = parser.parse_args()

@@ -1,10 +1,9 @@
 """Measure how long pipeline ranks are idle and compare with theory: `PYTHONPATH=src python -m benchmarks.bubble`.
 
-Runs torch's schedules over processes on this machine. The stages are tiny and sleep: a forward pass for one unit of
-time, a backward pass for two, each half of a backward pass (zero-bubble) for one. A rank's bubble is the part of a
-step, from the first start to the last end, in which it does not work; printed is the mean over ranks. "clock" is
-measured. "order" replays the same passes without any overhead: a pass starts when its rank is free and its inputs are
-ready.
+Runs torch's pipeline schedules in several processes on this machine. The stages are tiny and sleep: a forward pass
+for one unit of time, a backward pass for two, each half of a backward pass (zero-bubble) for one. A rank's bubble is
+the share of a step in which the rank is idle; the mean over ranks is printed. "clock" is measured. "order" replays
+the same passes without overhead: a pass starts when its rank is free and its inputs are ready.
 """
 
 import time
@@ -29,29 +28,29 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 
 RANKS, MICRO_BATCHES = 4, 8
-FORWARD = 0.1  # s, of the layers of one rank
+FORWARD = 0.1  # seconds of a forward pass through the layers of one rank
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """One pass. ``kind``: forward, backward, or the "input" or "weight" half of a backward pass."""
+    """The computation of one stage for one micro-batch, with its start and end in seconds."""
 
     stage: int
     micro_batch: int
-    kind: str
+    kind: str  # forward, backward, or a half of backward: "input" (gradients of inputs), "weight" (of weights)
     start: float
     end: float
 
     @property
     def duration(self) -> int:
-        """Duration in forward passes. torch runs the whole backward pass of the first stage in the second half."""
+        """The duration in forward passes; for the first stage, torch runs the whole backward pass in "weight"."""
         if self.stage == 0:
             return {"forward": 1, "backward": 2, "input": 0, "weight": 2}[self.kind]
         return {"forward": 1, "backward": 2, "input": 1, "weight": 1}[self.kind]
 
     @property
     def needs(self) -> list[tuple[int, int, str]]:
-        """The passes that this one waits for."""
+        """The passes that this pass waits for."""
         if self.kind == "forward":
             return [(self.stage - 1, self.micro_batch, "forward")]
         if self.kind == "weight":
@@ -60,7 +59,7 @@ class MeasuredPass:
 
 
 def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
-    """The passes of this process in the second step."""
+    """Return the passes of this process in the second step."""
     seen: list[MeasuredPass] = []
 
     @contextmanager
@@ -99,18 +98,18 @@ def traced(recipe: Recipe, forward: float) -> list[MeasuredPass]:
 
 
 def clock(ranks: Sequence[Sequence[MeasuredPass]]) -> float:
-    """The bubble as measured."""
+    """Return the measured bubble."""
     span = max(each.end for rank in ranks for each in rank) - min(each.start for rank in ranks for each in rank)
     return 1 - sum(each.end - each.start for rank in ranks for each in rank) / (span * len(ranks))
 
 
 def order(ranks: Sequence[Sequence[MeasuredPass]]) -> Fraction:
-    """The bubble of a replay of the passes in their order."""
+    """Return the bubble of a replay of the passes without overhead."""
     ended: dict[tuple[int, int, str], int] = {}
     there = {(each.stage, each.micro_batch, each.kind) for rank in ranks for each in rank}
     free, left = [0] * len(ranks), [list(rank) for rank in ranks]
     while any(left):
-        number = next(  # a rank whose next pass has what it needs
+        number = next(  # a rank whose next pass has all its inputs
             number for number, passes in enumerate(left) if passes and not (there & {*passes[0].needs}) - ended.keys()
         )
         now = left[number].pop(0)
@@ -121,7 +120,7 @@ def order(ranks: Sequence[Sequence[MeasuredPass]]) -> Fraction:
 
 
 def alive(passes: Sequence[MeasuredPass]) -> int:
-    """The largest number of micro-batches between forward and backward pass on a rank, times its stages."""
+    """Return the largest number of a rank's forward passes that wait for their backward pass."""
     most = now = 0
     for each in passes:
         now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]

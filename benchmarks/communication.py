@@ -1,12 +1,12 @@
 """Count the bytes that a layout sends and compare with theory: `PYTHONPATH=src python -m benchmarks.communication`.
 
-A dispatch mode sees every collective of one training step, wherever it is called: FSDP, DTensor, the loss, the
-pipeline, the sums of loss and norms. Bytes are counted as in ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section
-7): an all-gather, a reduce-scatter and a send count their whole tensor, an all-reduce counts it twice, as in a ring;
-of n ranks each really sends (n - 1) / n of that.
+A torch dispatch mode records every collective of one training step: of FSDP, DTensor, the loss, the pipeline, and the
+sums of loss and norms. Bytes are counted as in ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054, section 7):
+all-gather, reduce-scatter and send count the size of the whole tensor, all-reduce counts it twice. Each of n ranks
+actually sends (n - 1) / n of these bytes.
 
-Psi is the size of the parameters that one rank has before data parallelism, in bytes as they are sent: gradients in
-fp32, parameters in fp32 except matrices of a bf16 run. Theory is computed here from the model's shape alone.
+The theory is computed from the model's shape alone. Gradients are sent in fp32, and so are parameters, except that
+matrices are sent in bf16 in a bf16 run. Psi is the size of all parameters in fp32.
 """
 
 import os
@@ -33,11 +33,11 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 
 Kind = tuple[str, str]
-"""Axis of the mesh ("all" if it is none of them), collective."""
+"""(axis of the device mesh, or "all" if the group is no axis; collective)."""
 Count = dict[Kind, tuple[int, int]]
-"""Calls and bytes of one rank in one step."""
+"""(calls, bytes) of one rank in one step, by kind."""
 
-_COLLECTIVES = {  # torch's operator: the collective, and how often its largest tensor travels
+_COLLECTIVES = {  # torch's operator: (collective, how often the largest tensor is counted)
     "allreduce_": ("all-reduce", 2),
     "all_reduce": ("all-reduce", 2),
     "_allgather_base_": ("all-gather", 1),
@@ -50,7 +50,7 @@ _NO_TRAFFIC = {"recv_", "wait_tensor", "_wrap_tensor_autograd"}
 
 
 class Wires(TorchDispatchMode):
-    """Counts the bytes that this process sends while it is active."""
+    """A dispatch mode that counts the calls and bytes of this process's collectives."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Wires(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again as what it does to local tensors
+            return NotImplemented  # DTensor then calls this mode again with local tensors
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in {"c10d", "_c10d_functional"} and name not in _NO_TRAFFIC:
@@ -80,7 +80,7 @@ class Wires(TorchDispatchMode):
 
 
 def counted(recipe: Recipe, tokens: TokenSet) -> Count:
-    """The bytes of one step of this process: the second, so that one-time work is not counted."""
+    """Return calls and bytes of this process's second step; the first step includes one-time work."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         training.step()
@@ -90,7 +90,7 @@ def counted(recipe: Recipe, tokens: TokenSet) -> Count:
 
 
 def whole_world(layout: Layout) -> str:
-    """ "all", or the axis that has all the ranks."""
+    """Return the axis that contains all ranks, or "all" if there is none."""
     degrees = {"pp": layout.pp, "tp": layout.tp, "shard": layout.dp // layout.dp_replicate}
     if layout.zero == 0:
         degrees["replicate"] = degrees.pop("shard")
@@ -98,7 +98,7 @@ def whole_world(layout: Layout) -> str:
 
 
 def theory(recipe: Recipe, rank: int) -> Count:
-    """The expected bytes of a llama with one stage per rank; in fp32 if there are tensor or pipeline ranks."""
+    """Return the expected calls and bytes of a Llama with one stage per rank; tp and pp only in fp32."""
     shape, layout = recipe.model, recipe.layout
     stage = rank // (layout.dp * layout.tp)
     first, last, layers = stage == 0, stage == layout.pp - 1, stage_layers(shape, layout.pp)[stage]
@@ -112,9 +112,9 @@ def theory(recipe: Recipe, rank: int) -> Count:
             calls[axis, collective] += times
             sizes[axis, collective] += times * size * (2 if collective == "all-reduce" else 1)
 
-    # Data parallelism: each attention and each MLP travels on its own, the rest of the stage (norms and what there is
-    # of embedding and unembedding) together. Forward and backward of ZeRO 3 gather a layer each, the embedding is
-    # gathered on its own for the forward pass, and the rest stays.
+    # Data parallelism exchanges each attention and each MLP on its own, and the rest of the stage (norms, embedding,
+    # unembedding) together. ZeRO 3 gathers attention and MLP in the forward and in the backward pass, the embedding
+    # on its own in the forward pass, and the rest once per micro-batch.
     d_model, d_head = shape.d_model, shape.d_head
     attention = 2 * d_model * d_head * (shape.n_heads + shape.n_kv_heads) // layout.tp
     mlp = 3 * d_model * shape.d_ff // layout.tp
@@ -131,11 +131,12 @@ def theory(recipe: Recipe, rank: int) -> Count:
         if shards > 1:
             expect("shard", "all-gather", units * gathers, travelling * parameters)
             expect("shard", "reduce-scatter", units * exchanges, 4 * parameters)
-        if replicas > 1:  # once a step, whatever the micro-batches
+        if replicas > 1:  # once per step
             expect("replicate", "all-reduce", units, 4 * parameters // shards)
 
-    # Tensor parallelism: a layer gathers what enters attention and MLP and scatters what leaves them, in both
-    # directions; the embedding's sum is scattered, the loss gathers what it reads. It adds up three numbers a token.
+    # Tensor parallelism: a layer gathers the inputs of attention and MLP and scatters their outputs, in the forward
+    # and in the backward pass. The embedding scatters its output, and the loss gathers its input. The loss also sums
+    # three numbers per token.
     if layout.tp > 1:
         stretch = 4 * sequences * shape.seq_len * d_model
         expect("tp", "all-gather", m * (4 * layers + first + last), stretch)
@@ -147,7 +148,7 @@ def theory(recipe: Recipe, rank: int) -> Count:
     if layout.pp > 1:
         boundaries = (not first) + (not last)
         expect("pp", "send", m * boundaries, 4 * sequences * shape.seq_len // layout.tp * d_model)
-    # The trainer's own: the loss; norms of the gradients; of updates and parameters.
+    # The trainer sums the loss, the norms of gradients, and the norms of updates and parameters.
     rows = len(list(shape.parameters()))
     for size in (4, 8 * rows, 16 * rows):
         expect(whole_world(recipe.layout), "all-reduce", 1, size)

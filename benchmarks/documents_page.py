@@ -1,6 +1,6 @@
 """Write docs/reference/documents.md, the keys of every ``--json`` document: `python benchmarks/documents_page.py`.
 
-The comment of a field of a document is its description in the page.
+The comments of the fields in leaven.documents become the descriptions on the page.
 """
 
 import ast
@@ -25,7 +25,7 @@ _FIELD = re.compile(r"^    (?P<name>\w+): (?P<type>[^#=]+?)(?: = (?P<default>[^#
 
 
 def page() -> str:
-    """The page: a table for each document, followed by the tables of its parts."""
+    """Return the page: a table for each document, followed by the tables of its parts."""
     parts = [HEAD]
     for module in (catalogue, planning, checks, runs):
         for document in _defined(module):
@@ -36,7 +36,7 @@ def page() -> str:
 
 @cache
 def _sources(module: ModuleType) -> dict[str, list[str]]:
-    """The lines of each class of a module, in order."""
+    """Return the source lines of each class of a module, in order."""
     text = inspect.getsource(module)
     classes = (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef))
     return {node.name: text.splitlines()[node.lineno : node.end_lineno] for node in classes}
@@ -47,7 +47,7 @@ def _defined(module: ModuleType) -> list[type[Entry]]:
 
 
 def _entries(document: type[Entry], module: ModuleType) -> list[type[Entry]]:
-    """The entry classes that a document's fields name, and those that these name."""
+    """Return the entry classes in the types of a document's fields, each followed by those in its own fields."""
     source = " ".join(row[1] for row in _rows(document))
     named = [
         each
@@ -72,7 +72,7 @@ def _rows_text(entry: type[Entry]) -> str:
 
 
 def _rows(entry: type[Entry]) -> list[tuple[str, str, str]]:
-    """Key, type and comment of each field, inherited ones first."""
+    """Return (key, type, comment) of each field, inherited fields first."""
     rows = {}
     for each in reversed(entry.__mro__):
         if issubclass(each, Entry) and each not in {Entry, Document}:

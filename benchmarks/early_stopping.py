@@ -1,10 +1,10 @@
 """Measure what pruning trials saves and costs: `PYTHONPATH=src python -m benchmarks.early_stopping`.
 
-Records whole loss curves of trials at random points around a recipe; run the command again to resume. Then replays
-them in many orders, each trial against the best of those before it, as in a search: how much training is saved, how
-many of the best trials are pruned, and the error of the losses predicted for pruned trials. The constants of
-leaven.training.early_stopping were chosen on the set ``choose`` alone (`--set choose --scan`); the table in
-docs/log.md is for ``report``, with other points and other seeds.
+Trains trials at random points around a recipe to their end and records their loss curves; run the command again to
+resume. Then replays the trials in many random orders. As in a search, each trial is compared with the best trial
+before it. Prints how much training pruning saves, how many of the best trials are pruned, and the error of the losses
+predicted for pruned trials. The constants of leaven.training.early_stopping were chosen on the set ``choose`` (`--set
+choose --scan`); the table in docs/log.md is for ``report``, which has other points and other seeds.
 """
 
 import argparse
@@ -60,7 +60,7 @@ MODULES = (
     "mlp.out",
     "unembedding",
 )
-# Octaves to either side, as a search of the whole space has them.
+# Octaves from the recipe to either end of the search space.
 REACH = {
     "hyperparameters.lr": 3.0,
     "hyperparameters.init_std": 2.0,
@@ -68,15 +68,15 @@ REACH = {
     "hyperparameters.residual": 1.5,
     **{f"hyperparameters.modules.{module}.lr": 3.0 for module in MODULES},
 }
-SETS = {"choose": 0, "report": 1000}  # their seeds
+SETS = {"choose": 0, "report": 1000}  # seed of each set
 DECAYS = ("cosine", "wsd")
-SEEDS = 4  # at the centre, for the noise
-BEST = (3, 5)  # as many as are judged again, and some more
+SEEDS = 4  # runs of the recipe itself, which measure the noise
+BEST = (3, 5)  # pruned trials are counted among the best 3 and the best 5
 ORDERS = 200
 
 
 def point(recipe: Recipe, seed: int, number: int) -> Recipe:
-    """The recipe, or a point near it: every value is moved by half, one or two octaves in turn."""
+    """Return trial ``number``: 0 is the recipe; others differ in every value, with a std of 0.5, 1 or 2 octaves."""
     draw = np.random.default_rng([seed, number])
     radius = (0.5, 1.0, 2.0)[number % 3] if number else 0.0
     octaves = {path: float(np.clip(draw.normal() * radius, -reach, reach)) for path, reach in REACH.items()}
@@ -86,7 +86,7 @@ def point(recipe: Recipe, seed: int, number: int) -> Recipe:
 
 
 def record(folder: Path, name: str, decay: str, trials: int) -> tuple[list[Outcome], float]:
-    """Train the trials of a set, and return them with the noise between seeds at the recipe."""
+    """Train the trials of a set; return their outcomes, and the std of the recipe's loss between seeds."""
     seed = SETS[name]
     recipe = parse_recipe(RECIPE, "early-stopping").replace({"data.seed": seed, "schedule.decay": decay})
     runs = {f"{number}": point(recipe, seed, number) for number in range(trials)}
@@ -107,8 +107,10 @@ def record(folder: Path, name: str, decay: str, trials: int) -> tuple[list[Outco
 
 
 def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int, tuple[float, float, float]]:
-    """The pruned trials of a search in this order: the share of it that was trained, the error of the predicted loss,
-    and its distance to the best loss so far, both in nats.
+    """Return the pruned trials, by number, of a search that runs the trials in this order.
+
+    The values are: share of the trial that was trained, error of the predicted loss, and loss above the best so far
+    (both in nats).
     """
     best, stopped = trials[order[0]], {}
     for number in order[1:]:
@@ -126,7 +128,7 @@ def replayed(trials: list[Outcome], noise: float, order: list[int]) -> dict[int,
 
 
 def replay(trials: list[Outcome], noise: float) -> dict[str, float]:
-    """Statistics over many orders; the recipe itself always comes first."""
+    """Return statistics over many orders, in which the recipe itself always comes first."""
     ranked = sorted(range(len(trials)), key=lambda number: trials[number].loss)
     draw, full = np.random.default_rng(0), max(trial.tokens for trial in trials)
     spent, killed, near, given_up, errors = [], [], [], [], []
@@ -137,7 +139,7 @@ def replay(trials: list[Outcome], noise: float) -> dict[str, float]:
         killed.append([sum(n in stopped for n in ranked[:best]) for best in BEST])
         near.append(sum(behind < 2 * noise for _, _, behind in stopped.values()))
         given_up.append(len(stopped))
-        # Of what a search learns from: a run that would have diverged later has no loss to be off from.
+        # A pruned trial that would have diverged later has no final loss to compare with.
         errors += [error for n, (_, error, _) in stopped.items() if math.isfinite(trials[n].loss)]
     return {
         "saved": 1 - statistics.fmean(spent),
@@ -154,7 +156,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("runs/early-stopping"))
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--set", choices=SETS, action="append")
-    parser.add_argument("--scan", action="store_true", help="other constants too")
+    parser.add_argument("--scan", action="store_true", help="also try other constants")
     options = parser.parse_args()
     scanned = (
         {"FIRST": (0.25, 0.375, 0.5), "MARGIN": (0.25, 0.5, 1.0, 1.5), "LEAST": (4.0, 6.0, 8.0)}

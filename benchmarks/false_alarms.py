@@ -1,8 +1,8 @@
 """Count false alarms of the spike guard: `python benchmarks/false_alarms.py [--runs 20] [--first 0] [--lr 0.016]`.
 
-Trains healthy runs: 300 to 913 steps on python-stdlib with warm-up, every decay, half of them with a batch ramp, 2 to
-4 layers of width 64, batches of 512 to 2,048 tokens, each with its own seed. The guard only observes. Prints one line
-per run: its alarms, and the maximum of each cumulative sum (24 raises an alarm).
+Trains healthy runs, each with its own seed: 300 to 913 steps on python-stdlib, 2 to 4 layers of width 64, batches of
+512 to 2,048 tokens, with warm-up, all decay schedules, and a batch ramp in half of the runs. The guard only observes.
+Prints one line per run: its alarms, and the maximum of each of the guard's cumulative sums (24 raises an alarm).
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Kill processes of a run at random moments: `PYTHONPATH=src python -m benchmarks.kills [KILLS] [--layout 2,2,2]`.
 
-torchrun starts a run of dp x tp x pp processes and restarts lost ones. One random process is killed with -9 at a
-random moment, every other time while a checkpoint is being written, until the number of kills is reached; then the
-run finishes. It fails if the run does not finish, or if its losses differ by one bit from those of an undisturbed
-run.
+torchrun starts a run of dp x tp x pp processes and restarts it when a process is lost. A random process is killed
+with SIGKILL at a random moment, every other time while a checkpoint is being written, until KILLS is reached; then
+the run finishes. The benchmark fails if the run does not finish, or if any bit of its losses differs from an
+undisturbed run.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.training.run_folder import RunFolder
 
 TEXT = "".join(f"def function_{i}(x):\n    return x * {i} + {i * i % 97}\n" for i in range(4_000))
-PATIENCE = 300.0  # s without a new step or event, after which a run counts as lost
+PATIENCE = 300.0  # seconds without a new step or event, after which the run counts as stuck
 
 
 def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
@@ -44,7 +44,7 @@ def main(kills: int, degrees: tuple[int, int, int], seed: int) -> int:
                 "layout.tp": tp,
                 "layout.pp": pp,
                 "layout.zero": 1,
-                "layout.timeout_seconds": 240,  # eight processes start on two cores
+                "layout.timeout_seconds": 240,  # starting eight processes on two cores is slow
             }
         )
         write_recipe(recipe, folder / "recipe.toml")
@@ -95,7 +95,7 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
             time.sleep(0.001)
         try:
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        except FileNotFoundError:  # it is at its end
+        except FileNotFoundError:  # torchrun has ended
             break
         if not children:
             break
@@ -118,7 +118,7 @@ def disturbed(folder: Path, kills: int, draw: random.Random) -> dict[str, float]
 
 
 def wait(run: RunFolder, process: "subprocess.Popen[bytes]", reached: Callable[[], bool]) -> bool:
-    """Wait for progress; False if the process ended first, or if the run wrote nothing for too long."""
+    """Wait until ``reached``; False if the process ends first, or writes nothing for ``PATIENCE`` seconds."""
     seen, until = (0, 0), time.monotonic() + PATIENCE
     while not reached():
         now = (steps(run), len(run.events()))

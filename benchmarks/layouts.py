@@ -1,8 +1,8 @@
 """Compare every layout with a single process: `PYTHONPATH=src python -m benchmarks.layouts [NAME ...]`.
 
-The cases of tests/distributed/test_layouts.py and the chains of test_resharding.py, as a table: the largest
-difference from one process in any loss or validation (nats), in gradient and update norms (relative), in parameters;
-and the seconds of the case without starting its processes. float64, then the compute dtypes.
+Runs the layouts of tests/distributed/test_layouts.py and the changes of layout of test_resharding.py, in float64 and
+in the compute dtypes. Prints the largest difference from one process in any training or validation loss (nats), in
+gradient and update norms (relative) and in parameters, and the seconds of each case, without starting its processes.
 """
 
 import os
@@ -48,7 +48,7 @@ def table(ranks: Pool, tiny: Recipe, names: list[str], folder: Path) -> None:
     for name, changes, dtype in cases:
         if names and name not in names:
             continue
-        single_process(tiny_of(tiny, changes), 3, dtype)  # so that its time is not in that of the layout
+        single_process(tiny_of(tiny, changes), 3, dtype)  # cached here, outside the timing of the layout
         began = time.perf_counter()
         found = differences(ranks, single_process, tiny, changes, steps=3, dtype=dtype)
         seconds = time.perf_counter() - began

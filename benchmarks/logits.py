@@ -1,9 +1,10 @@
 """Measure cost and benefit of fp32 logits in a bf16 run: `python benchmarks/logits.py [--repeats 7]`.
 
-The product of hidden states and unembedding is accumulated in fp32 and rounded to bf16 (docs/concepts/choices.md).
-Here it is also computed with an fp32 result, by casting both inputs, on the shapes of throughput.py. Prints the time
-of each, of a forward and backward pass of the whole model with its loss, and the error of the loss against float64
-from the same bf16 inputs, for logits with standard deviation 1 and 3. One thread, medians.
+In a bf16 run, the product of hidden states and unembedding is accumulated in fp32 and rounded to bf16
+(docs/concepts/choices.md). Here it is also computed with an fp32 result, by casting both inputs to fp32, on the
+shapes of throughput.py. Prints the time of the product in both ways, the time of a forward and backward pass of the
+whole model, and the error of the loss from logits rounded to bf16 against float64 with the same bf16 inputs, for
+logits with standard deviation 1 and 3. Times are medians on one thread.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Measure how the best lr moves with width and depth, complete-d-p and standard: `python benchmarks/lr_transfer.py`.
+"""Measure how the best lr changes with width and depth: `python benchmarks/lr_transfer.py`.
 
-Prints for both rules the shift of the optimum in octaves with its interval, and the regret in nats
-(docs/log.md).
-Runs are saved as they end: run the command again to resume; the tables are printed when all have ended. Takes half an
-hour on two cores, a few minutes on sixteen. `--large` is an octave or two larger, width only, for an accelerator that
-several processes share; `--tiny` tests in seconds that the benchmark works.
+Compares the scaling rules complete-d-p and standard. Prints the shift of the best lr in octaves (factors of two) with
+its interval, and the regret: how many nats the best lr of one size costs at another size (docs/log.md).
+Runs are saved as they end: run the command again to resume. Takes half an hour on two cores, a few minutes on
+sixteen. `--large` trains wider models for longer, for several processes on one accelerator; `--tiny` tests the
+benchmark in seconds.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-# One thread a process: more than the cores lose a factor of ten.
+# One thread per process: more threads than cores are up to ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from rich.console import Console
@@ -60,7 +60,7 @@ tokens = 16_384
 """
 
 AXES = {"width": [(64, 2), (128, 2), (256, 2), (512, 2)], "depth": [(64, 2), (64, 4), (64, 8), (64, 16)]}
-# Wider and longer: 2,000 steps instead of 128 to 512.
+# Wider and longer: 1,000 steps instead of 128.
 LARGE = {"width": [(128, 4), (256, 4), (512, 4), (1024, 4)]}
 LARGE_OVERRIDES = [
     *("model.n_layers=4", "model.d_model=128", "model.n_heads=2", "model.n_kv_heads=2", "model.d_head=64"),
@@ -69,7 +69,8 @@ LARGE_OVERRIDES = [
     *("evaluation.tokens=131_072", "precision.compute=bf16"),
 ]
 TINY = {"width": [(32, 1), (64, 1)], "depth": [(32, 1), (32, 2)]}
-# Grids of a factor 2, wide enough for both rules: under standard the optimum falls with width and depth.
+# Learning rates in factors of 2. With the rule standard, the best lr falls with width and depth, so its grid begins
+# lower.
 GRIDS = {
     "complete-d-p": [0.008 * 2.0**octave for octave in range(-3, 4)],
     "standard": [0.008 * 2.0**octave for octave in range(-4, 4)],
@@ -80,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, default=Path("runs/lr-transfer"))
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--tokens", type=int, help="tokens of a run")
+    parser.add_argument("--tokens", type=int, help="tokens per run")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--tiny", action="store_true")

@@ -1,10 +1,10 @@
 """Compare planned memory with that of a training step: `PYTHONPATH=src python -m benchmarks.memory [NAME ...]`.
 
-On the CPU, where torch.profiler records every allocation and release and nothing else is counted: no context, no
-kernel workspaces, no fragmentation. The planner's fixed amount and its reserve are left out, so that only its
-formulas are compared. Printed is the rank that needs most, in the second step, when all states exist. Real processes
-on a CPU take more where they communicate: gloo's buffers are counted. `leaven check memory` checks any layout without
-them, and tests/distributed/test_dry_run.py compares it with real processes.
+Runs on the CPU, where torch.profiler records every allocation and release of a tensor, and nothing else: no context,
+no kernel workspaces, no fragmentation. So the planner's fixed amount and its reserve are left out of the comparison.
+The rank that needs the most memory is printed, in the second step, when all states exist. Processes that communicate
+use more memory than planned, because buffers of gloo are recorded too. `leaven check memory` checks any layout
+without these buffers, and tests/distributed/test_dry_run.py compares this check with real processes.
 """
 
 import os
@@ -108,12 +108,12 @@ def predicted(recipe: Recipe, rank: int) -> Memory:
     layout, size = recipe.layout, recipe.batch.micro_batch
     assert isinstance(size, int)
     how = Arrangement(layout, size, forwards(layout, recipe.model.seq_len, recipe.batch.tokens, size))
-    code = replace(tensors(recipe), logits_at_once=2**22)  # of a processor (model/loss.py)
+    code = replace(tensors(recipe), logits_at_once=2**22)  # the chunk size on a CPU (model/loss.py)
     return stage_memory(recipe.model, how, rank, code)
 
 
 def taken(recipe: Recipe, tokens: TokenSet) -> tuple[int, int]:
-    """Bytes of parameters and optimizer states, and bytes beside them at the peak of a step, gradients included."""
+    """Return bytes of parameters and optimizer states, and the peak of all other bytes in a step."""
     with join_process_group(recipe.layout, torch.device("cpu")) as group:
         training = Training(recipe, tokens, device="cpu", group=group)
         training.step()

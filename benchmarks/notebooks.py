@@ -1,7 +1,7 @@
-"""Runs the notebooks of examples/notebooks in empty folders; a cell that fails ends it with its error.
+"""Run the notebooks of examples/notebooks in empty folders; stop with an error at the first cell that fails.
 
 python -m benchmarks.notebooks           # as CI does
-python -m benchmarks.notebooks --keep    # and writes the output into the notebooks
+python -m benchmarks.notebooks --keep    # also write the output into the notebooks
 """
 
 import argparse
@@ -13,7 +13,7 @@ import nbformat
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "examples/notebooks"
-SECONDS = 1_800  # for one cell
+SECONDS = 1_800  # limit for one cell
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
             NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": folder}}).execute()
         if keep:
             for cell in notebook.cells:
-                cell.metadata = {}  # times of cells are those of one machine
+                cell.metadata = {}  # run times differ between machines
             nbformat.write(notebook, path)
         print(f"{path.name}: {time.monotonic() - began:.0f} s")
 

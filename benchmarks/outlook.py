@@ -1,9 +1,10 @@
-"""Is the outlook of a study true? `python -m benchmarks.outlook [--seeds 12]`.
+"""Compare what a study expects of more trials with the truth: `python -m benchmarks.outlook [--seeds 12]`.
 
-Searches over landscapes with a known optimum. For each number of values and trials, means over seeds in nats:
+Minimises synthetic losses with a known optimum. Prints for each number of values and trials, as means over seeds:
 
-- the expected gain of as many trials again, and the gain of a search with twice the trials,
-- the share of the gain that the named pair of values brings alone, and that of the best pair.
+- the gain that the study expects of as many trials again, and the gain of a search with twice the trials, in nats;
+- the share of the gain that two values bring alone: as the study says, in truth for the pair that it names, and in
+  truth for the best pair.
 """
 
 import argparse
@@ -20,13 +21,13 @@ from leaven.tuning.algorithm.trust_region import Axes, region
 from leaven.tuning.service.search import SearchResult
 from leaven.tuning.service.search_loop import Proposal
 
-CASES = {2: (8, 16, 32), 4: (12, 24, 48), 9: (16, 32, 64), 25: (48, 96)}  # trials by the number of values
-NOISE = 0.01  # nats, of the functions of few values
-PAIRS = 9  # values at most for which every pair is tried
+CASES = {2: (8, 16, 32), 4: (12, 24, 48), 9: (16, 32, 64), 25: (48, 96)}  # numbers of trials by number of values
+NOISE = 0.01  # std in nats, with fewer than 6 values
+PAIRS = 9  # the best pair is found by trying all pairs only up to this number of values
 
 
 def truth(d: int, seed: int) -> Callable[[Array], float]:
-    """Return the loss above the optimum in nats. Landscapes have groups of values; few values are another family."""
+    """Return the loss above the optimum in nats; with fewer than 6 values, another kind of function."""
     if d < 6:
         function = made_up("bowl", d, seed)
         return lambda x: EXCESS * function(x)
@@ -46,7 +47,7 @@ def searched(axes: Axes, d: int, seed: int, trials: int) -> SearchResult:
 
 
 def share_of(function: Callable[[Array], float], d: int, pair: tuple[int, int]) -> float:
-    """Return the share of the start's excess that two values remove, found on a grid."""
+    """Return the share of the start's excess loss that can be removed by changing two values, found on a grid."""
     grid = np.linspace(-3, 3, 49)
     points = np.zeros((len(grid) ** 2, d))
     points[:, pair] = np.stack(np.meshgrid(grid, grid), -1).reshape(-1, 2)

@@ -1,7 +1,7 @@
 """Measure how long the search for a layout takes on one core: `python benchmarks/plan_speed.py`.
 
-Medians of nine with their range, in seconds of processor time of one thread. Each run starts with empty caches, as a
-command does; importing the modules is not included (benchmarks/start_up.py).
+Prints the median and range of nine runs, in seconds of processor time of one thread. Each run starts with empty
+caches, as a command does. The time of imports is not included (see benchmarks/start_up.py).
 """
 
 import gc
@@ -26,14 +26,14 @@ GPT: dict[str, Any] = {
 
 
 def shape(sizes: str, **more: Any) -> ModelShape:
-    """Layers, width, heads, key-value heads, d_ff, vocabulary and sequence."""
+    """Return the shape for "layers d_model heads kv_heads d_ff vocabulary seq_len"."""
     layers, width, heads, kv_heads, d_ff, vocab, seq_len = map(int, sizes.split())
     named = {"n_layers": layers, "d_model": width, "n_heads": heads, "n_kv_heads": kv_heads, "d_head": width // heads}
     return ModelShape.model_validate(named | {"d_ff": d_ff, "vocab_size": vocab, "seq_len": seq_len} | more)
 
 
-# The 1T model of Narayanan et al. 2021 (arXiv 2104.04473, Table 1), Llama 3 405B and 8B, a small GPT, and a count of
-# GPUs and a batch with so many divisors that little else is larger.
+# (shape, cluster, sequences per batch): the 1T model of Narayanan et al. 2021 (arXiv 2104.04473, Table 1), Llama 3
+# 405B and 8B, and a small GPT. 3,840 has many divisors, so the last search is one of the largest.
 CASES: dict[str, tuple[ModelShape, str, int]] = {
     "1T on 3,072 A100": (shape("128 25600 160 160 102400 51200 2048", **GPT), "3072xA100-80GB", 3072),
     "405B on 16,384 H100": (shape("126 16384 128 8 53248 128256 8192"), "16384xH100-80GB", 2048),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[ModelShape, str, int]] = {
 
 
 def planned(model: ModelShape, gpus: str, sequences: int) -> tuple[float, ClusterPlan]:
-    """The seconds of one plan from empty caches, and the plan."""
+    """Return the seconds of one plan, starting with empty caches, and the plan."""
     for cached in [thing for thing in gc.get_objects() if isinstance(thing, _lru_cache_wrapper)]:
         if cached.__module__.startswith("leaven.planning") and "accelerators" not in cached.__module__:
             cached.cache_clear()

@@ -2,10 +2,10 @@
 
     python benchmarks/planner_accuracy.py [TABLES.yaml ...] [--json] [--page]
 
-Plans every row of every table (by default those in benchmarks/published) as it ran. The exit code is 1 if an error is
-above its limit, 2 if a file cannot be read. The error of memory or time is predicted / measured - 1: "mean" is the
-mean of its absolute value, "bias" its mean, "low" its minimum. Errors of parameters, FLOPs, MFU and days are counted
-beyond the rounding of the published numbers.
+Plans every run in the tables (by default those in benchmarks/published) in the layout that was measured. The error of
+memory or time is predicted / measured - 1: "mean" is the mean of its absolute value, "bias" its mean, "low" its
+minimum. Errors of parameters, FLOPs, MFU and days exclude the rounding of the published numbers. The exit code is 1
+if an error is above its limit, and 2 if a file cannot be read.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 from itertools import chain, count
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # so that it runs as a script too
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for running as a script
 
 from benchmarks.planner.judge import judge
 from benchmarks.planner.page import PAGE, PICTURE, picture, renewed
@@ -48,7 +48,7 @@ _COLUMNS = (
 
 
 def lines(verdicts: list[TableVerdict]) -> list[str]:
-    """The table as printed, followed by notes on rows that have no column."""
+    """Return the printed table, followed by notes on rows that are in no column."""
     width = max(len(verdict.table.id) for verdict in verdicts)
     found = [f"{'table':<{width}}" + "".join(f"{head:>9}" for head, _, _ in _COLUMNS)]
     for verdict in verdicts:
@@ -89,7 +89,7 @@ def _notes(verdict: TableVerdict) -> list[str]:
 
 
 def accuracy_line(verdicts: list[TableVerdict]) -> str:
-    """The sentence in which ``leaven plan`` states its errors, from tables of many rows."""
+    """Return the sentence in which ``leaven plan`` states its errors; only tables with many rows are used."""
 
     def stated(verdict: TableVerdict, kind: str) -> str:
         errors = verdict.errors(kind)
@@ -106,7 +106,7 @@ def _rows(number: int) -> str:
 
 
 def _distinct(tables: list[Table]) -> list[Table]:
-    """The tables with unique ids: a repeated id gets a number."""
+    """Return the tables with unique ids: a number is appended to repeated ids."""
     taken: set[str] = set()
     for table in tables:
         table.id = next(
@@ -118,7 +118,9 @@ def _distinct(tables: list[Table]) -> list[Table]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="How far the planner is off on published tables.")
-    parser.add_argument("tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: those beside")
+    parser.add_argument(
+        "tables", nargs="*", type=Path, default=[PUBLISHED], help="YAML files; default: benchmarks/published"
+    )
     parser.add_argument("--page", action="store_true", help=f"update {PAGE.name} and its chart")
     parser.add_argument(
         "--accuracy-line", action="store_true", help="print the sentence in which `leaven plan` states its errors"

@@ -1,13 +1,15 @@
-"""What knowledge from before a search is worth, if it is right and if it is wrong: `python -m benchmarks.priors`.
+"""Measure what right and wrong prior knowledge is worth to a search: `python -m benchmarks.priors`.
 
-Mean regret on the functions of `benchmarks.small_budgets`, in per cent of that of the start, for searches
+Prints the mean regret (loss above the optimum, in per cent of the start's) on the functions of
+`benchmarks.small_budgets` for searches
 
-- without knowledge,
-- told where the optimum is, with a standard deviation of half an octave: right; of another function; mirrored,
-- with 16 trials of an earlier search: on the same function with its optimum moved by 0.3 octaves (standard deviation,
-  along each value), also without knowing its noise; on another function; on the mirrored function.
+- without prior knowledge;
+- with an expected optimum and a standard deviation of half an octave: near the true optimum ("right"), of another
+  function ("another"), and with the opposite signs ("mirrored");
+- with 16 trials of an earlier search: on a similar function whose optimum is moved by about 0.3 octaves
+  along each value, with the noise of these trials known or unknown; on another function; on the mirrored function.
 
-The noise is given to all of them.
+All searches are given their own noise.
 """
 
 import argparse
@@ -21,8 +23,8 @@ from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.service.search import SearchResult
 
 CASES = (("bowl", 2), ("valley", 2), ("cliff", 3), ("bowl", 4), ("bowl", 6))
-SURE, SHIFT, EARLIER = 0.5, 0.3, 16  # octaves, octaves, trials
-OTHER = 5000  # added to the seed
+SURE, SHIFT, EARLIER = 0.5, 0.3, 16  # std of knowledge (octaves), shift of optimum (octaves), earlier trials
+OTHER = 5000  # added to the seed for "another" function
 
 
 def run(function: Function, d: int, trials: int, seed: int, noise: float, **knowledge: object) -> SearchResult:
@@ -43,7 +45,7 @@ def names_of(d: int) -> list[str]:
 
 
 def optimum_of(family: str, d: int, seed: int) -> Array:
-    """Return the optimum, which `made_up` draws first."""
+    """Return the optimum of the function that `made_up` returns."""
     rng = np.random.default_rng([d, seed, sorted(FAMILIES).index(family)])
     return np.clip(rng.normal(0, 1, d), -2, 2)
 
@@ -53,9 +55,9 @@ def told(centre: Array) -> dict[str, object]:
 
 
 def after(function: Function, d: int, seed: int, noise: float, *, known: bool = True) -> dict[str, object]:
-    """Return the trials of an earlier search as knowledge, or nothing if its start diverges.
+    """Return the arguments that give a search earlier trials; none if the start diverges.
 
-    ``known``: whether the noise of the earlier search is known.
+    ``known`` says whether the noise of the earlier search is known.
     """
     if not np.isfinite(function(np.zeros(d))):
         return {}
@@ -82,7 +84,7 @@ def knowledge(family: str, d: int, seed: int, noise: float) -> dict[str, Callabl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", default="8,16")
-    parser.add_argument("--noise", default="0,0.1", help="standard deviations, as shares of the start's excess")
+    parser.add_argument("--noise", default="0,0.1", help="standard deviations / loss of the start above the optimum")
     parser.add_argument("--seeds", type=int, default=20)
     options = parser.parse_args()
     titles = list(knowledge("bowl", 2, 0, 0.0))

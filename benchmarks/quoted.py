@@ -1,7 +1,7 @@
 """Update the output of `leaven plan` in docs/reference/overview.md and docs/concepts/planning.md: `make docs-plan`.
 
-A code block starts with the command; the rest of it is replaced by the output at 120 columns, without the calibration
-history of this machine.
+The first line of a code block is the command; the other lines are replaced by its output at 120 columns, without the
+calibration history of this machine.
 """
 
 import os
@@ -31,7 +31,7 @@ def printed(command: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with the current output in every code block."""
+    """Return the page with the current output in every code block."""
     return _FENCE.sub(lambda found: f"```\n$ {found[1]}\n{printed(found[1])}\n```", page)
 
 

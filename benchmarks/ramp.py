@@ -1,8 +1,8 @@
-"""Compare a batch ramp with fixed hyperparameters, one with scaled hyperparameters, and no ramp, over paired seeds.
+"""Compare runs without batch ramp, with a ramp and fixed hyperparameters, and with a ramp that scales them.
 
     python benchmarks/ramp.py --out ramp.jsonl
 
-Writes one line of JSON per run. Runs with one seed have the same initial values and the same order of samples.
+Writes one line of JSON per run. Runs with the same seed have the same initial values and the same order of samples.
 """
 
 import argparse
@@ -45,7 +45,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.016])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--over", type=float, nargs="+", default=[0.0, 0.15, 0.5], help="0: no ramp")
+    parser.add_argument(
+        "--over", type=float, nargs="+", default=[0.0, 0.15, 0.5], help="ramp lengths / length of the run; 0: no ramp"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     base = parse_recipe(RECIPE, "ramp")

@@ -1,21 +1,22 @@
-"""Follow the commands that leaven prints, from `leaven new` to a trained run, and compare its loss.
+"""Run the commands that leaven prints, from `leaven new` to a trained model, and compare the final loss.
 
     python -m benchmarks.road FOLDER [--params 220k --tokens 4.4M --seeds 3]
 
-`leaven new` writes a target and its proxy in FOLDER; then every printed command is run as it is. The benchmark stops
-at a command that fails or that warns about a value that leaven itself proposed. Then it trains the target in several
-ways with the same seeds (equal initial values and order of data):
+`leaven new` writes two recipes in FOLDER: the target, and a smaller proxy on which hyperparameters are searched. Then
+every command that leaven prints is run unchanged. The benchmark stops at a command that fails or prints a warning.
+Then it trains the target in several ways with the same seeds (equal initial values and order of data):
 
-- `tuned`: the recipe at the end of the printed commands;
+- `tuned`: the recipe that the last printed command writes;
 - `new`: the target as `leaven new` wrote it, untuned;
-- `laws`: the target with values from laws and neighbours of its size only, without a run that leaven has tuned;
-- `published`: the lr, moments, decay and init of the nearest published run, the same for every parameter, with the
-  target's batch and schedule (with `--candidates` the best of several on one seed);
-- `published, moved`: the same, with the lr moved to the target's size and batch as `leaven new` does;
-- `direct`, with `--direct`: `new` with its lr tuned at the target itself, the best of half, itself and twice on the
-  first seed. These runs cost several times as much as the search at the proxy.
+- `laws`: the target with values from scaling laws and published runs of similar size, not from leaven's own runs;
+- `published`: the target with lr, betas, weight decay and init of the nearest published run, the same for every
+  parameter (with `--candidates N`, the best of N runs on one seed);
+- `published, moved`: the same, with the lr adapted to the target's size and batch as `leaven new` does;
+- `direct`, with `--direct`: `new` with the best of three lrs (half, equal, double) on the first seed. These runs cost
+  several times as much as the search on the proxy.
 
-Everything is kept in FOLDER; run the command again to resume. The last lines are the table of docs/evidence/road.md.
+All results are saved in FOLDER; run the command again to resume. The last lines are the table of
+docs/evidence/road.md.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from leaven.verification.runs import RunStore
 
 COPIED = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
 DIRECT_FACTORS = (0.5, 2.0)
-FIRST_SEED = 1_000  # the search's own are the first few
+FIRST_SEED = 1_000  # different from the seeds of the search
 
 
 def main() -> None:
@@ -53,9 +54,9 @@ def main() -> None:
     parser.add_argument("--tokens", default="4.4M")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--candidates", type=int, default=1, help="published runs of which the best is copied")
-    parser.add_argument("--new", default="", help="more options of leaven new")
-    parser.add_argument("--direct", action="store_true", help="tune the lr at the target too")
+    parser.add_argument("--candidates", type=int, default=1, help="copy the best of this many published runs")
+    parser.add_argument("--new", default="", help="further options of leaven new")
+    parser.add_argument("--direct", action="store_true", help="also tune the lr on the target")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
     if not (asked.folder / "road.toml").exists():
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def follow(folder: Path) -> None:
-    """Run the commands that `leaven new` printed in order; finished commands are skipped."""
+    """Run in order the commands that `leaven new` printed; finished commands are skipped."""
     log = folder / "commands.txt"
     done = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     printed = (folder / "new.txt").read_text(encoding="utf-8")
@@ -78,7 +79,7 @@ def follow(folder: Path) -> None:
 
 
 def commands(printed: str) -> list[str]:
-    """The commands under the label "next" of an output."""
+    """Return the commands under the label "next" of an output."""
     after = printed[re.search(r"^next +", printed, re.MULTILINE).end() :]  # type: ignore[union-attr]
     return [line.strip() for line in after.splitlines() if line.strip().startswith("leaven ")]
 
@@ -96,7 +97,7 @@ def run(words: list[str], folder: Path) -> None:
 
 
 def compare(folder: Path, seeds: int, workers: int, candidates: int, direct: bool) -> None:
-    """Train the arms with paired seeds and print the table."""
+    """Train the recipes to compare (arms) with the same seeds, and print the table."""
     target = read_recipe(folder / "road.toml")
     tuned = read_recipe(folder / "road-tuned.toml") if (folder / "road-tuned.toml").exists() else target
     same = tuned.hyperparameters == target.hyperparameters
@@ -143,9 +144,7 @@ def compare(folder: Path, seeds: int, workers: int, candidates: int, direct: boo
 
 
 def copied(run: PublishedRun, target: Recipe, *, moved: bool) -> Recipe:
-    """The target with a published run's values for all parameters, its lr as published or ``moved`` to the target's
-    size and batch.
-    """
+    """Return the target with a published run's values; if ``moved``, the lr is adapted to the target."""
     known = terms(run)
     changes: dict[str, object] = {
         f"hyperparameters.{name}": known[f"hyperparameters.{name}"]
@@ -167,7 +166,7 @@ def seeded(recipe: Recipe, seed: int) -> Recipe:
 
 
 def interval(values: list[float]) -> float:
-    """Half the width of the 95% confidence interval of a mean."""
+    """Return half the width of the 95% confidence interval of a mean."""
     count = len(values)
     return math.inf if count < 2 else t95(count - 1) * statistics.stdev(values) / math.sqrt(count)
 

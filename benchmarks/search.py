@@ -1,10 +1,10 @@
 """Compare search methods at equal trials: `python -m benchmarks.search [--quick] [--results FILE] [--seeds 20]`.
 
-Searches landscapes of 30 and 90 multipliers (benchmarks/_landscapes.py) with divergence boundaries and noise. Every
-method gets the same start, bounds and number of runs, including reruns of the start and of the best few. Regret is
-the noise-free loss of the result above the optimum, relative to that of the start: 1 is no better than the start; a
-result that diverges ranks last. Runs are kept in a file, one line each: run the command again to resume, or run parts
-separately (`--methods gp --seeds 3`); the table covers the whole file.
+Minimises synthetic losses of 30 and 90 multipliers with divergence boundaries and noise (benchmarks/_landscapes.py).
+Every method gets the same start, bounds and number of trials, including repetitions of the start and of the best
+points. Regret is the noise-free loss of the result above the optimum, divided by that of the start: 0 is the optimum,
+1 is no better than the start. Results that diverge rank last. Results are saved in a file, one line per search: run
+the command again to resume, or run parts separately (`--methods gp --seeds 3`); the table covers the whole file.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # parts are run side by side
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes share the cores
 
 import numpy as np
 import optuna
@@ -26,13 +26,13 @@ from optuna.distributions import FloatDistribution
 
 from leaven.tuning import search
 
-NARROW = 0.5  # octaves to either side: a box in which runs seldom diverge
-WIDE = 12.0  # likewise, of a space with the usual box of REACH to begin in, as `leaven tune` has it
+NARROW = 0.5  # octaves from the start to either bound, for "narrow" methods: here runs seldom diverge
+WIDE = 12.0  # the same for "wide" methods, which begin within REACH, as `leaven tune` does
 METHODS = (
     *("trust-region", "trust-region, wide", "random", "random, narrow", "random, wide"),
     *("tpe", "tpe, narrow", "tpe, wide", "cma", "cma, wide", "gp", "gp, narrow", "turbo", "turbo, narrow"),
 )
-FIRST = 100  # seed; on those below it the constants of the trust region were chosen
+FIRST = 100  # first seed; the constants of the trust region were chosen on smaller seeds
 
 
 def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, far: float) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def run(method: str, dimensions: int, trials: int, seed: int, *, offset: float, 
 def by_turbo(
     trial: Callable[[dict[str, float]], float], names: list[str], reach: float, trials: int, seed: int
 ) -> tuple[dict[str, float], list[float], tuple[float, float]]:
-    """Search with TuRBO in a loop of its own, because it keeps a state. Return its result, all losses, an interval.
+    """Search with TuRBO, which keeps a state between trials. Returns the best point, all losses, and an interval.
 
-    The last 6 trials run the start and the best two points again, twice each, as `leaven.tuning.search` does. A trial
-    that diverges counts as the worst so far.
+    The last 6 trials repeat the start and the best two points twice each, as `leaven.tuning.search` does. For TuRBO,
+    a trial that diverges has the worst loss so far. The interval is infinite, because TuRBO reports none.
     """
     study, losses = optuna.create_study(sampler=turbo(len(names), seed)), list[float]()
     study.enqueue_trial(dict.fromkeys(names, 0.0))
@@ -90,7 +90,7 @@ def by_turbo(
 
 
 def table(runs: list[dict[str, Any]]) -> list[str]:
-    """The runs as a Markdown table, one row per method."""
+    """Return the runs as a Markdown table, one row per method."""
     lines = [
         "| multipliers | trials | method | median regret | quartiles | diverged | covered | seconds | seeds |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -101,7 +101,7 @@ def table(runs: list[dict[str, Any]]) -> list[str]:
             of = [r for r in runs if (r["dimensions"], r["trials"], r["method"]) == (dimensions, trials, method)]
             if of:
                 regrets = [math.inf if r["regret"] is None else r["regret"] for r in of]
-                # An order statistic, for an infinite one has no middle with its neighbour.
+                # "higher" returns one of the regrets: they may be infinite, so they cannot be interpolated.
                 low, middle, high = np.quantile(regrets, [0.25, 0.5, 0.75], method="higher")
                 diverged, covered, seconds = (
                     np.mean([r[key] for r in of]) for key in ("diverged", "covered", "seconds")
@@ -119,9 +119,11 @@ def main() -> None:
     parser.add_argument("--dimensions", default="30,90")
     parser.add_argument("--trials", default="60,200")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--offset", type=float, default=1.0, help="octaves from the start to the optimum, typically")
     parser.add_argument(
-        "--far", type=float, default=0.0, help="octaves from the start to the optimum, of one multiplier"
+        "--offset", type=float, default=1.0, help="std of the optimum's distance from the start, octaves"
+    )
+    parser.add_argument(
+        "--far", type=float, default=0.0, help="distance of the optimum from the start along one multiplier, octaves"
     )
     parser.add_argument("--results", type=Path, default=Path("runs/search.jsonl"))
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Hooks of mkdocs: generate the pages about commands and recipe keys, and resolve links into the repository.
 
-mkdocs.yml names this file. The pages exist only in the built site, so they cannot be out of date.
+mkdocs.yml loads this file. The pages exist only in the built site, so they are always up to date.
 """
 
 import ast
@@ -97,7 +97,7 @@ def _parameter(param: Any) -> str:
 
 
 def _placeholder(param: Any) -> str:
-    """Return what stands for the value of an argument or option, e.g. RECIPE."""
+    """Return the placeholder for the value of an argument or option, e.g. RECIPE."""
     kind = "value" if param.param_type_name == "option" else param.name.upper()
     return str(param.metavar or getattr(param, "display_type", None) or kind)
 
@@ -190,7 +190,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _comments(model: type[BaseModel]) -> dict[str, str]:
-    """Return the comment of each field: behind it, or on the lines above it."""
+    """Return the comment of each field, which follows the field or is on the lines above it."""
     comments: dict[str, str] = {}
     for each in reversed(model.__mro__):
         if not (isinstance(each, type) and issubclass(each, BaseModel)) or each is BaseModel:

@@ -1,13 +1,17 @@
 """Compare searches of few values with few trials: `python -m benchmarks.small_budgets [--steplaw FILE] [--seeds 20]`.
 
-Minimises smooth functions of 2 to 5 values whose minimum is about an octave from the start, with and without noise.
-Regret is the noise-free loss of the result above the minimum, in per cent of that of the start. The trust region is
-`leaven.tuning.search` as it is, with its runs for noise and confirmation, once with a given noise. Every other method
-spends all trials on its search, and its result is its lowest loss. ``--steplaw`` adds surfaces of lr and batch,
-interpolated from a published sweep (Li et al. 2025, arXiv 2503.04715): 17 sizes, with starts within 0.06 nats of the
-minimum. FILE is data/dense_lr_bs_loss.csv of github.com/step-law/steplaw, which is not part of this project.
-Constants were chosen on seeds below 100, the table is of seeds from 100 on. Runs are kept in a file, one line each:
-run the command again to resume.
+Minimises smooth functions of 2 to 5 values whose minimum is about an octave (a factor of two) from the start, with
+and without noise. Regret is the noise-free loss of the result above the minimum, in per cent of the start's. The
+trust region is `leaven.tuning.search`, including its trials that measure noise and confirm the result; in a second
+column the noise is given. Every other method spends all trials on its search, and its result is the trial with the
+lowest loss.
+
+``--steplaw`` adds losses as functions of lr and batch, interpolated from a published sweep of 17 sizes (Li et al.
+2025, arXiv 2503.04715), with starts within 0.06 nats of the minimum. FILE is data/dense_lr_bs_loss.csv of
+github.com/step-law/steplaw, which is not part of this project.
+
+Constants were chosen on seeds below 100, the table uses seeds from 100 on. Results are saved in a file, one line per
+search: run the command again to resume.
 """
 
 import argparse
@@ -27,18 +31,18 @@ from benchmarks._turbo import turbo
 
 from leaven.tuning import search
 
-REACH = 3.0  # octaves of the space to either side of the start
-FIRST = 100  # seed
-FAMILIES = {"bowl": (2, 4, 5), "cliff": (3,), "valley": (2,), "step law": (2,)}  # numbers of values
+REACH = 3.0  # octaves from the start to either bound
+FIRST = 100  # first seed
+FAMILIES = {"bowl": (2, 4, 5), "cliff": (3,), "valley": (2,), "step law": (2,)}  # numbers of values by function
 Array = np.ndarray
 Function = Callable[[Array], float]  # from octaves to a loss: 1 at the start, 0 at the minimum
 
 
 def made_up(family: str, d: int, seed: int) -> Function:
-    """Return a function whose axes are mixed and whose curvatures differ by up to a factor of 20.
+    """Return a function with rotated axes and curvatures that differ by up to a factor of 20.
 
-    ``bowl`` becomes linear far away. ``cliff`` rises faster on one side, and diverges beyond a value of the first.
-    ``valley`` is a bowl along a curve.
+    ``bowl`` is quadratic near the minimum and linear far away. ``cliff`` rises faster on one side, and diverges where
+    the first value is too large. ``valley`` is a bowl along a curve.
     """
     rng = np.random.default_rng([d, seed, sorted(FAMILIES).index(family)])
     optimum = np.clip(rng.normal(0, 1, d), -2, 2)
@@ -61,7 +65,7 @@ def made_up(family: str, d: int, seed: int) -> Function:
 
 
 def published(file: Path) -> list[tuple[Callable[[Array], Array], Array]]:
-    """Return a smooth surface of the loss over log2 (lr, batch), and its points, for each size of the sweep."""
+    """Return for each model size of the sweep the loss as a smooth function of log2 (lr, batch), and its points."""
     from scipy.interpolate import CloughTocher2DInterpolator
 
     runs: dict[tuple[str, str], dict[tuple[float, float], float]] = defaultdict(dict)
@@ -72,14 +76,14 @@ def published(file: Path) -> list[tuple[Callable[[Array], Array], Array]]:
     surfaces = []
     for of in runs.values():
         points, losses = np.array(list(of)), np.array(list(of.values()))
-        least = losses.min() - 0.01  # the surface of log(loss - least) is smoother than that of the loss
+        least = losses.min() - 0.01  # log(loss - least) is smoother than the loss
         shape = CloughTocher2DInterpolator(points, np.log(np.minimum(losses - least, 1.0)))
         surfaces.append((lambda x, shape=shape, least=least: least + np.exp(shape(x)), points))
     return surfaces
 
 
 def of_a_sweep(surfaces: list[tuple[Callable[[Array], Array], Array]], seed: int) -> Function:
-    """Return the function of one of the surfaces, from a start that depends on the seed."""
+    """Return one of the surfaces as a function of octaves from a random start, scaled to 1 at the start."""
     surface, points = surfaces[seed % len(surfaces)]
     rng, low, high = np.random.default_rng(seed), points.min(0), points.max(0)
     grid = np.stack(np.meshgrid(*np.linspace(low, high, 81).T), -1).reshape(-1, 2)
@@ -169,7 +173,7 @@ GIVEN = "noise given"
 
 
 def regret(method: str, truth: Function, d: int, trials: int, *, seed: int, noise: float) -> float:
-    """Return the regret of a search in per cent of the start's; a result that diverged counts as the start."""
+    """Return the regret of a search in per cent of the start's, at most 100, also if its result diverges."""
     rng = np.random.default_rng([seed, trials])
 
     def objective(x: Array) -> float:
@@ -181,7 +185,7 @@ def regret(method: str, truth: Function, d: int, trials: int, *, seed: int, nois
 
 
 def table(runs: dict[str, float], methods: list[str]) -> list[str]:
-    """Return the mean regrets and their standard errors as a Markdown table. The lowest of a row is bold."""
+    """Return mean regrets and standard errors as a Markdown table, with the lowest of each row in bold."""
     cells: dict[tuple[str, str], list[float]] = defaultdict(list)
     for key, value in runs.items():
         method, *rest, _ = key.split("|")
@@ -199,7 +203,7 @@ def table(runs: dict[str, float], methods: list[str]) -> list[str]:
 
 
 def picture(runs: dict[str, float], methods: list[str]) -> str:
-    """Return an SVG: the mean regret over the trials, a panel for each surface and noise, a line for each method."""
+    """Return an SVG of mean regrets over trials, with a panel for each surface and noise, a line for each method."""
     means: dict[str, dict[str, dict[int, list[float]]]] = {}
     for key, value in runs.items():
         method, family, d, noise, trials, _ = key.split("|")
@@ -251,10 +255,10 @@ def main() -> None:
     parser.add_argument("--steplaw", type=Path, help="dense_lr_bs_loss.csv of Step Law")
     parser.add_argument("--methods", nargs="*", default=[GIVEN, *METHODS], choices=[GIVEN, *METHODS])
     parser.add_argument("--trials", default="8,16,32")
-    parser.add_argument("--noise", default="0,0.1", help="standard deviations, as shares of the start's excess")
+    parser.add_argument("--noise", default="0,0.1", help="standard deviations / loss of the start above the optimum")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--results", type=Path, default=Path("runs/small_budgets.jsonl"))
-    parser.add_argument("--picture", type=Path, help="also write the table as an SVG")
+    parser.add_argument("--picture", type=Path, help="also draw the results in this SVG file")
     parser.add_argument("--quick", action="store_true", help="2 values, 8 trials, 2 seeds, without GP")
     options = parser.parse_args()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -1,8 +1,9 @@
 """Compare a stack of trials with one trial at a time on this device: `python -m benchmarks.stacked [--device cuda]`.
 
-`one` is leaven's engine, as `leaven tune` trains a trial; `one, compiled` the same with compiled blocks. A stack is
-that of benchmarks/tuning/stack.py. Before it is timed, the losses of short runs in a stack are held against those of
-the engine in fp32. Speed is tokens per second of all trials together, the median of the repeats with their range.
+A stack (benchmarks/tuning/stack.py) trains several trials at the same time as one batched model. `one` is leaven's
+engine, as `leaven tune` trains a trial; `one, compiled` is the same with compiled blocks. First, the losses of short
+runs in a stack are compared with those of the engine in fp32. Then the speed is measured in tokens per second of all
+trials together, as the median of the repeats with their range.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.engine import Training
 
 PROXY = Path(__file__).parent / "tuning" / "proxy.toml"
-CHECKED = 20  # steps of the runs that are compared
+CHECKED = 20  # steps of the short runs
 
 
 def recipe_at(width: int, depth: int, sequences: int, steps: int, dtype: str) -> Recipe:
@@ -37,7 +38,7 @@ def recipe_at(width: int, depth: int, sequences: int, steps: int, dtype: str) ->
 
 
 def difference(recipe: Recipe, tokens: TokenSet, device: str) -> float:
-    """The largest difference of a loss between a stack and the engine, nats per token, after 20 steps in fp32."""
+    """Return the largest difference of the final loss between stack and engine, in nats per token."""
     recipes = [recipe.replace({"hyperparameters.lr": lr}) for lr in (0.004, 0.008, 0.016)]
     stacked = Stack(recipe, len(recipes), tokens, device).train(recipes)
     alone = []
@@ -76,9 +77,9 @@ def stack_speed(recipe: Recipe, size: int, tokens: TokenSet, device: str) -> Cal
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cases", default="64x2,128x4,256x4", help="widths and depths")
-    parser.add_argument("--sizes", default="1,16,64", help="of stacks")
-    parser.add_argument("--sequences", type=int, default=16, help="of 128 tokens in a batch of one trial")
+    parser.add_argument("--cases", default="64x2,128x4,256x4", help="WIDTHxDEPTH, comma-separated")
+    parser.add_argument("--sizes", default="1,16,64", help="trials per stack, comma-separated")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences of 128 tokens in a trial's batch")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="bf16")

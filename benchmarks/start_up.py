@@ -1,8 +1,9 @@
-"""Measure the processor time of verbs that need no torch: `python benchmarks/start_up.py [--check]`.
+"""Measure the processor time of commands that need no torch: `python benchmarks/start_up.py [--check]`.
 
-Prints the best of nine in seconds, and as a ratio to `python -c "import pydantic, rich, typer"`, which every verb
-needs: that varies little by machine. With `--check` the exit code is 1 if a ratio is over its limit. The last line
-is the processor time to read and validate the published runs. Byte code is cached, as it is after `pip install`.
+Prints the best of nine runs in seconds, and its ratio to `python -c "import pydantic, rich, typer"`, which every
+command needs; the ratio varies little between machines. With `--check` the exit code is 1 if a ratio is over its
+limit. The last line is the processor time to read and validate the published runs. Byte code is cached, as after `pip
+install`.
 """
 
 import argparse
@@ -18,7 +19,7 @@ LOADING = (
     "import time; from leaven.catalogue.runs import load_runs; began = time.process_time(); load_runs();"
     "print(time.process_time() - began)"
 )
-LIMITS = {  # of the ratio, 1.3 to 1.4 times what was measured (docs/log.md)
+LIMITS = {  # limits of the ratio, 1.3 to 1.4 times the measured ratios (docs/log.md)
     "--help": 2.2,
     "recipes list": 5.7,
     "laws --params 1B --tokens 20B": 4.2,
@@ -41,7 +42,7 @@ def seconds(code: str, cache: str) -> float:
 
 
 def main() -> int:
-    """Print the table. Returns the exit code."""
+    """Print the table and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio exceeds its limit")
     check = parser.parse_args().check

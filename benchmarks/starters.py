@@ -1,6 +1,6 @@
 """Update the output of `leaven new` in docs/how-to/starters.md: `make docs-starters`.
 
-A code block starts with the command; the rest of it is replaced.
+The first line of a code block is the command; the other lines are replaced by its output.
 """
 
 import io
@@ -25,10 +25,10 @@ _FENCE = re.compile(
 
 
 def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str:
-    """The output of `leaven new` at 100 columns."""
+    """Return the output of `leaven new` at 100 columns."""
     out = io.StringIO()
     started = start(StarterRequest(name, parse_quantity(params), parse_quantity(tokens), reference=lead))
-    # The page is of a machine that trains small models alone, wherever it is written.
+    # Print the same page on every machine: as on a machine that can train only small models itself.
     with patch.object(next_commands, "trainable_here", lambda recipe: recipe.model.params < SMALL):
         following = next_commands.after_new(Path(f"{name}.toml"), started.proxy, started.target)
     console = Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True)
@@ -39,7 +39,7 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
 
 
 def renewed(page: str) -> str:
-    """The page with the current output in every code block."""
+    """Return the page with the current output in every code block."""
 
     def fence(found: re.Match[str]) -> str:
         name, params, tokens, lead = found.groups()

@@ -1,17 +1,20 @@
 """Compare leaven's training speed with other trainers on this machine: `python benchmarks/throughput.py`.
 
-The same shape, dtype, batch and optimizer (fused AdamW, clipping by the global norm, fp32 master weights), trained by
-leaven's engine, by a Llama of `transformers` in a plain loop under autocast, and by litgpt's GPT with its own loss in
-the same loop, eager and compiled. Packages that are not installed are reported as missing. Each arm is a process, so
-that its peak memory is its own. Arms take turns in short rounds, so that other load on the machine affects all
-equally. Speed is also given relative to the best square matmul of the same dtype, which runs as another arm. On a CPU
-leaven's engine asks the C library to keep freed memory (training/device.py), which a plain loop does not:
-`transformers+malloc` and `litgpt+malloc` make the same call, to separate this effect. FLOPs are 6 per matmul weight
-and token, the unembedding included, plus attention over the full matrix (planning/flops.py).
+Three trainers ("arms") train the same shape with the same dtype, batch and optimizer (fused AdamW, clipping by the
+global norm, fp32 master weights), eager and compiled: leaven's engine, a Llama of `transformers` in a plain loop
+under autocast, and litgpt's GPT with its own loss in the same loop. Packages that are not installed are reported as
+missing.
 
-Numbers are medians of the rounds with minimum and maximum. `--clock processor` measures processor time over threads,
-for machines with other load. Memory is the growth of a process since it imported its modules; for a compiled arm that
-includes the compiler. `--tiny` tests in seconds that the benchmark works.
+- Each arm is a process, so that its peak memory can be measured. On a CPU, memory is the growth of the process since
+  it imported its modules; for a compiled arm it includes the compiler.
+- Arms take turns in short rounds, so that other load on the machine affects all arms equally. Numbers are medians of
+  the rounds with minimum and maximum. `--clock processor` measures processor time / threads instead of wall time.
+- Speed is also given relative to the best square matmul of the same dtype, which is another arm. FLOPs are 6 per
+  matmul weight and token, including the unembedding, plus attention over the full matrix (planning/flops.py).
+- On a CPU, leaven's engine asks the C library to keep freed memory (training/device.py). To separate this effect,
+  `transformers+malloc` and `litgpt+malloc` do the same.
+
+`--tiny` tests the benchmark in seconds.
 """
 
 import argparse
@@ -36,9 +39,9 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.training.device import keep_freed_memory
 
-# In the order of the table. The second has the logits of a micro-batch as one tensor, for the memory of the loss.
+# In the order of the table. "whole logits" computes all logits of a micro-batch as one tensor, to compare memory.
 ARMS = ("leaven", "leaven, whole logits", "transformers", "litgpt", "transformers+malloc", "litgpt+malloc")
-# What an arm needs, imported before its memory is measured: a library may import its parts when they are asked for.
+# Modules of each library that are imported before memory is measured, because some are imported only when first used.
 MODULES = {
     "leaven": ("leaven.data.shards", "leaven.data.tokens", "leaven.training.engine"),
     "transformers": ("transformers.models.llama.modeling_llama",),
@@ -50,7 +53,7 @@ MODES = ("eager", "compiled")
 def llama(
     n_layers: int, d_model: int, seq_len: int, vocab_size: int, *, d_head: int = 64, d_ff: int | None = None
 ) -> ModelShape:
-    """The shape of a Llama; if d_ff is not given, 8/3 d_model rounded up to a multiple of 32."""
+    """Return the shape of a Llama; by default d_ff is 8/3 d_model, rounded up to a multiple of 32."""
     return ModelShape(
         n_layers=n_layers,
         d_model=d_model,
@@ -63,13 +66,13 @@ def llama(
     )
 
 
-# Shape and sequences of a micro-batch.
+# (shape, sequences per micro-batch)
 CASES = {
     "d128": (llama(4, 128, 256, 4_096), 16),
     "d256": (llama(6, 256, 256, 4_096), 16),
     "d512": (llama(8, 512, 512, 8_192), 4),
     "vocabulary": (llama(4, 256, 1_024, 50_304), 4),
-    "350m": (llama(24, 1_024, 1_024, 50_304, d_ff=2_816), 32),  # examples/350m.toml, at GPT-2's vocabulary
+    "350m": (llama(24, 1_024, 1_024, 50_304, d_ff=2_816), 32),  # examples/350m.toml with GPT-2's vocabulary
     "tiny": (llama(1, 64, 32, 128, d_head=32), 2),
 }
 DEFAULT_CASES = {"cpu": "d128,d256,d512", "cuda": "350m"}
@@ -77,7 +80,7 @@ DEFAULT_CASES = {"cpu": "d128,d256,d512", "cuda": "350m"}
 
 @dataclass(frozen=True)
 class Task:
-    """The work of one process, sent to it as JSON."""
+    """The arguments of an arm's process, passed as JSON."""
 
     arm: str
     case: str
@@ -102,7 +105,7 @@ def library_of(arm: str) -> str:
     return re.split(r"[,+]", arm)[0]
 
 
-# ---- one arm: a function that does steps and returns when the device has done them
+# ---- arms: each function returns a function that runs a number of steps, and the number of parameters
 
 
 def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
@@ -140,7 +143,7 @@ def leaven_steps(task: Task) -> tuple[Callable[[int], None], int]:
     training = engine.Training(recipe, texts, task.device)
 
     def steps(count: int) -> None:
-        before = training.issue()  # one ahead, as the device is never waited for
+        before = training.issue()  # one step is issued ahead, so that the device never idles
         for _ in range(count - 1):
             ahead = training.issue()
             before()
@@ -218,7 +221,7 @@ def peer_steps(task: Task) -> tuple[Callable[[int], None], int]:
 
 
 def matmul_steps(task: Task) -> tuple[Callable[[int], None], int]:
-    """Products of the size that is fastest; what it returns as its parameters is the FLOPs of one."""
+    """Return a function that runs square matmuls of the fastest size, and the FLOPs of one matmul."""
     import torch
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[task.dtype]
@@ -244,7 +247,7 @@ def matmul_steps(task: Task) -> tuple[Callable[[int], None], int]:
 
 
 def timed(task: Task, steps: Callable[[int], None], count: int) -> float:
-    """Seconds for ``count`` steps by the clock of the task, including work on the device."""
+    """Return the seconds of ``count`` steps by the task's clock, including work on the device."""
     import torch
 
     wait = torch.cuda.synchronize if task.device == "cuda" else lambda: None
@@ -257,9 +260,9 @@ def timed(task: Task, steps: Callable[[int], None], count: int) -> float:
 
 
 def arm(task: Task) -> None:
-    """The child process: build, warm up, then run one round for every line on standard input."""
+    """Run the child process: build, warm up, then run one round for every line on standard input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # prints of libraries go to standard error
 
     def answer(**values: float) -> None:
         print(json.dumps(values), file=answers, flush=True)
@@ -272,7 +275,7 @@ def arm(task: Task) -> None:
     import_modules(task)
     imported = _peak_bytes("cpu")
     steps, params = build(task)
-    timed(task, steps, 3)  # compiles, makes the optimizer's state
+    timed(task, steps, 3)  # compiles, and creates the optimizer states
     count = max(1, round(task.seconds / max(timed(task, steps, 1), 1e-9)))
     answer(params=params)
     for _ in sys.stdin:
@@ -298,7 +301,7 @@ def _peak_bytes(device: str) -> int:
 
 
 class Racer:
-    """The parent's connection to an arm."""
+    """The parent's connection to an arm's process."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -325,13 +328,13 @@ class Racer:
         return values
 
     def medians(self, key: str) -> tuple[float, float, float]:
-        """Median, minimum and maximum over the rounds."""
+        """Return median, minimum and maximum over the rounds."""
         values = sorted(values[key] for values in self.rounds)
         return statistics.median(values), values[0], values[-1]
 
 
 def race(tasks: list[Task], repeats: int) -> dict[str, Any]:
-    """Run all arms of one case in turns; each round starts with the arm that ended the last one."""
+    """Run all arms of one case in turns and return the results; each round begins with the next arm."""
     racers = [Racer(task) for task in tasks]
     for number in range(repeats):
         for place in range(len(racers)):
@@ -347,7 +350,7 @@ def race(tasks: list[Task], repeats: int) -> dict[str, Any]:
     rows = []
     for racer in racers:
         median, least, most = racer.medians("step_seconds")
-        # By the round: a slow minute is slow for the matmul too.
+        # Compare within rounds, because load on the machine slows down the matmul too.
         pairs = zip(racer.rounds, matmul.rounds, strict=True)
         shares = [
             flops_per_token(shape) * tokens / own["step_seconds"] / (matmul.params / product["step_seconds"])
@@ -389,18 +392,20 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", help=f"of {', '.join(CASES)}, with commas")
-    parser.add_argument("--arms", default="leaven;transformers;litgpt", help=f"of {'; '.join(ARMS)}")
-    parser.add_argument("--modes", default="eager,compiled", help=f"of {', '.join(MODES)}, with commas")
+    parser.add_argument("--cases", help=f"comma-separated, of {', '.join(CASES)}")
+    parser.add_argument(
+        "--arms", default="leaven;transformers;litgpt", help=f"separated by semicolons, of {'; '.join(ARMS)}"
+    )
+    parser.add_argument("--modes", default="eager,compiled", help=f"comma-separated, of {', '.join(MODES)}")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of an arm in a round, about")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of an arm per round, approximately")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
-    parser.add_argument("--tiny", action="store_true", help="prove in seconds that it works")
-    parser.add_argument("--json", type=Path, help="also write the numbers there")
+    parser.add_argument("--tiny", action="store_true", help="test the benchmark in seconds")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:

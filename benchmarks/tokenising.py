@@ -1,8 +1,8 @@
 """Measure speed and memory of tokenising: `python benchmarks/tokenising.py [--mb 200] [--repeats 3]`.
 
-The text is a .jsonl of consecutive lines of Python's standard library, so that every machine makes similar text. Each
-method runs in its own process, methods take turns, and medians are printed with minimum and maximum. One method is
-this process with one thread per core, as for small corpora.
+The text is a .jsonl of consecutive lines of Python's standard library, so that it is similar on every machine. Each
+method runs in its own process, methods take turns, and medians are printed with minimum and maximum. One of the
+methods uses a single process with one thread per core, as leaven does for small corpora.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WAYS = {"1 thread": (1, 1), "threads": (1, 0), "2 processes": (2, 0)}
 
 
 def generate(path: Path, n_bytes: int) -> None:
-    """Documents of 20 to 400 consecutive lines of the standard library, in random order."""
+    """Yield documents of 20 to 400 consecutive lines of the standard library, in random order."""
     chance = random.Random(0)
     (corpus,) = open_corpora([DataSource(source="python-stdlib")], 0.0)
     texts = [document.text.splitlines(keepends=True) for document in corpus.documents()]
@@ -42,7 +42,7 @@ def generate(path: Path, n_bytes: int) -> None:
 
 
 def measure(source: str, tokenizer: str, cache: Path, processes: int) -> None:
-    """Run one method in this process; prints tokens, seconds (reading included), processor seconds and peak GiB."""
+    """Run one method in this process; print tokens, seconds including reading, processor seconds and peak GiB."""
     began = time.perf_counter()
     found = prepare(Data(source=source, tokenizer=tokenizer, tokens=1), VOCAB_SIZE, cache, processes=processes)
     seconds = time.perf_counter() - began

@@ -197,8 +197,14 @@ def test_a_starter_on_a_cluster_can_be_trained_from_its_first_batch() -> None:
         assert len(recipe.batch.sizes) > 1
         require_trainable(recipe, recipe.layout.ranks)
     few = StarterRequest("few", 125_000_000, 125_000_000, gpus=4_096)
-    with pytest.raises(InputError, match="^--gpus 4096xH100-SXM-80GB: .*; or use fewer GPUs$"):
+    with pytest.raises(InputError, match="^--gpus 4096xH100-SXM-80GB: .*; 256 GPUs would work$"):
         laid_out(starter(few), parse_cluster("4096xH100-80GB"))
+
+
+def test_a_target_that_does_not_fit_is_told_to_use_more_gpus_not_fewer() -> None:
+    large = StarterRequest("large", 70_000_000_000, 20_000_000_000, gpus=1)
+    with pytest.raises(InputError, match=r"^--gpus 1xL40S-48GB: nothing fits: .*; \d+xL40S-48GB would work$"):
+        laid_out(starter(large), parse_cluster("1xL40S"))
 
 
 def at_own_scale(id: str) -> Recipe:

@@ -1,8 +1,8 @@
-"""Read the published numbers of accelerators, each with a source, from accelerators.toml and the user's file.
+"""Read the specifications of accelerators (peak, memory, bandwidths, ...) from accelerators.toml and the user's file.
 
-The user's file has the same format. It can add accelerators, or replace a group of numbers (for example ``network``)
-of a built-in accelerator. Its path is ``$LEAVEN_ACCELERATORS`` if that is set, otherwise leaven/accelerators.toml in
-``$XDG_CONFIG_HOME`` or ~/.config.
+The user's file has the same format as accelerators.toml. It can add accelerators, or replace a group of numbers (for
+example ``network``) of a built-in accelerator. Its path is ``$LEAVEN_ACCELERATORS`` if that is set, otherwise
+leaven/accelerators.toml in ``$XDG_CONFIG_HOME`` or ~/.config.
 """
 
 import os
@@ -24,7 +24,7 @@ Dtype = Literal["bf16", "fp16", "fp8", "tf32", "fp32"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CONFIDENCE: dict[Confidence, str] = {
     "vendor": "read in the vendor's own documentation",
-    "read": "read in another's table or page",
+    "read": "read on a page that is not the vendor's",
     "memory": "unverified, from memory",
     "yours": "from your own file",
     "guess": "a guess",
@@ -35,7 +35,7 @@ EXAMPLE = (
     "network = { gb_s = 25 } }"
 )
 _WRITE = f"write an accelerator as in this example: Z1-64GB = {EXAMPLE}"
-# Used where no measured matmul is published: the mean ratio to the peak of the measured accelerators, 0.80.
+# Mean of best measured matmul / peak over the accelerators with a measurement; assumed for the other accelerators.
 _USUAL_MATMUL_SHARE = 0.80
 _NAME = re.compile(r"[A-Za-z0-9][\w.\-]*")
 
@@ -45,8 +45,8 @@ class Accelerator:
     """The published numbers of one accelerator. Link and network bandwidths count one direction."""
 
     name: str
-    peak_tflops: float  # dense, in bf16, or fp16 where there is no bf16
-    best_matmul_tflops: float | None  # the highest measured rate of a matmul in that dtype
+    peak_tflops: float  # dense, in bf16, or in fp16 if the device has no bf16
+    best_matmul_tflops: float | None  # best measured matmul in the dtype of ``peak_tflops``; None if not published
     memory_gib: float
     memory_tb_s: float  # bandwidth of its memory
     link_gb_s: float  # bandwidth to the other accelerators of its node
@@ -64,7 +64,7 @@ class Accelerator:
         return dict(self.peaks or (("bf16", self.peak_tflops),)).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the best matmul in a dtype: measured, or estimated as the usual share of the peak."""
+        """Return the TFLOP/s of the best matmul in a dtype: measured, else 80% of the peak, None without a peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 
@@ -89,6 +89,8 @@ _Count = Annotated[int, Field(gt=0)]
 
 
 class _Group(Part):
+    """A group of numbers in a TOML file, with their source."""
+
     source: str = ""
     confidence: Confidence = "yours"
 
@@ -203,10 +205,10 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: str) -> Accelerator:
-    """Validate the values of an accelerator; ``sources`` maps short names of sources to full names.
+    """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names.
 
-    An error reports only the first fault, and an unknown key before a missing key, because it is usually the missing
-    key misspelt.
+    An error reports one fault. Unknown keys are reported before missing keys, because an unknown key is often a
+    misspelling of the missing key.
     """
     try:
         entry = _Entry.model_validate(values)
@@ -219,7 +221,7 @@ def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], 
         )
         raise InputError(f"{file}[{name}] {at}{': ' if at else ''}{message}; {_WRITE}") from None
 
-    def spelt(source: str) -> str:  # a short name is at the start, or after a semicolon
+    def in_full(source: str) -> str:  # short names of sources are at the start and after semicolons
         return re.sub(r"(^|; )([^ :;]+)", lambda found: f"{found[1]}{sources.get(found[2], found[2])}", source)
 
     peaks, matmuls = entry.peak.rates, entry.matmul.rates
@@ -238,7 +240,7 @@ def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], 
         peaks=tuple(peaks.items()),
         matmuls=tuple(matmuls.items()),
         sources=tuple(
-            NumberSource(group=group, text=spelt(part.source), confidence=part.confidence)
+            NumberSource(group=group, text=in_full(part.source), confidence=part.confidence)
             for group, part in entry
             if isinstance(part, _Group) and group in entry.model_fields_set
         ),

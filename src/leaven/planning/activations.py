@@ -12,8 +12,8 @@ from leaven.planning.blueprint import BlockTable
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.layout import Recompute
 
-# Number of tensors of the MLP's width that its backward pass needs: the input and the output of the activation
-# function; in a gated MLP, also the gate and the activated gate. For ReLU the output alone is enough.
+# Number of saved tensors of the MLP's width: input and output of the activation function, and in a gated MLP also the
+# gate before and after its activation. The backward pass of ReLU needs only the output.
 _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4, "geglu": 4}
 
 
@@ -21,7 +21,7 @@ _MLP_TENSORS = {"relu": 1, "gelu": 2, "squared_relu": 2, "xielu": 2, "swiglu": 4
 class Kept:
     """Activation memory of one block on one rank, in bytes per token."""
 
-    stays: float  # saved for every micro-batch in flight
+    stays: float  # saved until the backward pass of the micro-batch
     once: float  # exists only while the block is recomputed
     gradients: float  # peak of the gradients within the block
 
@@ -32,9 +32,10 @@ def operators_kept(
 ) -> dict[str, float]:
     """Return the bytes per token that a block saves without recomputation, by operator, on a tensor-parallel rank.
 
-    For a GPT with d_ff = 4h in bf16 the total is s b h (10 + 24/t + 5 a s/(h t)) (Korthikanti 2022, arXiv 2205.05198,
-    equation 2); with sequence parallelism all of it is divided by t (equation 4). Experts count for the tokens routed
-    to them, which are assumed to be spread evenly. A token is stored once for each expert that it is sent to.
+    For b sequences of length s, width h, a heads, d_ff = 4h, t tensor-parallel ranks and bf16, a GPT with dropout
+    saves s b h (10 + 24/t + 5 a s/(h t)) bytes without a flash kernel (Korthikanti 2022, arXiv 2205.05198, equation
+    2). With sequence parallelism the whole total is divided by t (equation 4). Tokens are assumed to be spread evenly
+    over experts, and a token is stored once for each expert that it is sent to.
     """
     d, e, core = d_model, code.element, block.core
     stretch = tp if code.sequence_parallel else 1
@@ -49,14 +50,14 @@ def operators_kept(
         "attention.value": e * v / tp,
         "attention.out": e * core.heads * core.d_v / tp,
     }
-    # A latent is kept before its norm and after, where it is the input of a product.
+    # The latents of multi-head latent attention are saved before and after their norm.
     latents = sum(row.n for name, row in rows.items() if name in {"attention.latent", "attention.query_latent"})
     if latents:
         found["attention.latents"] = e * latents * (1 / stretch + 1 / gathered)
     if block.qk_norm:
         found["norm.query_key"] = e * (q + k) / tp
     if not code.flash_attention:
-        # The probabilities; with dropout also its mask and the probabilities after it.
+        # The probabilities; with dropout also the mask and the probabilities after dropout.
         found["attention.core"] = core.heads * seq_len * ((2 * e + 1) if block.dropout else e) / tp
     found["norm.mlp"] = code.residual * d / stretch
     tensors = _MLP_TENSORS[block.activation]
@@ -70,7 +71,7 @@ def operators_kept(
         found["router"] = 4 * experts.stored / stretch
         found["experts.inputs"] = e * experts.passed * d / gathered
         found["experts"] = e * tensors * experts.passed * experts.n / tp
-        found["experts.outputs"] = e * experts.passed * d / stretch  # their weights have gradients
+        found["experts.outputs"] = e * experts.passed * d / stretch  # for the gradients of the router's weights
     if block.dropout:
         found["dropout"] = 2 * d / stretch
     return found
@@ -89,7 +90,7 @@ def block_kept(
         stays = everything
     elif recompute == "full":
         stays = block_input
-    elif code.selective == "core":  # a flash kernel recomputes it anyway, so nothing is saved
+    elif code.selective == "core":  # 0 with a flash kernel, which saves no scores
         stays = everything - core
     else:
         # torchtitan saves the outputs of every second matrix product.
@@ -98,8 +99,8 @@ def block_kept(
             for row in block.matmuls[::2]
         )
         stays = block_input + by_operator["attention.out"] + every_second
-    # The largest gradients: of the MLP's tensors and its gathered output, or, without a flash kernel, of the scores
-    # and probabilities, when the MLP's saved tensors are free.
+    # The peak is in the MLP (gradients of its tensors and of its gathered output) or, without a flash kernel, in
+    # attention (gradients of scores and probabilities). At that time, the saved tensors of the MLP are already free.
     e = code.element
     mlp = sum(by_operator.get(name, 0.0) for name in ("mlp", "shared", "experts", "experts.inputs"))
     widths = sum(row.n * row.passed for row in block.matmuls if row.name.endswith((".in", ".gate")))

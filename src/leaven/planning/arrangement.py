@@ -14,7 +14,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Pipeline, Recompute
 from leaven.recipe.shape import ModelShape
 
-# The keys of a layout as a user writes it, with their values; None for any whole number from 1 on.
+# The keys of ``--layout`` with their possible values; None stands for any whole number from 1 on.
 _KEYS: dict[str, tuple[str, ...] | None] = {
     "dp": None,
     "tp": None,
@@ -116,7 +116,7 @@ def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
 
 
 def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout, int | None]:
-    """Parse a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2,recompute=full``; also return its micro-batch, or None.
+    """Parse text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``; return the layout, and the micro-batch or None.
 
     Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and
     ``dp`` gets the number of GPUs divided by tp x pp x cp.
@@ -144,8 +144,8 @@ def written(layout: Layout) -> str:
 def tensor_degrees(model: Model) -> list[int]:
     """Return the tensor-parallel degrees that are possible for a model.
 
-    Each divides the numbers of heads and of key-value heads, the width of the MLP, the vocabulary, and the sequence
-    length, because tensor-parallel ranks split the sequence between matrix products.
+    A degree divides the number of heads, the number of key-value heads, the width of the MLP, the vocabulary and the
+    sequence length, because tensor-parallel ranks split all of them.
     """
     unit = math.gcd(blueprint(model).tensor_unit, model.seq_len)
     return [tp for tp in range(1, unit + 1) if unit % tp == 0]
@@ -168,7 +168,7 @@ def check_layout(model: Model, layout: Layout, cluster: Cluster) -> None:
 
 
 def shape_refusal(model: Model, layout: Layout) -> str | None:
-    """Return why a model cannot have this layout and what would work, or None if it can have it."""
+    """Return why a layout is impossible for a model and what would work, or None if the layout is possible."""
     tp, stages, experts = layout.tp, layout.pp * layout.stages_per_rank, blueprint(model).experts
     possible = tensor_degrees(model)
     if tp not in possible:
@@ -177,8 +177,8 @@ def shape_refusal(model: Model, layout: Layout) -> str | None:
         what = f"pp={layout.pp}" + (f" x stages_per_rank={stages // layout.pp}" if stages > layout.pp else "")
         return f"{what}: there are only {model.n_layers} layers; at most {model.n_layers} stages work"
     if layout.cp > 1 and model.seq_len % (2 * layout.cp):
-        # Each rank gets one piece of either half, so that causal attention is equal work for all ranks.
-        return f"cp={layout.cp}: seq_len {model.seq_len} is not divisible by 2 x {layout.cp}"
+        # Each rank gets one chunk of each half of the sequence, so that causal attention is equal work for all ranks.
+        return f"cp={layout.cp}: seq_len {model.seq_len} is not divisible by 2 x {layout.cp}; cp=1 works"
     if layout.ep > 1 and not experts:
         return f"ep={layout.ep}: this model has no experts to distribute; ep=1 works"
     if experts % layout.ep:
@@ -205,7 +205,7 @@ def bubble(micro_batches: int, stages: int, stages_per_rank: int = 1) -> float:
 
 
 def forwards(layout: Layout, seq_len: int, batch_tokens: int, micro_batch: int) -> int:
-    """Return the number of forward passes that a rank runs in a step."""
+    """Return the number of micro-batches that a rank runs in a step of ``batch_tokens`` tokens."""
     return -(-batch_tokens // seq_len // layout.dp // micro_batch)
 
 

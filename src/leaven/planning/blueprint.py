@@ -1,9 +1,9 @@
-"""Describe a model to the planner as a table of matrix products, from which it computes FLOPs, memory and time.
+"""Describe models as tables of matrix products, from which the planner computes FLOPs, memory and time.
 
-A :class:`Blueprint` can describe more models than leaven can build: models with experts, latent attention, or widths
-that change from layer to layer. It is made from a :class:`ModelShape` or from the architecture of a published run.
-Each row of a block says how tensor parallelism splits the product, how many copies of it exist and how many of them a
-token uses, so the planner's code is the same for every kind of model.
+A :class:`Blueprint` can also describe models that leaven cannot build: with experts, latent attention, or widths that
+change from layer to layer. It is made from a :class:`ModelShape` or from the architecture of a published run. Each
+row says how tensor parallelism splits a product, how many copies of the product exist (experts), and how many of the
+copies a token uses. So the planner's code is the same for every kind of model.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """The floating-point operations of a forward pass per token."""
+        """The FLOPs of a forward pass per token."""
         return 2 * self.passed * self.k * self.n
 
     def on_rank(self, tp: int) -> tuple[int, int]:
@@ -52,7 +52,7 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Core:
-    """The core of attention: scores, softmax and the weighted sum of values."""
+    """The core of attention: scores, softmax and the weighted sum of values; not the projections."""
 
     heads: int
     kv_heads: int
@@ -66,18 +66,18 @@ class Core:
         return window if attention == "full" else window * (1 - window / (2 * seq_len))
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the operations of a forward pass per token, for the products with keys and with values."""
+        """Return the FLOPs of a forward pass per token: products of queries with keys, and of scores with values."""
         return 2 * self.heads * (self.d_qk + self.d_v) * self.keys(seq_len, attention)
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """One layer: its matrix products, its attention core, and the parameters of its norms."""
+    """One transformer block: its matrix products, its attention core, and the parameters of its norms."""
 
     matmuls: tuple[Matmul, ...]
     core: Core
-    gains: int  # parameters of norms that every tensor-parallel rank stores in full
-    split_gains: int  # parameters of norms that tensor-parallel ranks split
+    gains: int  # norm parameters that every tensor-parallel rank stores in full
+    split_gains: int  # norm parameters that are split over tensor-parallel ranks
     activation: str
     qk_norm: bool = False
     dropout: bool = False
@@ -152,7 +152,7 @@ class Blueprint:
 
     @cached_property
     def kinds(self) -> tuple[tuple[BlockTable, int], ...]:
-        """The distinct blocks, each with the number of layers that have it."""
+        """The distinct blocks, each with the number of layers that use this block."""
         return tuple(Counter(self.blocks).items())
 
     @property
@@ -170,7 +170,7 @@ class Blueprint:
 
     @cached_property
     def active_params(self) -> int:
-        """The number of parameters that one token uses; of the routed experts, only those that it is sent to."""
+        """The number of parameters that one token uses: without the experts that the token is not sent to."""
         return self.ends + sum(count * block.active for block, count in self.kinds)
 
     @cached_property
@@ -180,7 +180,7 @@ class Blueprint:
 
     @cached_property
     def tensor_unit(self) -> int:
-        """The greatest common divisor of the sizes that tensor parallelism splits; possible degrees divide it."""
+        """The greatest common divisor of the sizes that tensor parallelism splits; a possible degree divides it."""
         sizes = [self.vocab_size]
         for block, _ in self.kinds:
             sizes += [block.core.heads, block.core.kv_heads]
@@ -207,7 +207,7 @@ def attention_rows(
 def mlp_rows(
     name: str, d: int, width: int, *, gated: bool, bias: bool = False, stored: int = 1, passed: int = 1
 ) -> list[Matmul]:
-    """Return the matrix products of an MLP, or of ``stored`` experts if each token passes ``passed`` of them."""
+    """Return the matrix products of an MLP, or of ``stored`` experts of which a token uses ``passed``."""
     inputs = ("gate", "in") if gated else ("in",)
     return [
         *(Matmul(f"{name}.{side}", d, width, "column", bias, stored, passed) for side in inputs),
@@ -217,7 +217,7 @@ def mlp_rows(
 
 @cache
 def blueprint(model: Model) -> Blueprint:
-    """Return the blueprint of a model. A model that is already a blueprint is returned unchanged."""
+    """Return a model as a :class:`Blueprint`; a blueprint is returned unchanged."""
     if isinstance(model, Blueprint):
         return model
     d, heads, kv_heads, d_head = model.d_model, model.n_heads, model.n_kv_heads, model.d_head

@@ -1,9 +1,9 @@
 """Find the model sizes and numbers of tokens that a cluster can train in a given time.
 
-A scaling law gives the best size N for a budget of C = 6 N D FLOPs, but how many FLOPs a cluster delivers depends on
-how fast it trains that size. So each size is found by iteration: size -> shape (as ``leaven new`` builds it) ->
-fastest layout -> FLOPs in the time -> size. FLOP/s change slowly with size, so one or two iterations suffice if they
-start from the speed of a similar size. Sizes within 5% of each other share one plan.
+A scaling law gives the best number of parameters N for a budget of C = 6 N D FLOPs, where D is the number of tokens.
+But the FLOPs that a cluster delivers in the time depend on N. So N is found by iteration: N -> shape (as ``leaven
+new`` builds it) -> fastest layout -> FLOPs in the time -> N. The speed changes slowly with N, so one or two
+iterations suffice if they start from the speed of a similar size. Sizes within 5% of each other share one plan.
 """
 
 import math
@@ -33,15 +33,15 @@ from leaven.recipe.units import format_quantity
 
 RULE_OF_THUMB = 20
 OVER_TRAINED = (RULE_OF_THUMB, 100, 500, 2000)
-"""Tokens per parameter: Chinchilla's rule of thumb, and values of models built for cheap inference (Llama 2 7B 290,
-Llama 3 8B 1,900)."""
+"""Tokens per parameter: Chinchilla's rule of thumb, and more for models that are cheap at inference (Llama 2 7B: 290,
+Llama 3 8B: 1,900)."""
 _SECONDS = {"h": 3_600, "d": 86_400, "w": 7 * 86_400}
 _TIME = r"(?P<time>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>h|d|w)(?:ours?|rs?|ays?|eeks?|ks?)?"
 _BUDGET = re.compile(rf"(?P<cluster>.+?)\s*[x×*,]\s*{_TIME}\s*", re.IGNORECASE)
-_LEAST_FOR_TEXT = 250_000  # parameters; a smaller model is nearly all vocabulary, however short its text is
-_FIRST_MFU = 0.4
-_SAME = 0.05  # sizes this near share a plan; shapes have whole layers and widths, so they miss a size by up to 3%
-_STEPS = 4
+_LEAST_FOR_TEXT = 250_000  # least parameters for a short text; a smaller model would be nearly all embedding
+_FIRST_MFU = 0.4  # assumed before the first plan
+_SAME = 0.05  # sizes within this share use one plan; a shape misses its requested size by up to 3% anyway
+_STEPS = 4  # iterations at most
 
 
 def parse_budget(text: str) -> tuple[Cluster, float]:
@@ -65,8 +65,8 @@ def _seconds(time: re.Match[str]) -> float:
 def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -> BudgetDocument:
     """Return the model sizes and tokens that fit a budget such as ``64xH100 x 14d``.
 
-    There is one size for each compute-optimal law and for each of several ratios of tokens to parameters. If
-    ``mfu`` is given, the speed is this share of the dense peak, and no layout is planned.
+    There is one row for each compute-optimal scaling law and for each ratio in `OVER_TRAINED`. If ``mfu`` is given,
+    the speed is this share of the dense peak, and no layout is planned.
 
     Raises:
         InputError: if the text is not a budget, ``mfu`` is not between 0 and 1, or no model fits.
@@ -105,18 +105,19 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
 def size_for_time(
     cluster: Cluster, time: str, text_tokens: int | None, *, vocab: int | None = None, seq_len: int | None = None
 ) -> tuple[int, int, TimeFit]:
-    """Return parameters and tokens of the largest model that can be trained on 20 tokens per parameter in a time.
+    """Return (parameters, tokens, details) of the largest model that sees 20 tokens per parameter in a given time.
 
-    A short text shortens the run: it is not repeated more often than `MOST_EPOCHS` times. The speed is corrected by
-    earlier runs on the same accelerator.
+    A text is repeated at most `MOST_EPOCHS` times, so a short text gives a smaller model and a shorter run. The speed
+    is corrected by earlier runs on the same accelerator.
 
     Args:
         time: in hours, days or weeks, such as ``3h``.
         text_tokens: tokens of the text, or None if unknown.
-        vocab: vocabulary size, by default chosen by size; ``seq_len`` likewise.
+        vocab: vocabulary size, or None to choose it by model size.
+        seq_len: sequence length, or None to choose it by model size.
 
     Raises:
-        InputError: if the time cannot be read, or no model fits it.
+        InputError: if ``time`` is not a time, or no model can be trained in it.
     """
     match = re.fullmatch(_TIME, time.strip(), re.IGNORECASE)
     if match is None or not (seconds := _seconds(match)):
@@ -136,7 +137,7 @@ def size_for_time(
 
 
 def _params_at(ratio: int, flops: float) -> float:
-    """Return the parameters of a model that gets ``ratio`` tokens per parameter from a number of FLOPs."""
+    """Return the parameters of a model that ``flops`` FLOPs train on ``ratio`` tokens per parameter."""
     return math.sqrt(flops / 6 / ratio)
 
 
@@ -145,25 +146,25 @@ class BudgetSpeed(NamedTuple):
 
     shape: ModelShape
     batch_tokens: int
-    flops: float  # 6 N D per second, on all GPUs
+    flops: float  # FLOP/s of all GPUs together, counted as 6 x parameters x tokens
     mfu: float  # share of the dense peak, counting full attention
     how: Arrangement | None  # the fastest layout; None if the user gave the MFU
 
 
 @dataclass(frozen=True)
 class _Speeds:
-    """The planned speeds of one budget by model size; nearly equal sizes share a plan."""
+    """The planned training speeds of one cluster by model size; nearly equal sizes share a plan."""
 
     cluster: Cluster
-    seconds: float
-    mfu: float | None = None  # given by the user
-    records: Sequence[CalibrationRecord] = ()  # that correct the planned speeds
-    vocab: int | None = None  # None: chosen by size
-    seq_len: int | None = None  # None: chosen by size
+    seconds: float  # of training
+    mfu: float | None = None  # given by the user; None to plan a layout
+    records: Sequence[CalibrationRecord] = ()  # earlier runs, which correct the planned speeds
+    vocab: int | None = None  # None: chosen by model size
+    seq_len: int | None = None  # None: chosen by model size
     planned: dict[float, BudgetSpeed] = field(default_factory=dict)  # by parameters
 
     def row(self, law: str, size: Callable[[float], float]) -> FittingSize:
-        """Return the size and tokens of one law, at the speed with which the cluster trains that size."""
+        """Return the best model size and tokens by one law; ``size`` maps a number of FLOPs to parameters."""
         # Start from the speed of the last planned size, or from the usual share of the peak.
         last = next(reversed(self.planned.values()), None)
         peak = self.cluster.accelerator.peak_tflops * 1e12 * self.cluster.gpus

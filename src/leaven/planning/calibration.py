@@ -1,8 +1,8 @@
-"""Record the time and memory of steps in the calibration history, and correct the planner's predictions by them.
+"""Record the measured step time and memory of runs in the calibration history, and correct later plans by them.
 
-The history is a file in leaven's cache folder (``LEAVEN_CACHE``), one record per line, shared by all runs of a user.
-It is written at the end of a run and must never harm the run: if the disk is full or the folder read-only, only the
-record is lost. Lines that this version of leaven cannot read are skipped.
+The history is a file in leaven's cache folder (``LEAVEN_CACHE``), with one record per line, shared by all runs of a
+user. A run writes its record at its end. If that fails (disk full, folder read-only), the record is dropped and the
+run is not affected. Lines that this version of leaven cannot read are skipped.
 """
 
 import math
@@ -29,11 +29,11 @@ from leaven.recipe.shape import ModelShape
 
 # File names: the file that records are appended to, and the previous, full file.
 _NAME, _FULL = "history.jsonl", "history-before.jsonl"
-# Ratio of parameters up to which a run is near, and up to which it counts at all.
+# A past run corrects a plan if their parameters differ by a factor of at most FAR; runs within NEAR take precedence.
 NEAR, FAR = 4.0, 16.0
-# Only the newest runs count: older ones were made with other versions.
+# Only this many of the newest runs correct a plan, because older runs used other versions.
 NEWEST = 100
-# Largest size of a history file, about 400 lines. A full file replaces the previous full file.
+# Size of a full history file, about 400 lines. A full file replaces the previous full file.
 LIMIT_BYTES = 512 * 1024
 # How long to wait for the lock before the record is dropped.
 LOCK_SECONDS = 5.0
@@ -53,7 +53,7 @@ class CalibrationRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
-    by: Literal["run", "measurement"]
+    by: Literal["run", "measurement"]  # a training run, or ``leaven plan --measure``
     device: str  # name that the driver reports, or the processor's model
     accelerator: str | None  # name in the planner's table; None if it is not there
     threads: int | None = None
@@ -76,10 +76,10 @@ class CalibrationRecord(BaseModel):
 
 
 def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: str) -> StepCost | None:
-    """Return the time and memory that the planner predicts for a step in leaven, or None if it cannot plan the step.
+    """Return the planned time and memory of a step in leaven, or None if the step cannot be planned.
 
-    The memory excludes the device's context and fragmentation, because runs cannot measure these. No error is raised,
-    because an error would stop the run that calls this.
+    The memory excludes the device's context and fragmentation, because runs do not measure these. No error is raised,
+    because an error would stop the training run that calls this function.
     """
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
@@ -127,28 +127,29 @@ def calibration(
 ) -> CalibrationRow | None:
     """Return the correction factors for a model of ``params`` parameters in a layout, or None if no record is usable.
 
-    ``step_seconds`` is the planner's own time of a step.
+    A factor is the weighted median of measured / predicted over records of the same accelerator (for a CPU: the same
+    processor model) and dtype. Predictions are computed again with the current planner. ``step_seconds`` is the
+    uncorrected time of a step, which the result repeats.
 
-    Only records of the same accelerator and dtype count; records of a processor must also be of the same processor
-    model. A factor is the weighted median of measured / predicted. A run is near if its parameters are within a
-    factor of 4 and its kinds of parallelism, recomputation and compilation are the same. If there are near runs, only
-    these count, otherwise all runs within a factor of 16: a small model, which waits for kernel launches, does not
-    predict a large one. The weight of a run is 1 / (1 + doublings between the parameters + kinds that differ).
-    Predictions are computed again, so that a newer planner is compared with old measurements.
+    - A run is near if its parameters are within a factor of 4 and its kinds of parallelism, recomputation and
+      compilation are the same. If there are near runs, only they are used.
+    - Otherwise all runs within a factor of 16 in parameters are used. Much smaller models are left out, because they
+      wait for kernel launches.
+    - The weight of a run is 1 / (1 + log2 of the ratio of parameters + number of layout features that differ).
     """
     found, device = [], processor() if accelerator == "cpu" else None
     for record in records:
         ratio = max(record.model.params, params) / min(record.model.params, params)
         mine = record.accelerator == accelerator and device in {None, record.device} and record.compute == compute
         if mine and record.measured is not None and ratio <= FAR:
-            differ = len(_kinds(record.layout) ^ _kinds(layout))
+            differ = len(_features(record.layout) ^ _features(layout))
             found.append((ratio <= NEAR and not differ, 1 / (1 + math.log2(ratio) + differ), record, record.measured))
     if any(near for near, *_ in found):
         found = [each for each in found if each[0]]
     times, memories = [], []
     found = found[-NEWEST:]
     for _, weight, record, took in found:
-        # If the accelerator is no longer in the table, use what was predicted then.
+        # If the current planner cannot plan the run, use the prediction in the record.
         expected = predicted(record.model, record.arrangement, accelerator, compute) or record.predicted
         if expected is None:
             continue
@@ -193,8 +194,8 @@ def weighted_median(values: list[tuple[float, float]]) -> float:
     return values[-1][0]
 
 
-def _kinds(layout: Layout) -> set[str]:
-    """Return the features of a layout for which the planner may misjudge the time."""
+def _features(layout: Layout) -> set[str]:
+    """Return the layout's features that affect the planner's error: parallelism, recomputation, compilation."""
     degrees = {key for key in ("dp", "tp", "pp", "cp") if getattr(layout, key) > 1}
     other = {"zero": layout.zero == 3, "recompute": layout.recompute == "full", "compile": layout.compile}
     return degrees | {key for key, there in other.items() if there}

@@ -1,4 +1,8 @@
-"""Compute the time of communication between ranks, inside a node and across nodes."""
+"""Compute the time of communication between ranks, inside a node and across nodes.
+
+A group is the set of ranks that communicate; its ranks are ``stride`` apart. With tp = 8, a data-parallel group has
+ranks 0, 8, 16, ... and stride 8.
+"""
 
 from math import ceil, log2
 
@@ -6,15 +10,15 @@ from leaven.planning.hardware import Cluster
 
 # Share of a link's bandwidth that a collective reaches.
 LINK_SHARE = 0.65
-# Latency of one step of a ring in seconds: over the links of a node, and over the network.
+# Latency of one step of a ring in seconds, inside a node and between nodes.
 LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
 def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
-    """Return the bytes/s of one rank in a group whose ranks are ``stride`` apart and which spans ``span`` ranks.
+    """Return the bandwidth of one rank of a group in bytes/s; ``span`` is the group's size times its ``stride``.
 
-    Inside a node this is the bandwidth of the link. Across nodes it is the sum of the NICs of all the group's members
-    in a node, but at most the bandwidth of the link.
+    Inside a node this is the link's bandwidth. Across nodes it is the sum over the NICs of the group's members in a
+    node, but at most the link's bandwidth.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s
@@ -27,7 +31,7 @@ def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
 def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of a reduce-scatter or all-gather of ``size`` bytes, split into ``messages`` messages.
 
-    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps; a step between nodes has the latency of the network.
+    Each of n ranks sends (n - 1)/n of the bytes in n - 1 steps, each with the latency inside or between nodes.
     """
     if ranks == 1:
         return 0.0
@@ -40,7 +44,7 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes, which sends twice the bytes of a reduce-scatter.
 
-    The latency is the shorter one of two rings and a tree over the nodes, as NCCL chooses.
+    The latency is that of two rings or of a tree over the nodes, whichever is lower, as NCCL chooses.
     """
     if ranks == 1:
         return 0.0
@@ -66,7 +70,7 @@ def all_to_all(size: float, ranks: int, stride: int, cluster: Cluster) -> float:
 
 
 def hop(size: float, span: int, cluster: Cluster) -> float:
-    """Return the seconds in which a rank sends ``size`` bytes to others in a group that spans ``span`` ranks."""
+    """Return the seconds in which a rank sends ``size`` bytes to others of its group, which spans ``span`` ranks."""
     across = span > cluster.accelerator.node_size
     gb_s = cluster.accelerator.network_gb_s if across else cluster.accelerator.link_gb_s
     return size / (gb_s * 1e9 * LINK_SHARE) + (NETWORK_LATENCY if across else LINK_LATENCY)

@@ -14,7 +14,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
-# Names of the parts of a step in a sentence.
+# Names of the parts of a step in messages.
 PARTS = {
     "compute": "compute",
     "tensor_parallel": "all-reduce",
@@ -23,12 +23,12 @@ PARTS = {
     "data_parallel": "gradient exchange",
     "optimizer": "optimizer",
 }
-# Most neighbours that are listed, and how much slower a step must be for a neighbour to be listed.
+# At most this many neighbours of the chosen layout are listed, if their steps are slower by more than this share.
 _N_NOT = 4
 _SLOWER = 0.03
-# If nothing fits, these multiples of the GPUs are tried.
+# If nothing fits into memory, these multiples of the number of GPUs are tried.
 _MORE = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
-# If no layout divides the GPUs, this many smaller numbers are tried.
+# If no layout divides the batch over the GPUs, this many smaller numbers of GPUs are tried.
 _TRIED = 64
 
 
@@ -53,9 +53,9 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
         seen = explore(job, fixed)
         found = next(iter((*seen.fitting, *seen.too_large)), None)
         if found is None:
-            line = str(seen.refusal or f"no layout of {job.cluster.gpus:,} GPUs has that")
+            line = str(seen.refusal or f"no layout of {job.cluster.gpus:,} GPUs has these values")
             if fixed.keys() <= {"cp", "ep", "compile"}:
-                try:  # say why the chosen layout cannot have this micro-batch
+                try:  # if only the micro-batch is impossible, explain that for the chosen layout
                     job.arrangements(chosen.arrangement.layout)
                 except InputError as error:
                     line = str(error)
@@ -79,7 +79,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
 
 
 def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
-    """Return notes about requested values that the search never tries or leaven cannot train."""
+    """Return notes about requested values that the search never tries or that leaven cannot train."""
     zero = fixed.get("zero", 0)
     left_out = {
         "tensor parallelism across nodes": fixed.get("tp", 1) > job.cluster.accelerator.node_size,
@@ -94,7 +94,7 @@ def _unsearched(job: Job, fixed: dict[str, Any]) -> str:
 
 
 def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
-    """Return why no layout of the model and the cluster can have these values, or None if one may exist."""
+    """Return why no layout of the model and the cluster can have these values, or None if such a layout may exist."""
     tp, pp, cp, ep = (fixed.get(key, 1) for key in ("tp", "pp", "cp", "ep"))
     ranks = tp * pp * cp * fixed.get("dp", 1)
     refusal = shape_refusal(job.model, Layout(dp=ep, tp=tp, pp=pp, cp=cp, ep=ep))
@@ -106,9 +106,9 @@ def _refusal(job: Job, fixed: dict[str, Any]) -> str | None:
 def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, ...]:
     """Return at most four lines that say why neighbours of the chosen layout were not chosen.
 
-    A neighbour has another value of one key, dp adjusted to it, and its best micro-batch. Neighbours are listed if
-    they do not fit or are more than 3% slower. If a value requires other values to change too, the line names them:
-    ``pp 2 (with zero 1)``.
+    A neighbour is a layout in which one key has another value and dp is adjusted. Neighbours are listed with their
+    best micro-batch, if they do not fit or are more than 3% slower. If other keys had to change too, the line names
+    them, as in ``pp 2 (with zero 1)``.
     """
     own = chosen.arrangement.layout
     found: list[tuple[float, str]] = []
@@ -130,7 +130,7 @@ def not_lines(exploration: Exploration, chosen: LayoutCandidate) -> tuple[str, .
 
 
 def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
-    """Return the values to compare with ``own``: the next lower and higher number, or for a word all other words."""
+    """Return the values to compare with ``own``: the next lower and higher numbers, or all other words."""
     if isinstance(own, str):
         return [value for value in values if value != own]
     lower, higher = [n for n in values if n < own], [n for n in values if n > own]
@@ -138,8 +138,7 @@ def _neighbours(own: Any, values: Iterable[Any]) -> list[Any]:
 
 
 def _others(layout: Layout, own: Layout, key: str) -> list[str]:
-    """Return the values in which a layout differs from the chosen one, except ``key`` and values that depend on
-    it."""
+    """Return the values that differ from the layout ``own``, without ``key`` and the keys that depend on it."""
     follow = {"dp", "compile", key} | ({"schedule", "stages_per_rank"} if layout.pp == 1 else set())
     follow |= {"dp_replicate"} if layout.zero < 3 else set()
     return [f"{name} {value}" for name, value in layout if name not in follow and value != getattr(own, name)]
@@ -179,17 +178,19 @@ def memory_and_limit(candidate: LayoutCandidate) -> str:
 
 
 def no_layout(seen: Exploration) -> InputError:
-    """Return the error for a search that found no layout: one line with the reason and what would work."""
+    """Return the error for a search that found no layout: one line with the reason and the remedy."""
     job, beyond = seen.job, seen.untrained
     if seen.misfits:
         message = _nothing_fits(seen.misfits[0])
     elif fewer := _fewer_gpus(job):
         message = (
-            f"{job.cluster}: no layout of {job.model.n_layers} layers divides a batch of "
+            f"{job.cluster}: no layout splits {job.model.n_layers} layers and a batch of "
             f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
         )
     else:
-        message = str(seen.refusal or f"no layout of {job.model.n_layers} layers fills {job.cluster}; try fewer GPUs")
+        message = str(
+            seen.refusal or f"no layout splits {job.model.n_layers} layers over {job.cluster}; use fewer GPUs"
+        )
     if beyond is not None:
         message += f"; leaven can plan and export, but not train, --layout {written(beyond.arrangement.layout)}"
     return InputError(message)
@@ -218,9 +219,9 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 def _any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
-    for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # the leanest are at the end
+    for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # from the least memory
         try:
-            smallest = job.arrangements(layout)[0]  # where the smallest micro-batch does not fit, nothing does
+            smallest = job.arrangements(layout)[0]  # larger micro-batches need more memory
         except InputError:
             continue
         if LayoutCandidate(job, smallest).fits:
@@ -229,7 +230,7 @@ def _any_fits(job: Job) -> bool:
 
 
 def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
-    """Return a cluster of ``gpus`` GPUs of the same kind, in nodes of the usual or the requested size."""
+    """Return a cluster of ``gpus`` GPUs of the same kind; nodes keep the size that the user wrote, if any."""
     name = cluster.accelerator.name
     if name in accelerators() and str(cluster) == f"{cluster.gpus}x{name}":
         nodes = parse_cluster(f"{gpus}x{name}").accelerator.node_size
@@ -240,8 +241,8 @@ def _of_gpus(cluster: Cluster, gpus: int) -> Cluster:
 def _fewer_gpus(job: Job) -> int | None:
     """Return the nearest smaller number of GPUs with which some layout fits, or None.
 
-    Such a number is dp x tp x pp, where dp divides the batch, tp is a tensor-parallel degree that the model allows,
-    and every pipeline stage has a layer and a micro-batch.
+    Numbers to try are dp x tp x pp, where dp divides the batch, the model allows tp, and every pipeline stage has at
+    least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
     sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)

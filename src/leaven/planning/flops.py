@@ -1,10 +1,9 @@
-"""Count the floating-point operations of training, by operator.
+"""Count the floating-point operations (FLOPs) of training.
 
 A multiply-add counts as two operations, and the backward pass costs twice the forward pass. As in PaLM (appendix B),
-Narayanan 2021 and torchtitan, the unembedding counts; embedding lookups, norms, activations and softmax do not.
-Routed experts count for the tokens routed to them, and the router counts. The recomputation of a flash kernel in its
-own backward pass is not counted, as usual. The conventions of published tables are in
-benchmarks/planner/conventions.py.
+Narayanan 2021 and torchtitan, the unembedding counts, but embedding lookups, norms, activation functions and softmax
+do not. An expert counts only for the tokens routed to it; the router counts too. The recomputation inside a flash
+attention kernel does not count. benchmarks/planner/conventions.py has the conventions of published tables.
 """
 
 from dataclasses import dataclass
@@ -21,24 +20,21 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """The operations of one forward pass per token.
+    """The FLOPs of one forward pass per token."""
 
-    ``attention`` counts the full matrix of scores, ``causal`` only the part that a causal kernel computes.
-    """
-
-    matrices: int
-    attention: float
-    causal: float
+    matrices: int  # matrix products of the blocks
+    attention: float  # attention cores, counting the full matrix of scores
+    causal: float  # attention cores, counting only what a causal kernel computes
     unembedding: int
 
     def layers(self, attention: Attention = "full") -> float:
-        """Return the operations of all blocks."""
+        """Return the FLOPs of all blocks."""
         return self.matrices + (self.causal if attention == "causal" else self.attention)
 
 
 @cache
 def forward_flops(model: Model) -> ForwardFlops:
-    """Return the operations of one forward pass per token."""
+    """Return the FLOPs of one forward pass per token."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
@@ -51,18 +47,20 @@ def forward_flops(model: Model) -> ForwardFlops:
 def flops_per_token(model: Model, attention: Attention = "full") -> float:
     """Return the model FLOPs of training on one token, forward and backward: 6 N + 12 L d s for full attention.
 
-    N counts the matrices of the blocks and the unembedding. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan
-    2021, arXiv 2104.04473, without its recomputation.
+    N is the number of weights in the matrices of the blocks and the unembedding, L the number of layers, d the width
+    of all heads together, s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan 2021, arXiv
+    2104.04473, without its recomputation.
     """
     forward = forward_flops(model)
     return 3 * (forward.layers(attention) + forward.unembedding)
 
 
 def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
-    """Return the model FLOPs plus recomputation: of all blocks (``full``) or of attention cores (``selective``).
+    """Return FLOPs per token, including recomputation of all blocks (``full``) or attention (``selective``).
 
-    With ``full`` this is Narayanan 2021, equation 3. For ``selective``, Korthikanti 2022 prints s/(3h), which is two
-    thirds more than the one forward pass of the attention core that is repeated; here it counts once.
+    ``full`` is equation 3 of Narayanan 2021. ``selective`` repeats one forward pass of the attention cores. In the
+    notation of Korthikanti 2022 (arXiv 2205.05198) this adds s/(18h) to s/(6h); the s/(3h) that the paper prints
+    would add three times as much.
     """
     forward = forward_flops(model)
     again = {

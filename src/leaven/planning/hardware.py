@@ -1,4 +1,4 @@
-"""Parse clusters and names of accelerators as people and drivers write them, and compute the cost of a cluster."""
+"""Parse clusters such as ``64xH100``, find accelerators by name, and compute the cost of a cluster."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,17 +12,17 @@ from leaven.recipe.errors import InputError
 _COUNT = r"([0-9][0-9_,]*)\s*[x×*]\s*"
 _CLUSTER = re.compile(rf"\s*{_COUNT}(?:{_COUNT})?((?=.*[a-z]|\d{{4}}).+?)\s*", re.IGNORECASE)
 _MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "GOOGLE", "AWS", "INTEL", "GPU"}
-_FORMS = {"PCIE", "NVL"}  # words that tell a board from the SXM board of the same kind
+_FORMS = {"PCIE", "NVL"}  # form factors that are slower than the SXM board of the same name
 _MEMORY = re.compile(r"\d+GB")
 _PRICE = re.compile(r"\s*([^\d\s.,+\-]{0,3})\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([^\d\s.,+\-]{0,3})\s*")
-# Power of the building over that of its boards. 1 counts the boards alone: hosts, network and cooling differ from
-# place to place and often add half as much again.
+# Power of the building / power of the boards. 1 counts only the boards: hosts, network and cooling often add 50%, but
+# this differs from place to place.
 _PUE = 1.0
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A number of accelerators of one kind, in nodes of ``accelerator.node_size``."""
+    """``gpus`` accelerators of one kind, in nodes of ``accelerator.node_size`` accelerators."""
 
     gpus: int
     accelerator: Accelerator
@@ -113,7 +113,7 @@ def parse_price(text: str) -> Price:
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """Return an accelerator by name. Maker, memory and form may be left out: ``H100``, ``A100 40 GB``, ``h200-sxm``.
+    """Return an accelerator by name. Vendor, memory and form factor may be left out: ``H100``, ``h200-sxm``.
 
     Raises:
         InputError: if no accelerator has this name; the message gives the nearest names and says how to add one.
@@ -122,7 +122,7 @@ def find_accelerator(name: str) -> Accelerator:
     if exact is not None:
         return exact
     wanted = [word for word in _words(name) if word not in _MAKERS]
-    # The first in the table that has every word: SXM is before PCIe, the larger memory first.
+    # Several accelerators may have every word. The table lists SXM before PCIe, and larger memory first.
     for known in accelerators().values():
         if _is_called(_words(known.name), wanted):
             return known
@@ -154,13 +154,13 @@ def known_device(name: str) -> Accelerator | None:
 
 
 def _words(name: str) -> list[str]:
-    """Split a name into words in one spelling: ``H100 96 GB`` equals ``H100-96GB``, and SXM4 and SXM5 become SXM."""
+    """Split a name into normalised words: ``H100 96 GB`` equals ``H100-96GB``, and SXM4 and SXM5 become SXM."""
     joined = re.sub(r"(\d)\s*GI?B\b", r"\1GB", name.upper())
     return [re.sub(r"^SXM\d$", "SXM", word) for word in re.split(r"[-_/\s]+", joined) if word]
 
 
 def _is_called(own: list[str], wanted: list[str]) -> bool:
-    """Return whether a name has every wanted word, also if words are joined (``TPU v5p``, ``RTX4090``)."""
+    """Return whether a name contains all wanted words, however they are joined (``TPU v5p``, ``RTX4090``)."""
     whole = {"".join(own[:count]) for count in range(1, len(own) + 1)}
     asked = [word for word in wanted if word != "SXM" or _FORMS & set(own)]
     return bool(asked) and (set(asked) <= set(own) or "".join(asked) in whole)

@@ -1,7 +1,7 @@
 """Search for the fastest layout among all that the model, the batch and the memory allow.
 
-The search is exhaustive. It computes memory first, which makes it safe to skip layouts: if a micro-batch does not
-fit, its multiples do not fit either.
+The search is exhaustive. Memory is computed before time: if a micro-batch does not fit, its multiples are skipped,
+because they need more memory.
 """
 
 import math
@@ -22,17 +22,18 @@ from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 
-# Share of an accelerator's memory that a layout may need. The count is up to 16% low on published rows, and a layout
-# that ran out of memory must not be called fitting (docs/evidence/planner-accuracy.md).
+# Share of an accelerator's memory that a layout may need. The rest is for the planner's error: on published runs it
+# underestimates memory by up to 16% (docs/evidence/planner-accuracy.md).
 USABLE = 0.85
-# Tokens of one forward above which a larger micro-batch gains nothing; below, it saves launch latency.
+# Up to this many tokens per forward pass, a larger micro-batch saves kernel launches; above, it gains nothing.
 _ENOUGH_TOKENS = 8192
-# Largest micro-batch that is searched, in tokens and sequences: the maximum of 131 published rows of MPT, 64 x 1,024.
+# Largest micro-batch that is searched, in tokens and in sequences: 64 x 1,024, the largest in 131 published runs of
+# MPT.
 _MOST_TOKENS = 65_536
 _LARGEST = 64
 # Context parallelism leaves each rank at least this many tokens of a sequence.
 _LEAST_CONTEXT = 4096
-# Stages per pipeline rank; with more, the messages cost too much.
+# Stages per pipeline rank that are searched; more stages send too many messages.
 _STAGES_PER_RANK = (1, 2, 4, 8)
 _EXPERT_DEGREES = (2, 4, 8, 16, 32, 64, 128, 256)
 # Micro-batches per pipeline stage that keep the bubble small: a rule of thumb (Narayanan et al. 2021).
@@ -45,23 +46,23 @@ _MENTIONED_IF_FASTER_BY = 0.02
 
 @dataclass(frozen=True)
 class Job:
-    """The input of a layout search: a model, its batch, a cluster, and the training code."""
+    """The input of a layout search."""
 
     model: Model
     batch_tokens: int
     cluster: Cluster
     micro_batch: int | None = None  # sequences; None lets the search choose
-    smallest_tokens: int | None = None  # the first batch of a batch ramp; None without a ramp
-    code: TrainingCode = LEAVEN_BF16
-    by_leaven: bool = True  # only layouts that leaven's own trainer supports may be chosen
+    smallest_tokens: int | None = None  # smallest batch of a batch ramp; None without a ramp
+    code: TrainingCode = LEAVEN_BF16  # the program that trains
+    by_leaven: bool = True  # choose only layouts that leaven can train
     compile: bool = False  # blocks are compiled in every layout
-    slower: float = 1.0  # calibration: factor on the planner's time of a step
+    slower: float = 1.0  # calibration: factor on the planned time of a step
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
-        """Return the arrangements of a layout, one for each micro-batch that divides a rank's share of the batch.
+        """Return a layout's arrangements, one for each micro-batch size that divides a rank's share of the batch.
 
-        If the job sets a micro-batch, only the arrangement with that micro-batch is returned. Arrangements in which
-        the smallest batch of a ramp does not fill the pipeline are left out.
+        If the job sets a micro-batch, only the arrangement with that micro-batch is returned. Arrangements are left
+        out if the smallest batch of a batch ramp would not fill the pipeline.
 
         Raises:
             InputError: if the batch does not divide over the ranks or does not fill the pipeline; the message says
@@ -80,7 +81,7 @@ class Job:
         sizes = [given] if given else [size for size in sizes if size <= most]
         smallest = self.smallest_tokens or self.batch_tokens
         refusals = [pipeline_refusal(layout, seq_len, smallest, size) for size in sizes]
-        if refusals[0] is not None:  # of the smallest
+        if refusals[0] is not None:  # even the smallest micro-batch does not fill the pipeline
             raise InputError(f"layout {refusals[0]}")
         fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]
         return [Arrangement(layout, size, share // size) for size in fills]
@@ -92,7 +93,7 @@ class Job:
 
 @dataclass(frozen=True)
 class LayoutCandidate:
-    """An arrangement of a job. Memory and time are computed when they are first read."""
+    """A possible arrangement for a job. Memory and time are computed when they are first read."""
 
     job: Job
     arrangement: Arrangement
@@ -112,7 +113,7 @@ class LayoutCandidate:
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train it; leaven can only plan and export context and expert parallelism."""
+        """Whether leaven can train the arrangement; it can only plan and export context and expert parallelism."""
         return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
 
 
@@ -122,24 +123,24 @@ class Exploration:
 
     job: Job
     fitting: tuple[LayoutCandidate, ...]  # the best first
-    too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch, least memory first
+    too_large: tuple[LayoutCandidate, ...]  # each layout's smallest micro-batch that does not fit, least memory first
     refusal: InputError | None  # the error of the first layout that cannot divide the batch, if any
 
     @property
     def misfits(self) -> tuple[LayoutCandidate, ...]:
-        """The entries of ``too_large`` that leaven could choose if they fitted."""
+        """The members of ``too_large`` that may be chosen, except for their memory."""
         return tuple(each for each in self.too_large if each.trained or not self.job.by_leaven)
 
     @cached_property
     def choices(self) -> tuple[LayoutCandidate, ...]:
-        """The arrangements that fit and that leaven may choose, the best first."""
+        """The fitting arrangements that may be chosen (see ``Job.by_leaven``), the best first."""
         if not self.job.by_leaven:
             return self.fitting
         return tuple(ranked([candidate for candidate in self.fitting if candidate.trained]))
 
     @cached_property
     def layouts(self) -> tuple[LayoutCandidate, ...]:
-        """The layouts that leaven may choose, each with its best micro-batch, the best first."""
+        """The layouts of ``choices``, each with its best micro-batch, the best first."""
         best: dict[Layout, LayoutCandidate] = {}
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
@@ -147,7 +148,7 @@ class Exploration:
 
     @property
     def untrained(self) -> LayoutCandidate | None:
-        """The best layout that leaven cannot train, if it is over 2% faster than the choice or nothing else fits."""
+        """The best layout that leaven cannot train, if it is over 2% faster than all choices, or the only one."""
         beyond = next((candidate for candidate in self.fitting if not candidate.trained), None)
         if beyond is None or not self.job.by_leaven:
             return None
@@ -163,9 +164,9 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
 
-    Tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a pipeline, and a rank keeps at least
-    4,096 tokens of a sequence. Values in ``fixed`` may break these rules. ZeRO 3 is also tried with the model sharded
-    over only 1, 2, 4 or 8 nodes and replicated on the others.
+    Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
+    pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence. ZeRO 3 is also tried with the
+    model sharded over 1, 2, 4 or 8 nodes and replicated over the others.
     """
     fixed = fixed or {}
     gpus, node, n_layers, seq_len = cluster.gpus, cluster.accelerator.node_size, model.n_layers, model.seq_len
@@ -191,7 +192,7 @@ def layouts(
         zeros = (0,) if dp * cp == 1 else (0, 1) if pp > 1 else (0, 1, 2, 3)
         per_rank = [v for v in _STAGES_PER_RANK if pp > 1 and pp * v <= n_layers] or [1]
         eps = [1, *(ep for ep in _EXPERT_DEGREES if experts and math.gcd(dp * cp, experts) % ep == 0)]
-        # Numbers of ZeRO 3 replicas: one, and those for which 1, 2, 4 or 8 nodes share a model.
+        # Numbers of ZeRO 3 replicas: one, or such that 1, 2, 4 or 8 nodes share a copy of the model.
         shared_by = [max(1, node // (tp * cp)) * nodes for nodes in (1, 2, 4, 8)]
         replicas = sorted({1, *(dp // ranks for ranks in shared_by if ranks > 1 and dp % ranks == 0)})
         free = {"zero": zeros, "stages_per_rank": per_rank, "recompute": recomputes, "ep": eps}
@@ -213,7 +214,7 @@ def layouts(
                         recompute=recompute,
                         compile=fixed.get("compile", False),
                     )
-                except ValidationError:  # a fixed value cannot be combined with the rest
+                except ValidationError:  # a value in ``fixed`` cannot be combined with the others
                     assert fixed
 
 
@@ -223,9 +224,9 @@ def in_a_node(tp: int, gpus: int, node: int) -> bool:
 
 
 def _cuts(seq_len: int, cp: int) -> bool:
-    """Return whether each of ``cp`` ranks can get a piece of the first half of a sequence and a piece of the second.
+    """Return whether a sequence can be split over ``cp`` context-parallel ranks, with enough tokens for each.
 
-    With such pieces, causal attention is the same amount of work for all ranks.
+    Each rank gets a chunk of each half of the sequence, so that causal attention is equal work for all ranks.
     """
     return cp == 1 or (seq_len % (2 * cp) == 0 and seq_len // cp >= _LEAST_CONTEXT)
 
@@ -238,7 +239,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     for layout in layouts(job.model, job.cluster, job.code, {"compile": job.compile} | dict(fixed or {})):
         try:
             possible = job.arrangements(layout)
-        except InputError as error:  # this layout cannot divide the batch; another may
+        except InputError as error:  # this layout cannot divide the batch, but another may
             refusal = refusal or error
             continue
         too_much: list[int] = []
@@ -258,10 +259,9 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
 def ranked(candidates: list[LayoutCandidate]) -> list[LayoutCandidate]:
     """Return the candidates sorted by speed, the fastest first.
 
-    Times within 1% of each other count as equal, because the planner is no more precise. Candidates with equal times
-    are sorted by these preferences: a layout that leaven can train, a pipeline with enough micro-batches, the lower
-    ZeRO stage, fewer replicas and stages, the larger micro-batch up to 8,192 tokens (fewer kernel launches), less
-    memory.
+    Times within about 1% count as equal. Then candidates are preferred in this order: leaven can train the layout,
+    the pipeline has enough micro-batches, lower ZeRO stage, fewer replicas and stages, larger micro-batch up to 8,192
+    tokens, less memory.
     """
     fastest = min((candidate.time.step for candidate in candidates), default=0.0)
 

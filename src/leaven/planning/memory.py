@@ -1,9 +1,9 @@
 """Compute the memory of one rank by part, in bytes.
 
-The memory is computed from first principles: what the optimizer stores for every parameter, what the backward pass
-needs from every operator, the logits, the buffers, and a fixed amount that no formula gives. The source for optimizer
-states is the ZeRO paper, arXiv 1910.02054. docs/evidence/planner-accuracy.md lists the errors on published
-measurements; benchmarks/memory.py measures the errors on leaven's own steps.
+The parts are what the optimizer stores for every parameter (ZeRO paper, arXiv 1910.02054), what every operator saves
+for the backward pass, the logits, the buffers, and a fixed amount that no formula gives.
+docs/evidence/planner-accuracy.md lists the errors on published measurements; benchmarks/memory.py measures the errors
+on leaven's own steps.
 """
 
 from collections import defaultdict
@@ -26,14 +26,14 @@ class Memory:
 
     weights: float
     grads: float
-    accumulation: float  # sum of gradients over micro-batches, if it is kept separately
+    accumulation: float  # sum of gradients over micro-batches, if it is stored separately from ``grads``
     optimizer: float
-    gathered: float  # weights as products read them: converted copies, or gathered from other ranks
+    gathered: float  # copies of weights for matrix products: in the compute dtype, or gathered from other ranks
     activations: float
     logits: float
     buffers: float  # for exchanging gradients and weights, and for the update
-    fixed: float  # context, NCCL, kernels
-    reserve: float  # reserved by the allocator but unusable
+    fixed: float  # device context, NCCL, kernels
+    reserve: float  # reserved by the allocator but not usable (fragmentation)
 
     @property
     def total(self) -> float:
@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def states(self) -> float:
-        """The bytes that stay allocated from step to step, without the gradients."""
+        """The bytes of weights and optimizer states, which stay allocated from step to step."""
         return self.weights + self.optimizer
 
     @property
@@ -58,19 +58,19 @@ class _States:
     accumulation: float
     optimizer: float
     gathered: float  # as in Memory, without ``units``
-    units: float  # gathered units of ZeRO 3, while a block is in use
+    units: float  # copies of weights that exist only while their block is in use
     buffers: float
     exchange: float  # gradients of a block while they are exchanged
-    update: float  # extra memory of the update
-    stays: float  # activations, bytes per token of every micro-batch in flight
-    once: float  # activations that exist only once, bytes per token
+    update: float  # temporary memory of the optimizer update
+    stays: float  # activations saved until the backward pass, in bytes per token
+    once: float  # activations that exist for only one micro-batch and one block at a time, in bytes per token
 
 
 def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode = LEAVEN_BF16) -> Memory:
     """Return the memory of one rank of a pipeline stage.
 
-    The logits never exist at the same time as the working memory of a block's backward pass (with its gradient
-    exchange and gathered weights), so only the larger of the two counts.
+    Only the larger of two sizes counts, because they never exist at the same time: the logits, and the temporary
+    memory of a block's backward pass (gradients, their exchange, gathered weights).
     """
     table, layout = blueprint(model), how.layout
     rank = _states(table, layout, stage, code)
@@ -80,17 +80,17 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     if stage == layout.pp - 1:
         each = code.logit if layout.tp == 1 or code.sharded_logit is None else code.sharded_logit
         logits = each * min(tokens * table.vocab_size / layout.tp, code.logits_at_once)
-        # The final norm's input and its output, which the unembedding reads.
+        # Bytes per token and channel of the final norm's input and output.
         at_end: float = code.residual + code.element
         if code.unembedding:
-            # The loss keeps the gradients of the unembedding and of its input until the backward pass. The product
-            # that is added to the unembedding's gradient exists at the same time.
+            # The loss keeps two gradients until the backward pass: of the unembedding and of the unembedding's input.
+            # While the first is summed over chunks of tokens, a second tensor of the unembedding's size exists.
             waiting = flying if layout.schedule in {"gpipe", "zero-bubble"} else 1
             at_end = code.residual + code.element * (1 + waiting)
             unembedding = table.embedding / layout.tp
             logits += waiting * code.unembedding * unembedding + code.element * unembedding
-            # Also the unembedding in the compute dtype and, for all positions, its input, a chunk of the input, and
-            # the input's gradient.
+            # Tensor-parallel ranks also hold the unembedding in the compute dtype, and its input, a chunk of its
+            # input and its input's gradient for all tokens.
             if layout.tp > 1:
                 logits += code.element * (unembedding + 3 * tokens * table.d_model)
         activations += tokens * table.d_model * at_end / (layout.tp if code.sequence_parallel else 1)
@@ -99,7 +99,7 @@ def stage_memory(model: Model, how: Arrangement, stage: int, code: TrainingCode 
     units = min(rank.units, in_block - exchange)
     gathered = rank.gathered + units
     activations += in_block - exchange - units
-    update = max(0.0, rank.update - gathered - logits - activations)  # the update reuses their memory
+    update = max(0.0, rank.update - gathered - logits - activations)  # reuses freed memory
     buffers = rank.buffers + exchange + update
     dynamic = rank.weights + rank.grads + rank.accumulation + rank.optimizer
     dynamic += gathered + activations + logits + buffers
@@ -138,7 +138,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
     optimizer = held(code.optimizer, 1, dense - matrices, 0) + held(of_matrices, 1, matrices, experts)
     copy = code.compute_copy or code.weights
     unit = max(block.whole + (block.cut + block.experts / layout.ep) / t for block, _ in blocks)
-    # Under ZeRO 3: the gathered unit in use and the prefetched one.
+    # Under ZeRO 3, weights are gathered by unit: one unit is in use and the next is prefetched.
     units, gathered = 0.0, 2 * unit * copy if layout.zero == 3 else code.compute_copy * (dense + experts)
     if code.gathered_ends and layout.ranks > 1:
         gathered += ends * (code.gathered_ends - (code.compute_copy if layout.zero < 3 else 0))
@@ -167,7 +167,7 @@ def _states(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) ->
 
 
 def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode) -> tuple[float, float]:
-    """Return two sizes in bytes per token: what a rank saves for each micro-batch in flight, and what exists once."""
+    """Return ``stays`` and ``once`` of :class:`_States`, in bytes per token."""
     t, last = layout.tp, stage == layout.pp - 1
     stretch = t if code.sequence_parallel else 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, stage, code.balance)
@@ -177,13 +177,13 @@ def _per_token(table: Blueprint, layout: Layout, stage: int, code: TrainingCode)
     ]
     stays = sum(count * each.stays for each, count in kept)
     residual = code.residual * table.d_model / stretch
-    if stage == 0 and table.embedding_norm:  # its input
+    if stage == 0 and table.embedding_norm:  # saves its input
         stays += residual
-    if stage == 0 and blocks[0][0].dropout:  # its mask
+    if stage == 0 and blocks[0][0].dropout:  # the mask of the dropout after the embedding
         stays += table.d_model / stretch
     if code.keeps_outputs and not last:
         stays += residual * layout.stages_per_rank
-    # Keys and values that circulate among the ranks of a sequence, and their gradients: current and next.
+    # Context parallelism: keys, values and their gradients that are passed around the ring, the current and the next.
     pairs = max(block.core.kv_heads * (block.core.d_qk + block.core.d_v) for block, _ in blocks)
     ring = 2 * 2 * code.element * pairs / t if layout.cp > 1 else 0.0
     return stays, max(each.once + each.gradients for each, _ in kept) + ring
@@ -201,8 +201,8 @@ def worst_stage(model: Model, how: Arrangement, code: TrainingCode = LEAVEN_BF16
 def _ranks_of_most_memory(table: Blueprint, pp: int, stages_per_rank: int, balance: Balance) -> tuple[int, ...]:
     """Return the pipeline ranks that may need the most memory.
 
-    These are the first and the last rank, and the first rank with each set of blocks; later ranks with the same
-    blocks keep fewer micro-batches.
+    These are the first rank, the last rank, and the first rank with each set of blocks: later ranks with the same
+    blocks have fewer micro-batches in flight.
     """
     firsts = {rank_blocks(table, pp, stages_per_rank, rank, balance): rank for rank in reversed(range(1, pp))}
     return (0, *({*firsts.values(), pp - 1} - {0}))
@@ -213,9 +213,9 @@ def activation_parts(
 ) -> dict[str, float]:
     """Return the bytes of one rank's activations by operator, over all its blocks and micro-batches in flight.
 
-    The values add up to the activations of :func:`stage_memory`. With recomputation, the saved activations are summed
-    under the name ``kept`` instead. ``elsewhere`` counts activations outside the blocks, sent to the next stage, or
-    inside one block during its backward pass.
+    The values add up to ``activations`` of :func:`stage_memory`. With recomputation, ``kept`` is the sum of what the
+    blocks save. ``elsewhere`` is the rest: outside the blocks, sent to the next stage, or temporary during a backward
+    pass.
     """
     table, layout = blueprint(model), how.layout
     tokens = how.micro_batch * table.seq_len / layout.cp

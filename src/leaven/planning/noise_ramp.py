@@ -1,9 +1,9 @@
-"""Propose a batch ramp from the measured gradient noise scale: the batch stays at or below a multiple of it.
+"""Propose a batch ramp (a growing batch size) that stays below a multiple of the measured gradient noise scale.
 
-To reach a loss, a batch of m noise scales needs 1 + m times the minimum of tokens and 1 + 1/m times the minimum of
-steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be measured on a
-smaller model at the same number of tokens, because critical batches depend on the tokens and hardly on the size
-(Zhang et al. 2024, arXiv 2410.21676).
+To reach a loss, a batch of m noise scales needs 1 + m times the minimum number of tokens and 1 + 1/m times the
+minimum number of steps (McCandlish et al. 2018, arXiv 1812.06162). The noise scale grows as the loss falls. It may be
+measured on a smaller model at the same number of tokens, because critical batch sizes depend on the tokens and hardly
+on the model size (Zhang et al. 2024, arXiv 2410.21676).
 """
 
 import math
@@ -22,7 +22,7 @@ FEWEST = 10
 
 
 class NoiseFit(NoiseFitRow):
-    """A power law fitted to measured noise scales, as a function of the tokens trained."""
+    """A power law fitted to measured noise scales, as a function of the tokens seen in training."""
 
     def at(self, tokens: float) -> float:
         """Return the noise scale after ``tokens`` tokens; before the first measurement it is constant."""
@@ -63,10 +63,10 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
 
 
 def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
-    """Propose the stages of a batch ramp; each stage begins when its batch equals ``multiple`` noise scales.
+    """Propose the stages of a batch ramp: each stage begins when ``multiple`` x the noise scale reaches its batch.
 
-    Batches are whole numbers of sequences that double up to the full batch. The first is the largest that the first
-    measurements allow, or one sequence. The caller adds the commands to run next.
+    Batches double up to the full batch. The first stage has the largest batch that the first measurements allow, or
+    one sequence. The caller adds the commands to run next.
     """
     seq_len, batch, tokens = recipe.model.seq_len, recipe.batch, recipe.data.tokens
     sequences = batch.tokens // seq_len

@@ -1,9 +1,9 @@
 """Compute the time of the operators of one block on one accelerator.
 
-A matrix product runs whole waves of tiles at the best measured matmul rate; widths that do not suit the tensor cores
-reduce the rate. All other operators read and write memory at the memory bandwidth. No kernel is shorter than a
-launch. The shares below are relative to a device's published numbers and are the same for every device; their sources
-are in docs/evidence/planner-accuracy.md.
+A matrix product is computed in tiles, one per multiprocessor at a time, at a share of the best measured matmul rate.
+The rate is lower for widths that do not suit the tensor cores. A flash attention kernel runs at another share of this
+rate. All other operators are limited by the memory bandwidth. No kernel is shorter than a launch. The shares below
+are the same for every device; their sources are in docs/evidence/planner-accuracy.md.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,27 @@ from leaven.planning.accelerators import Accelerator, Dtype
 from leaven.planning.blueprint import BlockTable, Matmul
 from leaven.planning.training_codes import TrainingCode
 
-# Share of the best measured matmul that large products sustain in training. The best is measured with the best
-# shape, in isolation and on a cool device.
+# Share of the best measured matmul rate that large products sustain in training. The best rate is measured with the
+# best shape, in isolation and on a cool device.
 SUSTAINED = 0.90
 # Share of the memory bandwidth that a kernel reaches if it only reads and writes.
 STREAMED = 0.85
-# Attention by a flash kernel, as a share of SUSTAINED, charged for the full matrix of scores: a causal kernel skips
-# half and is about half as efficient on the rest.
+# Speed of a flash attention kernel as a share of the sustained matmul rate, counting the full matrix of scores: a
+# causal kernel skips half of it and is about half as efficient on the rest.
 FLASH = 0.85
-# Products whose widths are no multiple of 64 elements (128 bytes): BLOOM's prequel, line 582 (h 14,400 at tp 8).
+# Share of the rate if n or k is not a multiple of 64 elements (128 bytes). Source: bigscience,
+# train/tr11-176B-ml/chronicles-prequel.md, line 582 (h 14,400 at tp 8).
 UNALIGNED = 0.75
-# Products whose widths are not even multiples of 8 elements (16 bytes). The value is from a single pair of rows,
-# batched products of scores on an A100: line 833 (heads of width 108, a multiple of 4) against line 831 (width 216).
-# That wide products (d_ff 14,337 instead of 14,336) lose as much is an assumption: from cuBLAS 11 on they use tensor
-# cores too, less efficiently, and no published row says how much.
+# Share of the rate if n or k is not a multiple of 8 elements (16 bytes). The value is from one pair of measurements
+# in the same file, batched products of scores on an A100: line 833 (heads of width 108) against line 831 (width 216).
+# That wide products lose as much (d_ff 14,337 instead of 14,336) is an assumption: since cuBLAS 11 they also use
+# tensor cores, less efficiently, and no measurement is published.
 MISALIGNED = 0.15
 # Minimum seconds of a kernel.
 LAUNCH = 5e-6
-# Cost of filling and draining a tile's pipeline, in elements of k.
+# Cost of filling and draining a tile's pipeline: it takes as long as this many elements of k.
 _FILL = 128
-# (rows, columns, share of the best rate): smaller tiles read more for each product.
+# (rows, columns, share of the rate): smaller tiles are slower, because they read more data per product.
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (64, 64, 0.6))
 
 
@@ -56,7 +57,7 @@ class Work:
 
     tokens: int  # tokens of the micro-batch on this rank
     seq_len: int
-    width: int
+    width: int  # d_model
     tp: int = 1
     cp: int = 1
     ep: int = 1
@@ -66,10 +67,10 @@ class Work:
 def matmul_seconds(
     mnk: tuple[int, int, int], accelerator: Accelerator, *, count: int = 1, dtype: Dtype = "bf16"
 ) -> float:
-    """Return the seconds of ``count`` products (m, k) x (k, n) in one launch.
+    """Return the seconds of ``count`` products (m, k) x (k, n) in one launch; ``mnk`` is (m, n, k).
 
-    This is the longer of two times: that of computing whole waves of tiles, and that of reading and writing the
-    matrices once (2 bytes per element).
+    This is the longer of two times: computing the tiles, in whole waves of one tile per multiprocessor, and reading
+    and writing the matrices once (2 bytes per element).
     """
     m, n, k = mnk
     own = None if dtype == "bf16" else accelerator.matmul(dtype)
@@ -101,7 +102,7 @@ def block_operators(
     found = [_product(rows, work, accelerator, code) for rows in _together(block)]
     found += [_attention(block, work, accelerator, code), _norms(block, work, accelerator, code)]
     found.append(_activation(block, work, accelerator, code))
-    if not block.dropout:  # rotary positions: a fused kernel reads and writes queries and keys, others four times
+    if not block.dropout:  # rotary positions: fused, queries and keys are read and written once, otherwise four times
         heads = (block.core.heads + block.core.kv_heads) / work.tp
         moved = 2 * code.element * work.tokens * heads * block.core.d_qk * (1 if work.fused else 4)
         seconds = stream_seconds(moved, accelerator)
@@ -110,7 +111,7 @@ def block_operators(
 
 
 def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
-    """Return the products of a block grouped by input: query, key and value form a group, and so do gate and in."""
+    """Return the matrix products of a block, grouped by input: query, key and value; gate and in; others alone."""
     groups: dict[tuple[object, ...], tuple[Matmul, ...]] = {}
     for row in block.matmuls:
         key = (row.name.partition(".")[0], row.k, row.split, row.stored)
@@ -134,11 +135,10 @@ def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, cod
 
 
 def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return scores, softmax and the weighted sum as one operator.
+    """Return scores, softmax and the weighted sum of values as one operator.
 
-    A flash kernel recomputes the scores in its backward pass, which therefore has five products, while the forward
-    pass has two. Without a flash kernel, every score is written and read by each step: product, softmax, dropout,
-    product.
+    A flash kernel has two products in the forward pass and five in the backward pass, where it recomputes the scores.
+    Without a flash kernel, every score goes through memory in each step: product, softmax, dropout, product.
     """
     core = block.core
     if code.flash_attention:
@@ -156,11 +156,10 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
 
 
 def _norms(block: BlockTable, work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return the norms and residual additions of a block's two branches as one operator.
+    """Return the norms and residual additions of a block's two branches (attention and MLP) as one operator.
 
-    A norm reads the residual stream and writes the branch's input. The branch's output is added to the stream, with
-    its dropout mask. The backward passes read the saved tensors and the incoming gradients, and write the outgoing
-    ones.
+    A norm reads the residual stream and writes the branch's input. The branch's output is added to the stream, after
+    dropout with a saved mask. The backward passes read saved tensors and gradients, and write gradients.
     """
     size = work.tokens * work.width / (work.tp if code.sequence_parallel else 1)
     stream, hidden, mask = code.residual * size, code.element * size, size if block.dropout else 0.0

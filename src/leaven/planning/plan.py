@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from leaven.recipe.recipe import Recipe
 
 N_ALTERNATIVES = 5
-# What benchmarks/planner_accuracy.py finds: mean and worst error over every usable row of published tables.
+# Result of benchmarks/planner_accuracy.py: mean and worst error over every usable row of published tables.
 ACCURACY = (
     "mean error on published runs: time 6% over 46 rows of BLOOM (worst +18%), 8% over 61 rows of MPT "
     "(worst -26%), 9% over 13 rows of nanotron (worst +32%), 8% over 18 rows of torchtitan (worst -21%); "
@@ -45,18 +45,18 @@ ACCURACY = (
 class ClusterPlan:
     """The plan of a run on a cluster. Its values are computed when they are first read.
 
-    All times, also those of other layouts, include the calibration (``job.slower``). ``memory`` does not: it is the
-    planner's own estimate.
+    All times, also those of other layouts, are corrected by the calibration (``job.slower``). ``memory`` is not
+    corrected.
     """
 
     job: Job
-    tokens: int  # that the run trains on
-    batch: Batch  # with its ramp
-    layout: Layout | None = None  # that the user gave; None for the fastest that fits
-    calibration: CalibrationRow | None = None
+    tokens: int  # tokens of the whole run
+    batch: Batch  # the batch size, with its ramp
+    layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
+    calibration: CalibrationRow | None = None  # correction by earlier runs on this accelerator
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
-        """Return the plan corrected by the records of its accelerator and dtype, or unchanged if there are none."""
+        """Return the plan, corrected by the records of earlier runs on its accelerator in this dtype, if any."""
         accelerator, params, layout = self.cluster.accelerator.name, self.job.model.params, self.arrangement.layout
         found = calibration(records, accelerator, params, layout, compute=compute, step_seconds=self.time.step)
         return replace(self, job=replace(self.job, slower=found.time), calibration=found) if found else self
@@ -68,7 +68,7 @@ class ClusterPlan:
 
     @cached_property
     def chosen(self) -> LayoutCandidate:
-        """The planned layout with its fastest micro-batch that fits, or else with the one of the least memory."""
+        """The planned layout, with its fastest micro-batch that fits, or with the least memory if none fits."""
         if self.layout is None:
             if not self.exploration.layouts:
                 raise no_layout(self.exploration)
@@ -151,7 +151,7 @@ class ClusterPlan:
             )
         factor = self.calibration and self.calibration.memory
         if factor and self.fits:
-            context = self.job.code.fixed_gib  # not a tensor, so not in what runs measured
+            context = self.job.code.fixed_gib  # device context: not in tensors, so runs do not measure it
             took = (self.memory.total / GIB - context) * factor + context
             if took > device.memory_gib:
                 found.append(
@@ -163,8 +163,8 @@ class ClusterPlan:
     def document(self, asked: str | None = None, price: Price | None = None, share: float = SHARE) -> PlanDocument:
         """Return the document of ``leaven plan``, without the commands to run next.
 
-        ``asked`` is the layout of ``--explain``, ``price`` the price of a GPU-hour, and ``share`` the share of the
-        full batch's throughput that a ramp must keep from its start.
+        ``asked`` is the text of ``--explain``, ``price`` the price of a GPU-hour, and ``share`` the least throughput
+        at the start of a batch ramp, as a share of the full batch's throughput.
         """
         model, code, own = self.job.model, self.job.code, self.arrangement.layout
         stages = [stage_memory(model, self.arrangement, rank, code) for rank in range(own.pp)]
@@ -217,9 +217,8 @@ def _row(candidate: LayoutCandidate) -> CandidateRow:
 def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
 
-    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``. Blocks are compiled if the recipe's layout compiles them,
-    unless ``layout`` says otherwise. ``moments`` chooses the optimizer; leaven can train only with ``adam`` and can
-    only plan the others.
+    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``; if it does not set ``compile``, the recipe does. ``moments``
+    chooses the optimizer; leaven itself trains only with ``adam``.
 
     Raises:
         InputError: for the reasons given in :func:`plan` and :func:`in_precision`.
@@ -242,7 +241,7 @@ def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments:
 
 
 def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
-    """Plan a job that trains ``tokens`` tokens. ``batch`` is the batch ramp, or None for a fixed batch size.
+    """Return the plan of a run over ``tokens`` tokens; ``batch`` has the batch ramp, None means a fixed batch size.
 
     Without ``layout``, the fastest layout that fits is chosen. A given layout is planned with its fastest micro-batch
     that fits. If none fits, the micro-batch that needs the least memory is planned, and ``fits`` is False.
@@ -252,5 +251,5 @@ def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | Non
             work.
     """
     found = ClusterPlan(job, tokens, batch or Batch(tokens=job.batch_tokens), layout)
-    found.chosen  # noqa: B018  raises the error if there is no such plan
+    found.chosen  # noqa: B018  computed now to raise its InputError here
     return found

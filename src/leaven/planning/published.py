@@ -1,4 +1,4 @@
-"""Build the blueprints and plans of published runs, also of architectures that leaven cannot build."""
+"""Plan published runs, also of architectures that leaven cannot build (experts, latent attention, ...)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,8 +67,8 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
 def _sequences(batch_tokens: int, seq_len: int) -> int:
     """Return the number of sequences in a batch that was published as a rounded number of tokens.
 
-    It is rounded to a multiple of the largest power of two that changes it by at most 5%: 16M tokens in sequences of
-    8,192 are 2,048.
+    The number is rounded to a multiple of the largest power of two that changes it by at most 5%: 16M tokens in
+    sequences of 8,192 become 2,048 sequences.
     """
     count = batch_tokens / seq_len
     if count == int(count):
@@ -108,7 +108,7 @@ def published_blueprint(
 
 
 def _known(arch: PublishedArchitecture, name: str) -> Any:
-    """Return a part of the shape, or raise InputError if it is not published."""
+    """Return a field of the architecture, or raise InputError if its value is not published."""
     value = getattr(arch, name)
     if value is None:
         raise InputError(f"the shape is not published in full: {name} is not known; plan a run with a complete shape")
@@ -128,8 +128,8 @@ def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
 def _scaled_widths(arch: PublishedArchitecture, scaling: LayerwiseScaling) -> list[LayerWidths]:
     """Return the layer widths of OpenELM, which differ from layer to layer.
 
-    Multipliers are linear over the layers and rounded to 0.01; widths are rounded to whole groups of heads. Source:
-    apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
+    Its multipliers grow linearly over the layers and are rounded to 0.01; widths are rounded to multiples of a
+    divisor. Source: apple/corenet, corenet/modeling/models/language_modeling/general_gpt.py.
     """
     n_layers, d, d_head = _known(arch, "n_layers"), _known(arch, "d_model"), _known(arch, "d_head")
 
@@ -188,7 +188,7 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, 
 def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
     """Return the matrix products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
-    The projections to a latent are not split: every tensor-parallel rank stores them in full, as in Megatron.
+    Every tensor-parallel rank stores the projections to a latent in full, as in Megatron.
     """
     d, queries = arch.d_model or 0, arch.q_lora_rank
     nope, rope, value = (_known(arch, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))

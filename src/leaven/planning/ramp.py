@@ -1,9 +1,9 @@
-"""Plan a batch ramp: where it should start, and how many hours each start costs.
+"""Plan a batch ramp (a batch size that grows during the run): where it should start, and the hours that it costs.
 
-With a small batch each rank has few micro-batches, so a pipeline is idle for most of the step, and work done once per
-step (gradient exchange, optimizer) is spread over few tokens. The layout stays the same during the run. The
-micro-batch may become smaller: a forward pass cannot contain more sequences than its rank has, and smaller
-micro-batches fill a pipeline better. :mod:`leaven.recipe.batch` computes which step has which batch.
+Small batches are slow: each rank has few micro-batches, so a pipeline is idle for most of the step, and the work done
+once per step (gradient exchange, optimizer) is spread over few tokens. The layout stays the same during the run, but
+small batches may have smaller micro-batches, because a rank has fewer sequences and smaller micro-batches fill a
+pipeline better. :mod:`leaven.recipe.batch` computes which step has which batch.
 """
 
 from itertools import groupby
@@ -15,7 +15,7 @@ from leaven.planning.layouts import Job
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.batch import Ramp as BatchRamp
 
-# Default share of the full batch's throughput that a ramp must keep from its start.
+# Default of the least throughput at the start of a ramp, as a share of the full batch's throughput.
 SHARE = 0.7
 # Length of a ramp as a share of the run, if the recipe has no ramp (GPT-3 1.3 to 4%, BLOOM 4%).
 OVER = 0.03
@@ -23,17 +23,17 @@ _MOST_INCREMENTS = 64
 
 
 class RampThroughput:
-    """The step times of one layout, by batch size. The time of a batch size is computed only once."""
+    """The step times of one layout by batch size, computed once for each batch size."""
 
     def __init__(self, job: Job, full: Arrangement) -> None:
         self.job, self.full = job, full
         self._steps: dict[int, tuple[Arrangement, float]] = {}
 
     def step(self, sequences: int) -> tuple[Arrangement, float]:
-        """Return the fastest arrangement for a batch, and its seconds per step.
+        """Return the fastest arrangement for a batch of ``sequences`` sequences, and its seconds per step.
 
-        Its micro-batch is at most that of the full batch. If a batch does not divide evenly, it is distributed as the
-        trainer does it: the rank with the most sequences sets the time.
+        The micro-batch is at most that of the full batch. If ranks get different numbers of sequences, the rank with
+        the most sequences sets the time.
         """
         if sequences not in self._steps:
             layout, most = self.full.layout, self.full.micro_batch
@@ -45,9 +45,11 @@ class RampThroughput:
         return self._steps[sequences]
 
     def seconds(self, batch_tokens: int) -> float:
+        """Return the seconds of a step with a batch of ``batch_tokens`` tokens."""
         return self.step(batch_tokens // self.job.model.seq_len)[1]
 
     def point(self, sequences: int) -> RampPoint:
+        """Return the arrangement and the throughput at a batch of ``sequences`` sequences."""
         job = self.job
         (how, seconds), full = self.step(sequences), self.seconds(job.batch_tokens)
         rate = sequences * job.model.seq_len / seconds
@@ -64,11 +66,11 @@ class RampThroughput:
         )
 
     def run_seconds(self, sizes: tuple[tuple[int, int], ...], tokens: int) -> float:
-        """Return the seconds of a run with a growing batch; ``sizes`` are pairs of (start in tokens, batch in
-        tokens)."""
+        """Return the seconds of a run of ``tokens`` tokens; ``sizes`` are pairs of (first token, batch in tokens)."""
         return sum(steps * self.seconds(size) for size, steps in _steps(sizes, tokens))
 
     def choice(self, sizes: tuple[tuple[int, int], ...], increment: int | None, over_tokens: int) -> RampChoice:
+        """Return the hours and steps of a ramp of ``over_tokens`` tokens, and the hours that it adds."""
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
         at_full = sum(size * n for size, n in steps) / job.batch_tokens * self.seconds(job.batch_tokens)
@@ -94,9 +96,9 @@ def plan_ramp(
 ) -> RampPlan:
     """Return the plan of a batch ramp that starts at the smallest batch with ``share`` of the full throughput.
 
-    The layout is that of the arrangement ``full``. All increments are equal, as in Megatron: at most 64 increments of
-    the same number of sequences on every rank. The ramp is as long as the recipe's own ramp, or 3% of the run if the
-    recipe has none.
+    ``full`` is the arrangement at the full batch, and ``own`` the recipe's batch. As in Megatron, all increments are
+    equal; there are at most 64, and each adds the same number of sequences on every rank. The ramp is as long as the
+    ramp in ``own``, or 3% of the run if ``own`` has no ramp.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
     sequences, dp = job.batch_tokens // seq_len, full.layout.dp
@@ -132,9 +134,9 @@ def plan_ramp(
 
 
 def _increment(sequences: int, dp: int, micro_batch: int) -> int:
-    """Return the smallest increment, a multiple of dp x micro-batch, that divides a batch into at most 64 increments.
+    """Return the smallest increment that divides the batch into at most 64 increments; all numbers are in sequences.
 
-    If this would give fewer than eight increments, a multiple of dp alone is returned. All numbers are in sequences.
+    The increment is a multiple of dp x micro-batch if this allows at least eight increments, otherwise of dp alone.
     """
     unit = dp * micro_batch if sequences % (dp * micro_batch) == 0 and sequences >= 8 * dp * micro_batch else dp
     whole = sequences // unit
@@ -142,7 +144,7 @@ def _increment(sequences: int, dp: int, micro_batch: int) -> int:
 
 
 def _halvings(starts: list[RampPoint], start: RampPoint) -> list[RampPoint]:
-    """Return the starts to compare: the chosen one, and the first ones at or above 1, 1/2, 1/4, ... of the batch."""
+    """Return the ramp starts to compare: ``start``, and the first at or above 1, 1/2, 1/4, ... of the full batch."""
     full = starts[-1].batch_tokens
     halves = [next(p for p in starts if p.batch_tokens >= full / 2**n) for n in range(full.bit_length())]
     return sorted({p.batch_tokens: p for p in (*halves, start)}.values(), key=lambda p: p.batch_tokens)

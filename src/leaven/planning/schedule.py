@@ -1,11 +1,12 @@
 """Simulate a pipeline step pass by pass: which rank computes what, and when.
 
-A schedule (GPipe, 1F1B, interleaved 1F1B, zero-bubble) is an order of passes on every rank; tests compare it with
-torch.distributed.pipelining. The times follow from the order: a pass begins when its rank is free and its inputs have
-arrived. The times give the bubble and the micro-batches in flight, also for uneven stages.
+A pass is the forward or backward computation of one stage for one micro-batch. A schedule (GPipe, 1F1B, interleaved
+1F1B, zero-bubble) is the order of passes on every rank; tests compare it with torch.distributed.pipelining. The times
+follow from the order: a pass begins when its rank is free and its inputs have arrived. They give the bubble (idle
+time) and the micro-batches in flight, also for uneven stages.
 
-Stage s of p ranks with v stages each runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2). GPipe:
-Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
+With p ranks and v stages per rank, stage s runs on rank s mod p (Narayanan et al. 2021, arXiv 2104.04473, 2.2).
+GPipe: Huang et al. 2019, arXiv 1811.06965. Zero-bubble is ZB1P of Qi et al. 2023, arXiv 2401.10241.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +26,10 @@ Key = tuple[Kind, int, int]  # kind, stage, micro-batch
 
 
 class Pass(NamedTuple):
-    """The work of a stage on one micro-batch, with its start and end.
+    """A forward or backward computation of one stage for one micro-batch, with its start and end.
 
-    A zero-bubble schedule splits a backward pass into the gradients of the stage's input, which the previous stage
-    needs, and the gradients of its weights, which no other stage needs.
+    A zero-bubble schedule splits a backward pass in two: ``input`` computes the gradients of the stage's input, which
+    the previous stage needs, and ``weight`` the gradients of the stage's weights, which no other stage needs.
     """
 
     kind: Kind
@@ -40,8 +41,7 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The passes of every rank, in the order in which it runs them. Times have the unit of the durations that were
-    given to the simulation."""
+    """The passes of every rank in order. Times have the unit of the durations that were given to :func:`simulate`."""
 
     ranks: tuple[tuple[Pass, ...], ...]
 
@@ -51,12 +51,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The share of the time in which ranks are idle, as a mean over the ranks."""
+        """The share of the time in which a rank is idle, as a mean over the ranks."""
         busy = sum(each.end - each.start for passes in self.ranks for each in passes)
         return 1 - busy / (self.end * len(self.ranks))
 
     def in_flight(self, rank: int) -> int:
-        """Return the largest number of a rank's micro-batches that wait for their backward pass at the same time."""
+        """Return the largest number of a rank's forward passes that wait for their backward pass at the same time."""
         most = now = 0
         for each in self.ranks[rank]:
             now += {"forward": 1, "backward": -1, "input": 0, "weight": -1}[each.kind]
@@ -67,10 +67,10 @@ class Timeline:
 def order(layout: Layout, rank: int, micro_batches: int) -> list[Key]:
     """Return the passes of a rank in order; ``micro_batches`` is the result of :func:`arrangement.scheduled`.
 
-    Rank r first runs forward passes alone: all of them with GPipe, (v - 1) p + 2 (p - 1 - r) with interleaved stages,
-    otherwise (v - 1) p + p - 1 - r. Then forward and backward passes alternate, and the remaining backward passes
-    come last. With several stages per rank, micro-batches run in rounds of p. With zero-bubble, rank r delays the
-    gradients of weights by r passes, so that all ranks end together.
+    Rank r of p, with v stages, first runs only forward passes: all of them with GPipe, (v - 1) p + 2 (p - 1 - r) with
+    an interleaved schedule, otherwise (v - 1) p + p - 1 - r. Then forward and backward passes alternate, and the
+    remaining backward passes come last. If v > 1, micro-batches run in rounds of p. With zero-bubble, rank r delays
+    ``weight`` passes by r passes, so that all ranks end together.
     """
     p, v = layout.pp, layout.stages_per_rank
     passes = v * micro_batches
@@ -109,17 +109,16 @@ def simulate(
 ) -> Timeline:
     """Return the passes of a step with their times, in the unit of the inputs; integer inputs give exact times.
 
-    ``forward`` and ``backward`` are the times of each of the p v stages. ``weight`` is the part of ``backward`` that
-    computes the gradients of weights; the default is the time of the forward pass, which has the same products. For
-    the first stage, torch computes the whole backward pass in this part, because nothing needs the gradient of
-    tokens.
+    ``forward`` and ``backward`` have one time for each stage. ``weight`` is the part of ``backward`` that computes
+    the gradients of weights; by default it equals ``forward``, which has products of the same size. For the first
+    stage the whole backward pass counts as ``weight``, as in torch, because nothing needs gradients of tokens.
     """
     weight = [backward[0], *(weight or forward)[1:]]
     p, stages = layout.pp, layout.pp * layout.stages_per_rank
     orders = [order(layout, rank, micro_batches) for rank in range(p)]
     seconds: dict[Kind, Sequence[float]] = {"forward": forward, "backward": backward, "weight": weight}
     seconds["input"] = [both - own for both, own in zip(backward, weight, strict=True)]
-    # These kinds of passes need the result of the same kind on the previous or the next stage.
+    # These kinds of passes wait for the pass of the same kind on the previous (-1) or the next (1) stage.
     sources: dict[Kind, int] = {"forward": -1, "input" if layout.schedule == "zero-bubble" else "backward": 1}
     ended: dict[Key, float] = {}
     done: list[list[Pass]] = [[] for _ in range(p)]
@@ -139,7 +138,7 @@ def simulate(
 def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> Timeline:
     """Return the passes of a step in seconds, including uneven stages, logits on the last stage, and transfers.
 
-    Unlike :func:`timing.step_time`, it leaves out the work that is done once per step.
+    Work that is done once per step (gradient exchange, optimizer) is left out, unlike in :func:`timing.step_time`.
     """
     layout = how.layout
     block = block_time(model, how, cluster, code)
@@ -157,7 +156,7 @@ def timeline(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCod
         n * (block.backward + (passes - 1) * exchanged) + sent + added for n, added in zip(layers, turns, strict=True)
     ]
     weight = [n * block.weight + added for n, added in zip(layers, turns, strict=True)]
-    logits = logits_seconds(model, how, cluster, code) / 3  # for each of its three products
+    logits = logits_seconds(model, how, cluster, code) / 3  # one forward product, two backward products
     forward[-1] += logits
     backward[-1] += 2 * logits
     weight[-1] += logits

@@ -1,4 +1,4 @@
-"""Assign blocks to pipeline ranks, and count each rank's parameters and micro-batches in flight."""
+"""Assign blocks to pipeline ranks, and count each rank's parameters and its micro-batches in flight."""
 
 from collections import Counter
 from functools import cache
@@ -11,13 +11,13 @@ from leaven.recipe.layout import Layout
 
 @cache
 def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tuple[int, ...]:
-    """Return the number of blocks of each pipeline stage, at least one.
+    """Return the number of blocks of each pipeline stage (at least one), balanced by one of three rules.
 
-    - ``weight``: makes the largest stage as small as possible, measured in parameters that a token uses. The
-      embedding counts for the first stage and the unembedding for the last.
-    - ``number``: the stages differ by at most one block, and the larger stages are in the middle, as in BLOOM.
-    - ``work``: fills each stage in turn until the FLOPs so far reach its share; the unembedding counts, the embedding
-      does not, as in nanotron.
+    - ``weight``: the largest stage is as small as possible, counted in parameters that a token uses. The embedding
+      counts for the first stage and the unembedding for the last.
+    - ``number``: the numbers of blocks differ by at most one, and the larger stages are in the middle, as in BLOOM.
+    - ``work``: stages are filled in turn, each up to an equal share of the FLOPs, as in nanotron. The unembedding
+      counts, the embedding does not.
     """
     table = blueprint(model)
     n_layers = table.n_layers
@@ -64,7 +64,7 @@ def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ..
 def rank_blocks(
     model: Blueprint, pp: int, stages_per_rank: int, rank: int, balance: Balance
 ) -> tuple[tuple[BlockTable, int], ...]:
-    """Return the distinct blocks on a pipeline rank with their counts, over all its stages r, r + pp, ..."""
+    """Return (block, count) for the distinct blocks on a pipeline rank, over its stages rank, rank + pp, ..."""
     layers = stage_layers(model, pp * stages_per_rank, balance)
     if len(model.kinds) == 1:
         return ((model.blocks[0], sum(layers[rank::pp])),)
@@ -76,7 +76,7 @@ def rank_blocks(
 
 
 class RankParameters(NamedTuple):
-    """The parameters on one tensor-parallel rank of a pipeline rank."""
+    """The number of parameters on one tensor-parallel rank of a pipeline rank."""
 
     blocks: float  # in blocks, without routed experts
     experts: float  # of routed experts, which are distributed over the ``ep`` ranks
@@ -88,7 +88,7 @@ class RankParameters(NamedTuple):
 
 
 def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode = LEAVEN_BF16) -> RankParameters:
-    """Return the number of parameters on one tensor-parallel rank of a pipeline rank, over all its stages."""
+    """Return the parameters on one tensor-parallel rank of pipeline rank ``rank``, over all its stages."""
     table, t, first, last = blueprint(model), layout.tp, rank == 0, rank == layout.pp - 1
     blocks = rank_blocks(table, layout.pp, layout.stages_per_rank, rank, code.balance)
     ends = 0.0
@@ -104,11 +104,12 @@ def rank_parameters(model: Model, layout: Layout, rank: int, code: TrainingCode 
 
 
 def in_flight(layout: Layout, rank: int, micro_batches: int) -> float:
-    """Return the most micro-batches whose activations a pipeline rank keeps at once, over all its stages.
+    """Return the largest number of micro-batches whose activations a pipeline rank keeps at the same time.
 
-    Rank r keeps all m micro-batches under GPipe and p - r under 1F1B. With v stages it keeps 2 (p - r - 1) + (v - 1)
-    p + 1 of its v m passes (Narayanan et al. 2021, arXiv 2104.04473, 2.2). Under zero-bubble it keeps p, because it
-    delays the gradients of weights. torch's schedules keep the same numbers.
+    Rank r of p keeps all micro-batches under GPipe, p - r under 1F1B, and p under zero-bubble, which delays the
+    gradients of weights. With v stages per rank it keeps 2 (p - r - 1) + (v - 1) p + 1 passes of one stage each
+    (Narayanan et al. 2021, arXiv 2104.04473, 2.2), 1/v of which are returned. torch's schedules keep the same
+    numbers.
     """
     p, v = layout.pp, layout.stages_per_rank
     if layout.schedule == "gpipe":

@@ -1,4 +1,7 @@
-"""Derive the recipes of ``leaven new``, a target and its proxy, and compare the target with published runs."""
+"""Derive the recipes of ``leaven new``, and compare them with published runs.
+
+The target is the run that the user wants. The proxy is a smaller run on which hyperparameters are searched.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,9 +26,9 @@ from leaven.recipe.units import format_seconds
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
-_ROUNDING = 1.02  # published values are rounded
-# A value disagrees if it is outside the published range by more than this factor: published values are rounded and
-# set by hand.
+_ROUNDING = 1.02  # differences up to this factor may come from the rounding of published values
+# A value is reported as outside the published range if it differs from the range by more than this factor, because
+# published values are rounded and chosen by hand.
 FAR = 1.25
 
 
@@ -33,7 +36,7 @@ FAR = 1.25
 class StarterRecipes:
     """The recipes that ``leaven new`` writes, with the steps that derived them."""
 
-    derivation: Derivation
+    derivation: Derivation  # the target and the steps that derived it
     proxy: Recipe | None
     compared: tuple[ComparedRow, ...]  # values of the target compared with published runs
 
@@ -42,7 +45,7 @@ class StarterRecipes:
         return self.derivation.recipe
 
     def document(self, path: Path, proxy_path: Path, next: list[str]) -> NewRecipe:
-        """Return the document of ``leaven new`` for recipes that were written to ``path`` and ``proxy_path``."""
+        """Return the document of ``leaven new``; ``next`` are the commands to run next."""
         tuning, target = self.derivation.tuning, self.target
         proxy = tuning.proxy
         return NewRecipe(
@@ -68,7 +71,7 @@ class StarterRecipes:
 
 
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
-    """Derive the target and its proxy, and compare the target with published runs.
+    """Return the target and its proxy for a request, and the target's comparison with published runs.
 
     Raises:
         InputError: if the size or the duration is out of range, or the target does not fit the cluster.
@@ -91,7 +94,7 @@ def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRec
 
 
 def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
-    """Find the fastest layout that fits on the cluster, and add it to the recipe.
+    """Return the derivation with the fastest layout that fits on the cluster.
 
     Raises:
         InputError: if nothing fits or no layout divides the batch; the message says what would work.
@@ -101,7 +104,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
     try:
         found = plan(Job(recipe.model, recipe.batch.tokens, cluster, smallest_tokens=smallest), recipe.data.tokens)
     except InputError as error:
-        raise InputError(f"--gpus {cluster}: {error}; or use fewer GPUs") from None
+        raise InputError(f"--gpus {cluster}: {error}") from None
     how = found.arrangement
     facts = {
         "cluster": str(cluster),
@@ -138,7 +141,7 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
 
 
 def _proxy(derived: Derivation) -> Recipe | None:
-    """Return the recipe of the proxy, a scaled-down target laid out for one process; None if there is no proxy."""
+    """Return the recipe of the proxy, which is the target scaled down to one process; None if there is no proxy."""
     proxy, target = derived.tuning.proxy, derived.recipe
     if proxy is None:
         return None
@@ -163,7 +166,7 @@ def _proxy(derived: Derivation) -> Recipe | None:
 
 
 def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
-    """Compare the target's hyperparameters with those of published runs of about its size."""
+    """Return the target's hyperparameters, each compared with the range in published runs of similar size."""
     rows = parameter_table(target).rows
 
     def of(quantity: str, *roles: Role) -> float | None:
@@ -190,7 +193,7 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
             continue
         low, high = float(min(by.values())), float(max(by.values()))
         ends = (value, low, high)
-        own, least, most = (1 / (1 - beta) for beta in ends) if what.startswith("beta") else ends  # half-lives
+        own, least, most = (1 / (1 - beta) for beta in ends) if what.startswith("beta") else ends  # steps in the mean
         factor = max(least / own, own / most, 1.0)
         outside = factor > FAR
         compared.append(
@@ -200,6 +203,6 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
 
 
 def _line(one: ComparedRow) -> str:
-    """Return the name of the message text for a compared value."""
+    """Return the key of the message that describes a compared value."""
     kind = "beta" if one.what.startswith("beta") else "value"
     return f"{kind} outside" if one.factor > _ROUNDING else kind

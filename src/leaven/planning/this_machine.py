@@ -1,6 +1,6 @@
 """Describe the machine that leaven runs on: its processor as an accelerator, its GPUs, and what it can train.
 
-:func:`trainable_here` and :func:`cluster_for` make rough estimates without a plan.
+:func:`trainable_here` and :func:`cluster_for` are rough estimates that need no plan.
 """
 
 import math
@@ -14,12 +14,12 @@ from leaven.planning.accelerators import Accelerator
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.recipe import Recipe
 
-_BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments; activations are not counted
+_BYTES_PER_PARAMETER = 16  # weights, gradients and Adam's two moments in fp32
 _MAX_SECONDS = 30 * 86_400
-_MFU = 0.4
+_MFU = 0.4  # assumed
 _GPU = "H100-80GB"
 _GPU_FLOPS = 1e15  # per second, dense bf16
-_GPU_BYTES = 60 * 2**30  # the part of 80 GiB that activations leave free
+_GPU_BYTES = 60 * 2**30  # of 80 GiB; the rest is for activations
 
 
 def cores() -> int:
@@ -39,7 +39,7 @@ def processor() -> str:
 def this_machine() -> Accelerator:
     """Return the processors of this machine as one accelerator.
 
-    Its memory and number of cores are the real ones. The other numbers are guesses per core, for a server with AVX2.
+    Memory and number of cores are read from the system. The other numbers are guesses per core (AVX2).
     """
     from psutil import virtual_memory  # slow to import
 
@@ -66,7 +66,7 @@ def this_machine() -> Accelerator:
 
 
 def trainable_here(recipe: Recipe) -> bool:
-    """Return whether weights, gradients and moments fit into this machine and the run takes less than a month."""
+    """Return whether this machine has memory for the model and its optimizer states, and trains in under a month."""
     gpus = gpus_here()
     if recipe.layout.ranks > max(gpus, 1):
         return False
@@ -80,8 +80,8 @@ def trainable_here(recipe: Recipe) -> bool:
 def cluster_for(recipe: Recipe) -> str:
     """Return the smallest cluster that can store the model and train it within a month, as ``COUNTxNAME``.
 
-    The number of GPUs is a power of two, with at most one GPU per sequence of a batch. If the recipe has a layout,
-    the number of GPUs is that of its ranks.
+    The number of GPUs is a power of two, at most the number of sequences in a batch. If the recipe has a layout, the
+    number of GPUs is its number of ranks.
     """
     if recipe.layout.ranks > 1:
         return f"{recipe.layout.ranks}x{_GPU}"

@@ -1,13 +1,15 @@
 """Compute the time of a step from the published numbers of the device: operators, transfers, bubble, optimizer.
 
-The time of a block is that of its operators (operators.py) plus its communication (collectives.py). Under ZeRO 2 and
-3, gathers and scatters overlap with the compute of their own micro-batch. Under ZeRO 0 and 1, the gradient exchange
-overlaps with the last backward pass if the training code does that.
+The time of a block is the time of its operators (operators.py) and of its communication (collectives.py). A training
+code is a program such as Megatron-LM, whose communication is described in training_codes.py:
 
-Training codes that shard weights from ZeRO 1 on gather them in the dtype that products read: under ZeRO 1 and 2 once
-per step, overlapping with its first forward pass, and under ZeRO 3 for every pass. Other training codes gather the
-weights after the update, in the dtype in which they are stored. The exchange of the root unit (the parameters outside
-the blocks) overlaps with nothing: compute waits for its weights, and its gradients come last.
+- Gradients: under ZeRO 0 and 1 they are exchanged once per step, during the last backward pass if the training code
+  overlaps the two. Under ZeRO 2 and 3 they are scattered during the backward pass of every micro-batch.
+- Weights: a training code that shards weights from ZeRO 1 on gathers them in the compute dtype, under ZeRO 1 and 2
+  during the first forward pass of a step, under ZeRO 3 during every pass. Other training codes gather weights after
+  the update, in the dtype in which they are stored.
+- Parameters outside the blocks (FSDP's root unit): their exchange overlaps with nothing, because the first operator
+  waits for their weights, and their gradients come last.
 
 Stragglers, congestion and a slow host are not modelled.
 """
@@ -33,10 +35,10 @@ class StepTime:
     """The seconds of one optimizer step by part; ``step`` is the sum of the parts."""
 
     compute: float  # of all micro-batches
-    tensor_parallel: float  # communication of tensor, context and expert ranks
+    tensor_parallel: float  # communication of tensor-, context- and expert-parallel ranks
     pipeline: float  # transfers between stages
-    bubble: float  # idle at both ends of the pipeline
-    data_parallel: float  # exchange of gradients and weights that compute does not hide
+    bubble: float  # idle time at both ends of the pipeline
+    data_parallel: float  # exchange of gradients and weights that does not overlap with compute
     optimizer: float
 
     @property
@@ -53,7 +55,7 @@ class BlockTime:
 
     forward: float
     backward: float  # with recomputation
-    all_reduce: float  # communication
+    all_reduce: float  # communication of tensor-, context- and expert-parallel ranks
     weight: float  # part of ``backward`` that computes the gradients of weights
 
     @property
@@ -89,7 +91,7 @@ def _block_time(
         forward += share * once
         backward += share * (sum(operator.backward for operator in operators) + again)
         weight += share * sum(operator.weight for operator in operators)
-        passes = 3 if recompute == "full" else 2  # with recomputation there are two forward passes
+        passes = 3 if recompute == "full" else 2  # full recomputation repeats the forward pass
         exchanged += share * passes * _exchange(block, work, accelerator, code)
     return BlockTime(forward, backward, exchanged, weight)
 
@@ -101,7 +103,7 @@ def _recomputed(operators: tuple[Operator, ...], once: float, recompute: Recompu
     core = sum(operator.forward for operator in operators if operator.name == "attention")
     if recompute == "selective" and code.selective == "core":
         return core
-    # Otherwise everything except attention and every second product is recomputed.
+    # Selective recomputation of other training codes keeps attention and every second matrix product.
     kept = core + sum(operator.forward for operator in operators if operator.weight) / 2
     return once - (kept if recompute == "selective" else 0.0)
 
@@ -110,8 +112,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
     """Return the seconds of communication inside a block in one pass, forward or backward.
 
     Tensor-parallel ranks exchange activations after attention and after the MLP. Context-parallel ranks send keys and
-    values around a ring; only the time by which this exceeds attention counts. Tokens are sent to their experts and
-    back.
+    values around a ring, which overlaps with attention. Expert-parallel ranks send tokens to their experts and back.
     """
     node = Cluster(work.tp * work.cp * work.ep, accelerator)
     stream = code.element * work.tokens * work.width
@@ -134,7 +135,7 @@ def _exchange(block: BlockTable, work: Work, accelerator: Accelerator, code: Tra
 def logits_seconds(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> float:
     """Return the seconds of the logits and the loss for one micro-batch, forward and backward.
 
-    Every byte of the logits' peak memory is assumed to be written once and read once.
+    Each byte of the logits' memory (``TrainingCode.logit``) is assumed to be written once and read once.
     """
     table = blueprint(model)
     return _logits_seconds(table, _tokens(table, how), how.layout.tp, cluster.accelerator, code)
@@ -157,7 +158,7 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to add the gradients of a micro-batch to the sum over micro-batches."""
+    """Return the seconds to add one micro-batch's gradients of ``parameters`` parameters to their sum."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 
@@ -169,7 +170,7 @@ def _tokens(table: Blueprint, how: Arrangement) -> int:
 
 @cache
 def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int, int, RankParameters]:
-    """Return the most blocks of a pipeline rank, the blocks of the last rank, and the most parameters of a rank."""
+    """Return the blocks of the rank with the most, the blocks of the last rank, and the most parameters of a rank."""
     layers = stage_layers(table, layout.pp * layout.stages_per_rank, code.balance)
     blocks = [sum(layers[rank :: layout.pp]) for rank in range(layout.pp)]
     parameters = [rank_parameters(table, layout, rank, code) for rank in reversed(range(layout.pp))]
@@ -179,17 +180,19 @@ def _largest(table: Blueprint, layout: Layout, code: TrainingCode) -> tuple[int,
 def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCode = LEAVEN_BF16) -> StepTime:
     """Return the time of one optimizer step.
 
-    With m micro-batches and p ranks of v stages each, the passes take m + (p - 1) / v times as long as one
-    micro-batch on the slowest rank. The gradient exchange and the optimizer are added. A zero-bubble schedule fills
-    the bubble with the gradients of weights: each forward and backward pass in the bubble gets shorter by twice their
-    time (ZB-H1, Qi et al. 2023, arXiv 2401.10241: T_F + T_B - T_W, where T_B is only the other half of the backward
-    pass). torch's schedule gives the same time (planning/schedule.py; measured in docs/log.md).
+    With m micro-batches and p pipeline ranks of v stages each, the passes take m + (p - 1) / v times as long as one
+    micro-batch on the slowest rank. The gradient exchange and the optimizer are added.
+
+    A zero-bubble schedule computes gradients of weights in the bubble. If a forward pass takes F and a backward pass
+    I + W, where W is the time for gradients of weights, the bubble is (p - 1) (F + I - W), not (p - 1) (F + I + W)
+    (ZB-H1, Qi et al. 2023, arXiv 2401.10241). torch's schedule gives the same time (planning/schedule.py; measured in
+    docs/log.md).
     """
     layout, table, accelerator = how.layout, blueprint(model), cluster.accelerator
     p, m = layout.pp, scheduled(layout, how.grad_accumulation)
     block, (most, last, held) = block_time(table, how, cluster, code), _largest(table, layout, code)
     logits = logits_seconds(table, how, cluster, code)
-    # The slowest stage is the last one with the logits, or a middle one with more blocks.
+    # The slowest rank is the last, which computes the logits, or a rank with more blocks.
     ends = last * block.total + logits >= most * block.total
     n, extra = (last, logits) if ends else (most, 0.0)
     bandwidth = accelerator.memory_tb_s * 1e12
@@ -201,7 +204,7 @@ def step_time(model: Model, how: Arrangement, cluster: Cluster, code: TrainingCo
         idle = max(0.0, idle - 2 * (n * block.weight + extra / 3 + adding))
     states = code.weights + code.grads + code.accumulation + code.optimizer
     share = held.total
-    if layout.zero:  # experts are sharded only over the ranks that hold the same experts
+    if layout.zero:  # an expert is sharded over the ranks that have this expert
         sharers = layout.dp * layout.cp // layout.dp_replicate
         share = (held.blocks + held.ends) / sharers + held.experts / max(1, sharers // layout.ep)
     return StepTime(
@@ -226,34 +229,35 @@ def _data_parallel(
     forward: float,
     backward: float,
 ) -> float:
-    """Return the seconds per step of data-parallel communication that no compute hides.
+    """Return the seconds per step of data-parallel communication that does not overlap with compute.
 
-    ``held`` are the parameters of the rank with the most, and ``most`` is the number of its blocks. ``forward`` and
-    ``backward`` are the times of the slowest stage for one micro-batch.
+    ``held`` are the most parameters and ``most`` the most blocks of a pipeline rank. ``forward`` and ``backward`` are
+    the seconds of a micro-batch on the slowest rank.
     """
     layout, m, ranks = how.layout, how.grad_accumulation, how.layout.dp * how.layout.cp
     if ranks == 1:
         return 0.0
-    if not code.shared_nics and cluster.nodes > 1:  # a ring has one adapter, as if a node had one GPU
+    if not code.shared_nics and cluster.nodes > 1:  # each ring has one NIC, as with one GPU per node
         cluster = replace(cluster, accelerator=replace(cluster.accelerator, node_size=1))
     tp, ep, often = layout.tp, layout.ep, layout.zero > 1
     sharers = ranks // layout.dp_replicate
     expert_sharers = max(1, sharers // ep)
     each, units = code.accumulation or code.grads, code.units * most
-    # With units, parameters outside the blocks are exchanged as the root unit, otherwise in the messages.
+    # With FSDP, which exchanges unit by unit, parameters outside the blocks are the root unit. Without, they are in
+    # the same messages as the blocks.
     ends, blocks = (held.ends, held.blocks) if units else (0.0, held.blocks + held.ends)
     messages = units or (most if often else ceil(each * (blocks + held.experts) / code.message))
     hidden = backward if often or (code.overlap and not (units and layout.pp > 1)) else 0.0
 
     def over(collective: Callable[..., float], of_each: float) -> float:
-        """Return the seconds to exchange all blocks; an expert is exchanged only by the ranks that store it."""
+        """Return the seconds to exchange ``of_each`` bytes per parameter of all blocks and experts."""
         of_experts = collective(of_each * held.experts, expert_sharers, tp * ep, cluster, messages)
         return collective(of_each * blocks, sharers, tp, cluster, messages) + (of_experts if held.experts else 0.0)
 
     if layout.zero == 0:
         root = all_reduce(each * ends, ranks, tp, cluster) if ends else 0.0
         return root + max(0.0, over(all_reduce, each) - hidden)
-    # Replicas exchange their shards once a step, unit by unit during the last backward pass.
+    # Replicas (dp_replicate) all-reduce the gradients of their shards once per step, during the last backward pass.
     between = all_reduce(each * blocks / sharers, layout.dp_replicate, tp * sharers, cluster, units or 1)
     if held.experts:
         copies, stride = ranks // ep // expert_sharers, tp * ep * expert_sharers
@@ -269,7 +273,7 @@ def _data_parallel(
     if layout.zero == 3:
         scatter += gather
         fetched = m * (first + max(0.0, gather - forward))
-    else:  # once: weights stay until the last backward pass
+    else:  # once per step: weights stay gathered until the last backward pass
         fetched = first + max(0.0, gather - (forward if cut else 0.0))
     times = m if often else 1
     exposed = (times - 1) * max(0.0, scatter - hidden) + max(0.0, scatter + between - hidden)

@@ -1,4 +1,4 @@
-"""Check, before a run starts, whether leaven can train a recipe in its layout on the given number of processes."""
+"""Check, before a run starts, whether leaven can train a recipe in its layout on a number of processes."""
 
 from contextlib import suppress
 from importlib.metadata import version
@@ -49,7 +49,7 @@ def resized(recipe: Recipe, processes: int) -> Recipe:
 
 
 def _require_ranks(recipe: Recipe, processes: int) -> None:
-    """Raise InputError if the layout has another number of ranks; the message names up to two nearest layouts."""
+    """Raise InputError if the layout's ranks are not ``processes``; the message names up to two similar layouts."""
     layout = recipe.layout
     if layout.ranks == processes:
         return
@@ -76,8 +76,8 @@ def _require_ranks(recipe: Recipe, processes: int) -> None:
 def _noise_refusal(recipe: Recipe) -> str | None:
     """Return why the gradient noise scale cannot be measured, or None if it can.
 
-    The measurement needs the gradient of a part of the batch, summed over all processes, before the gradient of the
-    whole batch is complete.
+    The measurement compares the gradient of the whole batch with that of its first micro-batch, summed over all
+    processes.
     """
     if recipe.stability.noise_scale_every_tokens is None:
         return None
@@ -105,8 +105,8 @@ def _noise_refusal(recipe: Recipe) -> str | None:
 def _torch_refusal(recipe: Recipe) -> str | None:
     """Return why the installed torch cannot run a zero-bubble schedule, or None if it can.
 
-    Before version 2.13 torch silently computes wrong gradients if an operation has several outputs: 2.11 uses the
-    first output for all of them, and 2.12 adds gradients twice if one output is computed from another.
+    Before version 2.13, torch silently computes wrong gradients of operations with several outputs: 2.11 uses the
+    first output for all outputs, and 2.12 adds gradients twice if one output is computed from another.
     """
     there = version("torch")
     if recipe.layout.schedule != "zero-bubble" or tuple(map(int, there.split(".")[:2])) >= (2, 13):
@@ -115,13 +115,16 @@ def _torch_refusal(recipe: Recipe) -> str | None:
 
 
 def layout_cautions(recipe: Recipe) -> list[str]:
-    """Return warnings about a layout that is allowed but probably a mistake."""
+    """Return warnings about a layout that leaven can train but that is probably a mistake."""
     layout, found = recipe.layout, []
     if layout.zero and layout.dp == 1:
-        found.append(f"[layout] zero = {layout.zero} shards over dp ranks, and dp = 1: it shards nothing")
+        found.append(
+            f"[layout] zero = {layout.zero} saves nothing: it shards over dp ranks, and dp = 1; use zero = 0"
+        )
     smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
     if smallest < layout.dp:
         found.append(
-            f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none"
+            f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none; use a "
+            "smaller dp or larger batches"
         )
     return found

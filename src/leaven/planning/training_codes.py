@@ -1,5 +1,8 @@
-"""Describe training codes: programs such as Megatron-LM or leaven, on whose implementation memory and time depend
-besides shape and layout. Their values are in training_codes.toml."""
+"""Describe training codes: programs such as Megatron-LM or leaven.
+
+Memory and step time depend not only on shape and layout, but also on how a program stores, copies and exchanges
+tensors. The values of each training code are in training_codes.toml.
+"""
 
 import math
 import tomllib
@@ -31,51 +34,51 @@ class TrainingCode:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    # States.
-    weights: int = 4  # as they are stored from step to step
-    grads: int = 4  # as the backward pass computes them
-    accumulation: int = 0  # sum of gradients over micro-batches, if it is kept separately
+    # States, which exist from step to step.
+    weights: int = 4
+    grads: int = 4  # gradients of one micro-batch, or of all if ``accumulation`` is 0
+    accumulation: int = 0  # sum of gradients over micro-batches, if it is stored separately
     optimizer: int = 8  # moments, and the master copy if any
-    master: int = 0  # copy of the weights in fp32; part of ``optimizer``
+    master: int = 0  # fp32 copy of 16-bit weights; part of ``optimizer``
     optimizer_of_matrices: int | None = None  # ``optimizer`` for the blocks' matrices, if it differs (Muon)
     # Copies.
-    compute_copy: int = 2  # weights in the compute dtype, if they are kept in fp32
-    gathered_ends: int = 0  # embedding and unembedding, if every rank holds them in full
-    exchange: int = 0  # extra memory of a block while ranks exchange its gradients
-    update_copy: int = 0  # extra memory of the update, when the activations are free
-    # A single rank casts weights when a product reads them, so there is no copy of the embedding, and with full
-    # recomputation only one block's at a time. Under ZeRO 3 the embedding is freed like a block.
+    compute_copy: int = 2  # copy of fp32 weights in the compute dtype
+    gathered_ends: int = 0  # gathered copy of embedding and unembedding, if every rank needs them in full
+    exchange: int = 0  # temporary memory of a block while ranks exchange its gradients
+    update_copy: int = 0  # temporary memory of the optimizer update, when activations are already freed
+    # Whether weights are cast when a product reads them. Then a single rank has no copy of the embedding, and with
+    # full recomputation a copy of only one block at a time. Under ZeRO 3 the embedding is freed after its use.
     autocast: bool = False
     shards_weights_from: int = 3  # first ZeRO stage that shards the weights
     bucket: int = 0  # bytes of communication buffers for gradients and weights
     # Activations.
-    element: int = 2  # bytes of an element
+    element: int = 2  # bytes of an activation
     residual: int = 2  # bytes of an element of the residual stream
-    flash_attention: bool = True  # the scores of attention are never written
-    sequence_parallel: bool = False  # between products a tensor rank holds only part of the sequence
-    gathered_inputs: bool = False  # with sequence_parallel: full inputs of column-parallel products are still saved
-    selective: Selective = "core"  # what is recomputed: the core of attention, or all but every second product
+    flash_attention: bool = True  # attention scores are not written to memory
+    sequence_parallel: bool = False  # tensor-parallel ranks split the sequence outside attention and MLP
+    gathered_inputs: bool = False  # with sequence_parallel: the gathered inputs of attention and MLP are saved
+    selective: Selective = "core"  # recompute="selective" recomputes attention cores, or all but every second product
     # Loss.
     logit: int = 14  # peak bytes per logit
-    sharded_logit: int | None = None  # ``logit`` if tensor ranks shard the vocabulary; None if it is the same
-    logits_at_once: float = math.inf  # most logits that exist at once
-    unembedding: int = 0  # gradient of the unembedding that the loss keeps until the backward pass
+    sharded_logit: int | None = None  # ``logit`` with a vocabulary sharded over tensor-parallel ranks; None: the same
+    logits_at_once: float = math.inf  # largest number of logits that exist at the same time
+    unembedding: int = 0  # gradient of the unembedding, which the loss computes and keeps until the backward pass
     # Pipeline.
-    keeps_outputs: bool = False  # a stage keeps the outputs that it has sent
+    keeps_outputs: bool = False  # a stage keeps outputs after sending them
     balance: Balance = "weight"  # how blocks are assigned to stages: see :func:`stages.stage_layers`
     # Overhead. Usual values are 1 to 2 GB (Ultra-Scale Playbook) and 5 to 10%.
-    fixed_gib: float = 2.0  # context, NCCL, kernels
-    slack: float = 0.05  # share of everything else that the allocator holds but cannot use
+    fixed_gib: float = 2.0  # device context, NCCL, kernels
+    slack: float = 0.05  # share of all other memory that the allocator reserves but cannot use
     # Speed.
-    products: Dtype = "bf16"  # dtype of a block's products
-    fused: bool = False  # elementwise operators are fused even without a compiler
-    overlap: bool = True  # gradient exchange overlaps the last backward pass
-    message: float = DDP_BUCKET  # bytes of gradients per exchange, if ``units`` is 0
-    # Units per block that are exchanged one by one, as in torch's FSDP2; the root unit, everything outside the
-    # blocks, comes last. Below ZeRO 2 a pipeline exchanges all of them after the last backward pass.
+    products: Dtype = "bf16"  # dtype of matrix products in blocks
+    fused: bool = False  # elementwise operators are fused even without torch.compile
+    overlap: bool = True  # the gradient exchange overlaps with the last backward pass
+    message: float = DDP_BUCKET  # bytes of gradients per message, if ``units`` is 0
+    # FSDP units per block, which are exchanged one by one; the root unit (all parameters outside the blocks) comes
+    # last. With a pipeline and ZeRO 0 or 1, all units are exchanged after the last backward pass.
     units: int = 0
-    behind_products: bool = False  # tensor ranks exchange in pieces that overlap with products, all but the first
-    shared_nics: bool = True  # the rings of a group use all network adapters of a node
+    behind_products: bool = False  # tensor-parallel exchanges, in tp parts, overlap with products, all but one part
+    shared_nics: bool = True  # the rings of a group use all NICs of a node, not one each
     slower: float = 1.0  # fitted factor on the time of a block
 
     def __hash__(self) -> int:
@@ -99,7 +102,7 @@ class TrainingCode:
 
 
 def _read(path: Path) -> Iterator[tuple[str, TrainingCode]]:
-    """Yield the names and values of the training codes in a file. Every group of values must name its source."""
+    """Yield (name, training code) for each entry of a TOML file; every group of values must have a source."""
     adapter, values = TypeAdapter(TrainingCode), dict[str, dict[str, Any]]()
     for name, groups in tomllib.loads(path.read_text(encoding="utf-8")).items():
         values[name] = dict(values.get(groups.pop("like", ""), {}))
@@ -114,9 +117,9 @@ LEAVEN_BF16, LEAVEN_FP32 = TRAINING_CODES["leaven-bf16"], TRAINING_CODES["leaven
 
 
 def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]:
-    """Return the cluster with its speed in the compute dtype, and leaven's training code for this dtype.
+    """Return the cluster with its speed in the dtype ``compute``, and leaven's training code for this dtype.
 
-    fp16 is planned like bf16, because every accelerator has the same peak for both.
+    fp16 is planned like bf16, because accelerators have the same peak for both.
 
     Raises:
         InputError: if ``compute`` is fp32 and the accelerator's fp32 peak is unknown.
@@ -128,20 +131,20 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
     if peak is None:
         raise InputError(
             f"no peak of {accelerator.name} in fp32 is known, and this recipe computes in fp32; "
-            f"plan it with --set precision.compute=bf16"
+            f"plan with --set precision.compute=bf16"
         )
     slower = replace(accelerator, peak_tflops=peak, best_matmul_tflops=accelerator.matmul("fp32"))
     return replace(cluster, accelerator=slower), LEAVEN_FP32
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:
-    """Return what a training code stores for ``params`` parameters from step to step, before sharding over ranks.
+    """Return the bytes of each kind of state (weights, gradients, moments, ...), before sharding over ranks.
 
-    ``matrices`` is how many of the parameters are in matrices of blocks, for which some optimizers store less.
+    ``matrices`` is how many of the ``params`` parameters are in matrices of blocks, for which Muon stores less.
 
-    7B parameters in fp32 with Adam need 4 + 4 + 8 = 16 bytes each, 112 GB. In bf16 with fp32 master weights they also
-    need 2 + 2 + 4 + 8 = 16 bytes each. The 140 GB of a common rule of thumb ("the optimizer is three times the
-    weights") are 20 bytes each, which requires a master copy of weights that are already in fp32.
+    In fp32 with Adam a parameter needs 4 + 4 + 8 = 16 bytes, so 7B parameters need 112 GB. In bf16 with fp32 master
+    weights it needs 2 + 2 + 4 + 8 = 16 bytes, too. A common rule of thumb gives 20 bytes ("the optimizer is three
+    times the weights"), which would need a master copy of weights that are already in fp32.
     """
     moments, lean = code.optimizer - code.master, 0.0 if code.optimizer_of_matrices is None else matrices
     of_matrices = (code.optimizer_of_matrices or 0) - code.master
