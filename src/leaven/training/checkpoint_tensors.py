@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -77,16 +77,21 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None if they do. They do if they do not overlap and
-    together have as many elements as the tensor."""
+    """Return why the blocks do not form a whole tensor, or None if they do. The edges of all blocks cut the tensor
+    into a grid of cells; every cell must belong to exactly one block."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
         ):
             return f"block {block} is not within {shape}"
-    if any(_size(_common(one, other)) for one, other in combinations(blocks, 2)):
+    edges = [sorted({0, most}.union(*(block[dim] for block in blocks))) for dim, most in enumerate(shape)]
+    cell_at = [{edge: cell for cell, edge in enumerate(along)} for along in edges]
+    count = np.zeros([len(along) - 1 for along in edges], np.int32)
+    for block in blocks:
+        count[tuple(slice(cell[a], cell[b]) for cell, (a, b) in zip(cell_at, block, strict=True))] += 1
+    if (count > 1).any():
         return "a part of it is saved twice"
-    return None if sum(map(_size, blocks)) == math.prod(shape) else "a part of it is saved by no process"
+    return "a part of it is saved by no process" if (count == 0).any() else None
 
 
 class Tensors(Mapping[str, Tensor]):
