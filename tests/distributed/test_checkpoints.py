@@ -117,8 +117,8 @@ def test_blocks_are_complete_if_every_element_counts_once(data: st.DataObject) -
     count = torch.zeros(shape)
     for offset, part in blocks:
         cut(count, offset, part).add_(1)
-    expected = "w: a part of it is saved by no process" if (count == 0).any() else None
-    assert fault_of(shape, blocks) == ("w: a part of it is saved twice" if (count > 1).any() else expected)
+    expected = "w: a part of this tensor is saved by no process" if (count == 0).any() else None
+    assert fault_of(shape, blocks) == ("w: a part of this tensor is saved twice" if (count > 1).any() else expected)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 64), (4096, 1)])
@@ -184,9 +184,9 @@ def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shifted(1, 1), "w: a part of it is saved twice"),
+        (shifted(1, 1), "w: a part of this tensor is saved twice"),
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
-        (overlapping, "w: a part of it is saved twice"),
+        (overlapping, "w: a part of this tensor is saved twice"),
         (without_number, "step.w: no process saves this tensor; rank 0 has a replica"),
         (doubled, r"w: the blocks of this tensor differ in dtype or shape: float32 \(12, 100\) and float64"),
     ],

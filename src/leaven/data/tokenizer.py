@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 TRAINING_BYTES = 2**26
-"""A BPE is trained on at most about this much text. Training takes 0.1 s per MB on two cores."""
+"""A BPE is trained on at most about this many bytes of text. Training takes 0.1 s per MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -111,7 +111,9 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     try:
         given: Tokenizer = library.Tokenizer.from_str(raw)
     except Exception as error:  # tokenizers does not raise a narrower class
-        raise InputError(f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error})") from None
+        raise InputError(
+            f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error}); give bpe, or another tokenizer.json"
+        ) from None
     encoder = Encoder(given)
     if encoder.vocab_size > vocab_size:
         raise InputError(

@@ -88,7 +88,7 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a keyword of Python, so no attribute
+        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a Python keyword: no attribute name
             self.add_module(name, nn.Linear(shape.d_model, shape.d_ff, shape.bias))
         self.out = nn.Linear(shape.d_ff, shape.d_model, shape.bias)
         self.activation = shape.activation
@@ -175,8 +175,8 @@ class Transformer(nn.Module):
 
     @property
     def readout(self) -> Tensor:
-        """Return the unembedding matrix (V, D). The logits are its product with the result of :meth:`hidden`, times
-        ``logit_multiplier``."""
+        """The unembedding matrix, (V, D). The logits are ``logit_multiplier`` times the product of the result of
+        :meth:`hidden` and this matrix."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
@@ -216,9 +216,11 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """The position information that attention needs. It is recomputed in every forward pass and not stored.
+    """The cosines and sines of rotary positions, or the ALiBi bias, for attention. They are recomputed in every
+    forward pass.
 
-    If document numbers are given, cosines and sines are (B, T, E) and the bias is (B, H, T, T) or (B, 1, T, T).
+    If document numbers are given, the bias also separates documents. Cosines and sines then are (B, T, E), and the
+    bias is (B, H, T, T), or without ALiBi (B, 1, T, T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -283,8 +285,8 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A part of a model: the layers ``first`` to ``last - 1``. The first stage also has the embedding, and the last
-    stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
+    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding, and
+    the last stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
 
     Args:
         dtype: the dtype of matrix products.

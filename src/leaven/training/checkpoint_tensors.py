@@ -34,9 +34,9 @@ class SavedBlock:
 class SavedTensor:
     """The location of a tensor in the files of a checkpoint."""
 
-    dtype: str  # torch's name
+    dtype: str  # its name in torch, such as "float32"
     shape: tuple[int, ...]  # of the whole tensor
-    blocks: tuple[SavedBlock, ...]
+    blocks: tuple[SavedBlock, ...]  # the parts of the tensor, each with its file
 
     def to_json(self) -> dict[str, Any]:
         blocks = [[block.file, block.offset, block.shape] for block in self.blocks]
@@ -90,8 +90,8 @@ def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str 
     for block in blocks:
         count[tuple(slice(cell[a], cell[b]) for cell, (a, b) in zip(cell_at, block, strict=True))] += 1
     if (count > 1).any():
-        return "a part of it is saved twice"
-    return "a part of it is saved by no process" if (count == 0).any() else None
+        return "a part of this tensor is saved twice"
+    return "a part of this tensor is saved by no process" if (count == 0).any() else None
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -163,8 +163,8 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return a part of the tensor ``name``. The part has the offset and shape of ``piece``, which is the part of a
-    parameter that this process has. A scalar is returned unchanged."""
+    """Return the block of the tensor ``name`` that has the offset and shape of ``piece``, the block of a parameter
+    that this process stores. A scalar tensor is returned whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

@@ -36,11 +36,11 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
     weight_decay.
 
     Raises:
-        ValueError: if a parameter has no row or two rows, or a row has no parameter.
+        ValueError: if a parameter has no row or two rows in the parameter table, or a row has no parameter.
     """
     names = {row.name for row in rows}
     if len(names) != len(rows):
-        raise ValueError("the parameter table claims a parameter twice")
+        raise ValueError("the parameter table lists a parameter twice")
     if parameters.keys() != names:
         raise ValueError(f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}")
     groups = optimizer_groups(rows)
@@ -79,7 +79,7 @@ class Optimizer:
             group["betas"] = tuple(ramp.beta(beta) for beta in full["betas"])
             group["eps"] = full["eps"] * ramp.eps
             group["weight_decay"] = full["weight_decay"] * ramp.weight_decay
-        wait = skip is not None and skip.device.type == "mps"  # where a gate of the fused kernel is not tested
+        wait = skip is not None and skip.device.type == "mps"  # the gate of the fused kernel is not tested on mps
         if skip is not None and not wait:
             gate(self.adam, skip)
         if not (wait and skip):
@@ -87,8 +87,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by ``factor``. It is the new half-life of the moments divided by the old one, both
-        in steps."""
+        """Multiply Adam's step counts by ``factor``: the new half-life of the moments divided by the old half-life,
+        both in steps."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -115,7 +115,7 @@ class Optimizer:
 
 @dataclass
 class Clipper:
-    """Scales gradients down in place, without waiting for the device.
+    """Clips gradients in place, without waiting for the device.
 
     In mode ``running`` the limit is relative to the running norm: the root mean square of the norms of earlier steps,
     as an exponential average, corrected for its start at 0. When the batch size changes, its step count is converted
@@ -124,7 +124,7 @@ class Clipper:
 
     limit: float  # on the norm; in mode ``running`` in units of the running norm
     model: ShardedModel
-    parts: Tensor | None = None  # in mode ``per-module``: the number of each row's module in its block
+    parts: Tensor | None = None  # in mode ``per-module``: for each table row, the number of its module
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
     beta: float = 0.0  # of the running norm at the full batch
 
@@ -181,7 +181,7 @@ class Clipper:
         self.running = torch.where(norm.isfinite(), added, running)
 
     def recount(self, factor: float) -> None:
-        """Convert the step count when the batch changes, as the optimizer does."""
+        """Multiply the step count of the running norm by ``factor``, as :meth:`Optimizer.recount` does."""
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 
@@ -216,7 +216,7 @@ class LossScale:
     def update(self, finite: Tensor) -> None:
         """Adjust the scale after a step. ``finite`` is a boolean scalar: whether both the loss and the gradient were
         finite."""
-        # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
+        # masked_fill with a number does not wait for the device; torch.where would copy the number from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER
         # At 1 the overflow is in the loss itself, and a smaller scale does not help.
@@ -269,7 +269,8 @@ class NoiseScale:
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
         """Add a measurement to the averages: ``small_norm`` is the norm of the mean gradient over ``small`` tokens,
-        and ``big_norm`` that over ``big`` tokens. Ignore the measurement if it is not finite.
+        and ``big_norm`` is the norm of the mean gradient over ``big`` tokens. Ignore the measurement if it is not
+        finite.
 
         Return the noise scale in tokens, a scalar. It is nan as long as the estimate of |G|^2 is not positive.
         """
