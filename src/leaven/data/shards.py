@@ -54,9 +54,9 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The record of one file of a shard."""
+    """The sizes and the checksum of one file of a shard."""
 
-    tokens: int
+    tokens: int  # number of tokens
     documents: int  # number of documents that end in this file
     bytes: int  # of UTF-8 text
     blake2b: str  # checksum of the file

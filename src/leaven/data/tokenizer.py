@@ -30,7 +30,7 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document. Text is encoded piece by piece."""
+    """A part of the text of a document, which is encoded separately."""
 
     validation: bool  # whether the document belongs to validation
     text: str
@@ -68,7 +68,7 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """Encode pieces, and return the tokens of training pieces and the tokens of validation pieces."""
+        """Encode pieces of text. Return the tokens of the training pieces, and those of the validation pieces."""
         # Text that looks like a special token is encoded as ordinary text.
         self.tokenizer.encode_special_tokens = True
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)

@@ -20,8 +20,8 @@ class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which then sends one answer to
     all processes.
 
-    All processes must construct the exchange at the same point, in their main threads, and then perform the same
-    rounds: :meth:`gather`, then :meth:`broadcast`.
+    All processes must construct the exchange at the same point, in their main threads. In each round, all of them
+    must call :meth:`gather`, if values are needed, and then :meth:`broadcast`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:

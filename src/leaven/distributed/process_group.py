@@ -39,7 +39,7 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first process, which writes the run's files."""
+        """Whether this is the first process, which writes the run's recipe, metrics and events."""
         return self.rank == 0
 
     def rank_along(self, axis: str) -> int:

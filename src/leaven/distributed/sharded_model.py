@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Held:
     """A parameter of which this process stores a block."""
 
-    row: ParameterRow  # of the parameter table
+    row: ParameterRow  # its row of the parameter table: name, lr, init and so on
     piece: Piece  # the block, with its position in the parameter
     parameter: nn.Parameter  # in the model; a DTensor if it is sharded
     leaf: nn.Parameter  # what the optimizer updates: ``parameter``, or if that is a DTensor, its local block
@@ -305,8 +305,8 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(held: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill this process's pieces of the parameters with initial values. The values are the same as in a run with a
-    single process."""
+    """Fill the blocks of parameters that this process stores with initial values. The values are the same as in a run
+    with a single process."""
     for piece in held:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

@@ -37,7 +37,7 @@ class WholeVocabulary:
     """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
     def gather(self, hidden_ND: Tensor) -> Tensor:
-        """Return the hidden states of all tokens."""
+        """Return the hidden states of all tokens, given those of this process's tokens."""
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:

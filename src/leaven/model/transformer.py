@@ -109,8 +109,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch is multiplied by a
-    multiplier."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch has a constant factor."""
 
     def __init__(
         self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
@@ -139,7 +138,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
-    ``multipliers`` maps parameter names to the forward multipliers of the parameter table; the default is 1.
+    ``multipliers`` maps parameter names to factors on the outputs of the parameters; the default is 1.
     ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
     values until a function of :mod:`leaven.model.initialise` sets them.
     """

@@ -49,7 +49,7 @@ class DivergenceMonitor(Callback):
     done: int = 0  # tokens trained
     mean: float = 0.0  # running mean of the loss
     since: float = 0.0  # sum of loss x tokens since the last point of the curve
-    curve: Curve = ()  # mean loss since the previous point, at the first step that ends in or after each interval
+    curve: Curve = ()  # one point for each interval: tokens trained, mean loss since the previous point
 
     def after_step(self, step: StepResult) -> None:
         if (self.at_once and step.diverged) or self.has_diverged(step.loss, step.batch_tokens):

@@ -54,10 +54,10 @@ class Optimizer:
     """Adam or AdamW with the groups of the parameter table. The schedule multiplies each group's peak learning rate.
 
     If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
-    step i relative to that at the full batch. Adam's bias correction must then divide by 1 minus the product of the
-    betas of all steps so far. torch divides by 1 - beta_now ** n, where beta_now is the current beta and n is torch's
-    step count. The two divisors are equal for n = h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets
-    torch's step count to this n.
+    step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
+    of the betas of all steps so far. torch divides by 1 - beta_now ** n, where n is torch's step count and beta_now
+    is the beta of the current step, which has half-life h_now. The two divisors are equal for n = h_now x sum(1 /
+    h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -118,8 +118,8 @@ class Clipper:
     """Clips gradients in place, without waiting for the device.
 
     In mode ``running`` the limit is relative to the running norm: the root mean square of the norms of earlier steps,
-    as an exponential average, corrected for its start at 0. When the batch size changes, its step count is converted
-    as for Adam (:class:`Optimizer`).
+    as an exponential average, corrected for its start at 0. When the batch size changes, the step count of this
+    average is converted as for Adam (:class:`Optimizer`).
     """
 
     limit: float  # on the norm; in mode ``running`` in units of the running norm
@@ -169,7 +169,7 @@ class Clipper:
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
         """Return the running norm, a scalar. It is infinite until the first nonzero gradient, so that nothing is
-        clipped before."""
+        clipped until then."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -240,8 +240,9 @@ class NoiseScale:
     """Measures the gradient noise scale of a run every ``every`` tokens, by comparing two gradients of one step: the
     gradient after the first micro-batch and the gradient after all micro-batches.
 
-    The estimates of tr(Sigma) and |G|^2 (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with
-    exponential weights, and then divided. Both averages start at 0, which cancels in their ratio.
+    The estimates of the noise, tr(Sigma), and of the squared gradient norm, |G|^2,
+    (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with exponential weights, and then divided. Both
+    averages start at 0, which cancels in their ratio.
     """
 
     every: int  # tokens

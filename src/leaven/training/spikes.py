@@ -55,7 +55,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for a step: it is applied only if its loss and its gradient norm are below them."""
+    """Upper limits for a step, which is applied only if its loss and its gradient norm are below them."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -204,14 +204,14 @@ def rollback(
 ) -> Rewind:
     """Choose the rewind that responds to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the anomaly and the
-    same amount of data after it. Each further attempt for the same anomaly skips four times as much data after the
-    anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad data may
-    extend beyond the suspicious steps on both sides. A rewind does not go back beyond ``oldest_tokens``, the position
-    of the oldest checkpoint.
+    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the suspicious steps
+    and the same amount of data after them. Each further attempt for the same anomaly skips four times as much data
+    after the anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad
+    data may extend beyond the suspicious steps on both sides. A rewind does not go back beyond ``oldest_tokens``, the
+    position of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
-    # It is the same anomaly if it begins again within a window of steps.
+    # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
     again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW
     attempt = last.attempt + 1 if last is not None and again else 1
     steps, wider = anomaly.step - anomaly.onset + 1, 4 ** (attempt - 1)

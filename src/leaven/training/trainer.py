@@ -72,7 +72,7 @@ def train(
     """Train a recipe in a run folder. If the folder has whole checkpoints, continue from the newest one.
 
     On one device, the losses are bit-identical no matter how often the run is stopped or killed. Every process of a
-    ``group`` must call this with the same arguments; only the first process writes.
+    ``group`` must call this with the same arguments.
 
     Args:
         on_step: called with the metrics of each step, once it is done.
