@@ -127,8 +127,8 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Return entries ``first`` to ``first + count - 1`` of the ascending list of all sample numbers outside the ranges
-    ``skip``. Entries are counted from 0."""
+    """List all sample numbers outside the ranges ``skip`` in ascending order. Return entries ``first`` to
+    ``first + count - 1`` of this list, counted from 0."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start

@@ -288,7 +288,6 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Respond to an anomaly: roll back, or end the run."""
         trainer, recipe = self.trainer, self.training.recipe
         trainer.checkpoints.log_outcome(wait=True)
         every = trainer.checkpoints.every_tokens
