@@ -27,6 +27,7 @@ from leaven.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, merged
 from leaven.training.run_folder import Rewind
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
@@ -94,6 +95,40 @@ def test_any_split_is_read_in_any_other(data: st.DataObject) -> None:
         together(readers, read)
 
 
+def fault_of(shape: tuple[int, ...], blocks: list[Block]) -> str | None:
+    saved = [{"w": SavedTensor("float32", shape, (SavedBlock("file", *block),))} for block in blocks]
+    try:
+        merged([{"w": SavedTensor("float32", shape, ())}, *saved])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_blocks_are_complete_if_every_element_counts_once(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 5), max_size=3)))
+    blocks = data.draw(cuttings(shape, 6))
+    if data.draw(st.booleans()):
+        blocks.pop(data.draw(st.integers(0, len(blocks) - 1)))
+    if data.draw(st.booleans()):
+        ends = [sorted(data.draw(st.tuples(st.integers(0, most), st.integers(0, most)))) for most in shape]
+        blocks.append((tuple(start for start, _ in ends), tuple(end - start for start, end in ends)))
+    count = torch.zeros(shape)
+    for offset, part in blocks:
+        cut(count, offset, part).add_(1)
+    expected = "w: a part of this tensor is saved by no process" if (count == 0).any() else None
+    assert fault_of(shape, blocks) == ("w: a part of this tensor is saved twice" if (count > 1).any() else expected)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (4096, 1)])
+def test_thousands_of_blocks_are_checked_in_less_than_a_second(rows: int, columns: int) -> None:
+    blocks: list[Block] = [((4 * row, 8 * column), (4, 8)) for row in range(rows) for column in range(columns)]
+    began = time.process_time()
+    assert fault_of((4 * rows, 8 * columns), blocks) is None
+    assert time.process_time() - began < 1  # about 0.1 s; comparing all pairs would take 10 s
+
+
 def test_files_and_state_of_several_processes(tmp_path: Path) -> None:
     back = (Rewind(512, 512, 1024, attempt=1),)
     path = write_all(tmp_path, 3, 2, back)
@@ -149,9 +184,9 @@ def overlapping(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (shifted(1, 1), "w: a part of it is saved twice"),
+        (shifted(1, 1), "w: a part of this tensor is saved twice"),
         (shifted(2, 1), r"w: block \(\(9, 13\), \(0, 100\)\) is not within \(12, 100\)"),
-        (overlapping, "w: a part of it is saved twice"),
+        (overlapping, "w: a part of this tensor is saved twice"),
         (without_number, "step.w: no process saves this tensor; rank 0 has a replica"),
         (doubled, r"w: the blocks of this tensor differ in dtype or shape: float32 \(12, 100\) and float64"),
     ],

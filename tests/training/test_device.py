@@ -83,7 +83,7 @@ def test_what_mps_lacks_is_refused_by_name(tiny: Recipe, monkeypatch: pytest.Mon
     with pytest.raises(InputError, match=r"^\[layout\] compile"):
         Training(tiny.replace({"layout.compile": True}), tokens, "mps")
     with (
-        pytest.raises(InputError, match=r"^\[layout\] 2 processes cannot share mps"),
+        pytest.raises(InputError, match=r"^\[layout\] 2 processes cannot use mps"),
         join_process_group(Layout(dp=2), mps),
     ):
         pass

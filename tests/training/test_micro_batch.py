@@ -181,7 +181,7 @@ def test_on_a_cpu_only_sizes_that_fit_are_tried(
     monkeypatch.setattr(micro_batch, "free_memory", lambda device: int(needed_memory(tiny, 1, "cpu")))
     with pytest.raises(
         InputError,
-        match="with one sequence per forward pass, but only .* GiB may be used on cpu .80% of .* GiB free",
+        match="with a micro-batch of 1, but only .* GiB may be used on cpu .80% of .* GiB free",
     ):
         train(tiny, tokens, tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -24,7 +24,7 @@ from leaven.recipe.errors import InputError
 VALIDATION_SHARE = 0.05
 
 FORMAT = 1
-"""Version of the cache of surveys. Increase it when the same content would give a different survey."""
+"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0
@@ -57,12 +57,12 @@ class Meter:
 
 @dataclass(frozen=True)
 class Survey:
-    """The counts and hashes of the documents of one part of a source: of a file or a split. Blank documents are left
+    """Counts and hashes of the documents in a file of a source, or in a split of a data set. Blank documents are left
     out."""
 
     documents: int
     bytes: int  # of UTF-8 text
-    digest: str  # hash of the places and texts of all documents
+    digest: str  # hash of the line or row numbers and texts of all documents
     lowest: int  # smallest hash of a key
     highest: int  # largest hash of a key
     corrupt: int  # number of lines or rows that cannot be read
@@ -97,7 +97,7 @@ class Corpus:
 
     @property
     def n_bytes(self) -> int:
-        """The number of UTF-8 bytes of these documents."""
+        """The number of UTF-8 bytes of the documents that are not blank."""
         return sum(survey.bytes for survey in self.surveys)
 
     @property
@@ -182,8 +182,8 @@ def open_corpora(
 
 
 def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> list[Survey]:
-    """Return the survey of each part, from the file ``path`` if the part has not changed since it was surveyed. A
-    broken part is surveyed again, because it may have been repaired without a change of its stamp."""
+    """Return the survey of each part. It comes from the cache file ``path`` if the part has not changed since it was
+    surveyed. A part that could not be read to its end is always surveyed again."""
     known: dict[str, Any] = {}
     if path is not None:
         try:

@@ -17,7 +17,8 @@ from leaven.recipe.errors import InputError
 PieceBatch = list[TextPiece]
 Work = tuple[int, PieceBatch]
 Done = tuple[int, tuple[Encoded, Encoded]]
-"""Work is a shard number and a batch of text; Done is a shard number and the encoded training and validation text."""
+"""`Work` is a shard number and a batch of text. `Done` is a shard number and the tokens of the batch: of its training
+text and of its validation text."""
 
 BYTES_A_PROCESS = 2**24
 """A process is started only if it gets at least this much text. Starting it takes half a second; encoding this much
@@ -31,7 +32,7 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
     processes.
 
     ``n_bytes`` is the size of the text. ``processes`` is the number of processes; by default, there is one per core,
-    or fewer if there is little text. A single process is this process, which uses all cores.
+    or fewer if there is little text. With one process, no other is started: this process encodes on all cores.
 
     Raises:
         InputError: if one of the processes dies.

@@ -15,7 +15,7 @@ from leaven.recipe.errors import InputError
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 SETTLED_NS = 2 * 10**9
-"""A second change within this time may leave the modification time of a file the same."""
+"""A file that changed less than this many ns ago may change again without a new modification time."""
 
 
 class TextRow(NamedTuple):
@@ -70,7 +70,7 @@ class File:
         try:
             if self.path.suffix == ".parquet":
                 yield from _parquet_rows(self.path, self.text)
-            elif self.path.suffix == ".py":  # the standard library, whose files users cannot repair
+            elif self.path.suffix == ".py":  # the standard library, where invalid UTF-8 cannot be repaired
                 yield TextRow("", self.path.read_bytes().decode("utf-8-sig", errors="replace"))
             elif self.path.suffix == ".txt":
                 yield TextRow("", self.path.read_bytes().decode("utf-8-sig"))
@@ -122,7 +122,7 @@ def require_text_column(schema: Any, text: str) -> None:
     """Check that an Arrow schema has a column of strings named ``text``.
 
     Raises:
-        BrokenFile: if it does not.
+        BrokenFile: if there is no such column.
     """
     from pyarrow import types
 

@@ -54,9 +54,9 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The record of one file of a shard."""
+    """The sizes and the checksum of one file of a shard."""
 
-    tokens: int
+    tokens: int  # number of tokens
     documents: int  # number of documents that end in this file
     bytes: int  # of UTF-8 text
     blake2b: str  # checksum of the file
@@ -74,7 +74,7 @@ class Shards:
     validation: ShardedTokens
     train_bytes: int  # of UTF-8 text
     validation_bytes: int
-    fingerprint: str  # hash of the tokens of both splits; it does not depend on the size of shards
+    fingerprint: str  # hash of the tokens of both splits; the size of shards has no influence
     notes: tuple[str, ...]  # lines about files that were rebuilt
 
 
@@ -113,7 +113,7 @@ def _open(folder: Path, dtype: np.dtype[Any]) -> Shards | None:
         return None
     files = [_file(folder, split, shard) for split in SPLITS for shard in range(len(records))]
     newest = max((file.stat().st_mtime_ns for file in files), default=0)
-    if newest >= written:  # modified after the index, but the checksums match
+    if newest >= written:  # later than the index, but the checksums match: do not compare them next time
         with suppress(PermissionError):  # the cache belongs to another user
             os.utime(path, ns=(newest + 1, newest + 1))
     train, validation = (

@@ -127,8 +127,8 @@ def _period(
 
 
 def numbered(first: int, count: int, skip: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-    """Leave out the samples in the ranges ``skip`` and count the others from 0. Return the original numbers of those
-    that are counted ``first`` to ``first + count - 1``."""
+    """List all sample numbers outside the ranges ``skip`` in ascending order. Return entries ``first`` to
+    ``first + count - 1`` of this list, counted from 0."""
     numbers = np.arange(first, first + count)
     for start, end in skip:
         numbers[numbers >= start] += end - start

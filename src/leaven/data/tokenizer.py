@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 PIECE_CHARACTERS = 2**18
 TRAINING_BYTES = 2**26
-"""A BPE is trained on at most about this much text. Training takes 0.1 s per MB on two cores."""
+"""A BPE is trained on at most about this many bytes of text. Training takes 0.1 s per MB on two cores."""
 
 _END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TextPiece(NamedTuple):
-    """A piece of a document. Text is encoded piece by piece."""
+    """A part of the text of a document, which is encoded separately."""
 
     validation: bool  # whether the document belongs to validation
     text: str
@@ -68,7 +68,7 @@ class Encoder:
         raise InputError(f"the tokenizer has no end-of-text token; add one of {', '.join(_END_OF_TEXT_NAMES)} to it")
 
     def encode(self, pieces: Sequence[TextPiece]) -> tuple[Encoded, Encoded]:
-        """Encode pieces, and return the tokens of training pieces and the tokens of validation pieces."""
+        """Encode pieces of text. Return the tokens of the training pieces, and those of the validation pieces."""
         # Text that looks like a special token is encoded as ordinary text.
         self.tokenizer.encode_special_tokens = True
         encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
@@ -111,7 +111,9 @@ def given_tokenizer(tokenizer: str, vocab_size: int) -> "Tokenizer | None":
     try:
         given: Tokenizer = library.Tokenizer.from_str(raw)
     except Exception as error:  # tokenizers does not raise a narrower class
-        raise InputError(f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error})") from None
+        raise InputError(
+            f"data.tokenizer {tokenizer!r} is not a tokenizer.json ({error}); give bpe, or another tokenizer.json"
+        ) from None
     encoder = Encoder(given)
     if encoder.vocab_size > vocab_size:
         raise InputError(

@@ -152,8 +152,8 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the path of a tokenizer in the cache, and its encoder. If no tokenizer is given, one is trained on this
-    text, or taken from the cache if that was done before."""
+    """Return the path of a tokenizer in the cache, and its encoder. If no tokenizer is ``given``, the tokenizer is
+    trained on this text, or taken from the cache if it was trained on the same text before."""
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

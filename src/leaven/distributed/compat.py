@@ -1,5 +1,5 @@
-"""Wraps functions of torch.distributed that are private or change between versions. If torch changes them, the tests
-of this module, of layouts, of lean stages and of dry runs fail."""
+"""Wraps functions of torch.distributed that are private or change between versions. The tests in tests/distributed
+fail if torch changes one of them."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-stage_backward = _backward.stage_backward  # PipelineStage also changes FSDP settings around this call
+stage_backward = _backward.stage_backward  # unlike PipelineStage's method, this changes no FSDP settings
 
 
 def all_gather(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the tensors (N, ...) of all ranks, concatenated in the order of the ranks, as (ranks x N, ...)."""
+    """Concatenate the tensors of all ranks, each (N, ...), in rank order, and return the result, (ranks x N, ...)."""
     everything = mine.new_empty((dist.get_world_size(group) * len(mine), *mine.shape[1:]))
     _gather(everything, mine.contiguous(), group=group)
     return everything
@@ -37,8 +37,8 @@ def reduce_scatter(everything: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_with_backward(stage: FSDPModule, each: bool) -> None:
-    """Reduce the gradients of a pipeline stage in each backward pass if ``each`` is true, or else only when a
-    separate call at the end of the step starts the reduction."""
+    """Set when FSDP reduces the gradients of a pipeline stage: in each backward pass if ``each`` is true, otherwise
+    when a separate call at the end of the step starts the reduction."""
     if hasattr(stage, "set_manual_backward_finalization"):  # from torch 2.15 on
         stage.set_manual_backward_finalization(not each)
     stage.set_is_last_backward(each)
@@ -51,14 +51,14 @@ def quiet_about_views() -> None:
 
 
 def local_offset(tensor: DTensor) -> tuple[int, ...]:
-    """Return the offset of this process's part of a tensor in the whole tensor."""
+    """Return the index, in the whole tensor, of the first element that this process stores."""
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset)
 
 
 def pretend(rank: int, size: int) -> None:
-    """Make this process act as process ``rank`` of ``size`` processes, although the others do not exist. Collectives
-    do nothing."""
+    """Initialise torch.distributed as process ``rank`` of ``size``, without any other process. Collectives then do
+    nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -84,8 +84,9 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the context ``apart()`` whenever DTensor infers the shape of a result. DTensor infers it by running the
-    operation on a fake tensor of the whole shape, which measurements must leave out."""
+    """Within the block, enter the context ``apart()`` whenever DTensor infers the shape of a result. To infer the
+    shape, DTensor runs the operation on a fake tensor of the unsharded shape, and measurements must not count
+    that."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

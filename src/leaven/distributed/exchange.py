@@ -20,8 +20,8 @@ class Exchange:
     """Exchanges values in rounds: every process sends a value to the first process, which then sends one answer to
     all processes.
 
-    All processes must construct the exchange at the same point, in their main threads, and then perform the same
-    rounds: :meth:`gather`, then :meth:`broadcast`.
+    All processes must construct the exchange at the same point, in their main threads. In each round, all of them
+    must call :meth:`gather`, if values are needed, and then :meth:`broadcast`.
     """
 
     def __init__(self, group: ProcessGroup = SINGLE_PROCESS, timeout: timedelta = timedelta(minutes=30)) -> None:
@@ -33,8 +33,8 @@ class Exchange:
 
     @property
     def name(self) -> str:
-        """The name of the current round. It is the same on all processes and differs from all other rounds, also of
-        earlier starts of the run."""
+        """The name of the current round, which is the same on all processes. No other round has the same name, not
+        even a round before a restart of the run."""
         return f"{self._nonce}-{self._round}"
 
     def gather(self, value: Any) -> list[Any]:
@@ -55,7 +55,7 @@ class Exchange:
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """Send the JSON value of the first process to all processes, and return this value. This ends the round.
+        """Return the JSON value of the first process on all processes. This ends the round.
 
         Raises:
             ProcessLost: if the first process does not answer within twice the timeout.
@@ -75,8 +75,8 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until all keys are in the store. Return False if that takes too long. This method polls, because
-        :meth:`shorten_timeout` could not shorten a wait inside the store."""
+        """Wait until all keys are in the store. Return False if this takes longer than ``timeouts`` times the
+        timeout. The store is polled, because :meth:`shorten_timeout` could not shorten a wait inside the store."""
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -90,8 +90,10 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Return the result of ``work()``. The first process runs it while the others wait without a time limit. Then the
-    others run it and find the files that the first process has written.
+    """Run ``work`` on the first process and then, at the same time, on all others. Return its result.
+
+    The other processes wait without a time limit. When they run ``work``, they find the files that the first process
+    has written.
 
     Raises:
         InputError: on all processes, if the first process raises it.

@@ -14,7 +14,7 @@ from leaven.distributed.compat import reduce_with_backward, stage_backward
 
 
 class LeanStage(PipelineStage):
-    """A :class:`PipelineStage` that needs less memory with a higher ZeRO stage.
+    """A :class:`PipelineStage` with which ZeRO 2 and 3 need less memory than ZeRO 1.
 
     torch's PipelineStage keeps parameters gathered and gradients unsharded until the end of a step, so that ZeRO 2
     and 3 need the same memory as ZeRO 1. Before torch 2.15 it also allocates receive buffers for all micro-batches at
@@ -81,8 +81,8 @@ class LeanStage(PipelineStage):
 
 
 def received(infos: Iterable[Any]) -> list[Any]:
-    """Return the receive infos that have a buffer. The first stage receives no inputs, so the receive infos of its
-    inputs have no buffer."""
+    """Return those of torch's receive infos that have a buffer. The infos for the inputs of the first stage have
+    none, because that stage receives no inputs."""
     return [info for info in infos if getattr(info, "buffer", None) is not None]
 
 

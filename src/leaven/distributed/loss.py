@@ -44,7 +44,7 @@ class SlicedVocabulary(WholeVocabulary):
         return all_gather(hidden_ND, self.group)
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        return reduce_scatter(grad_ND, self.group)  # each rank has computed what its vocabulary adds
+        return reduce_scatter(grad_ND, self.group)  # each rank has the gradient from its slice of the vocabulary
 
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool

@@ -1,8 +1,7 @@
-"""Describes the piece of a tensor that a process has. Each element of a tensor is owned by exactly one process of a
-run.
+"""Describes a piece: the block of a tensor that a process stores.
 
-Norms sum only over owned elements, and each process writes only owned elements to a checkpoint. So no element is
-counted or written twice in any layout.
+Several processes may store the same element, but exactly one of them owns it. Norms sum only over owned elements, and
+a process writes only the elements that it owns to a checkpoint. So no element is counted or written twice.
 """
 
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """The block of a tensor that this process has in its memory."""
+    """The block of a tensor that this process stores in its memory."""
 
     name: str  # of the parameter
     local: Tensor  # the block; shares its memory with the model
@@ -44,8 +43,8 @@ class Piece:
 
 
 def piece_of(name: str, tensor: Tensor, owned: bool = True) -> Piece:
-    """Return this process's piece of a tensor. Where a piece is replicated along an axis of the mesh, the first
-    process along this axis owns it."""
+    """Return the block of a tensor that this process stores. The process owns the block (counts and saves it) if
+    ``owned`` is true and the process is the first along every axis of the mesh that replicates the block."""
     if not isinstance(tensor, DTensor):
         return Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), owned)
     mesh, placements = tensor.device_mesh, tensor.placements

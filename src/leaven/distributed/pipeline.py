@@ -53,8 +53,7 @@ class Pipeline:
         self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
     def schedulable(self, micro_batches: int) -> int:
-        """Return the smallest number of micro-batches that the schedule supports and that is at least
-        ``micro_batches``."""
+        """Return ``micro_batches``, rounded up to a number that the schedule supports."""
         least = self.count if self.layout.schedule == "1f1b" else 1
         return max(scheduled(self.layout, micro_batches), least)
 

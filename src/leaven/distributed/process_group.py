@@ -35,11 +35,11 @@ class ProcessGroup:
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None  # with the :data:`AXES`; None for a single process
-    store: "dist.Store | None" = None  # type: ignore[name-defined]  # shared outside of the steps, from any thread
+    store: "dist.Store | None" = None  # type: ignore[name-defined]  # key-value store, for use from any thread
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first process, which writes the run's files."""
+        """Whether this is the first process, which writes the run's recipe, metrics and events."""
         return self.rank == 0
 
     def rank_along(self, axis: str) -> int:
@@ -93,8 +93,8 @@ class ProcessGroup:
         return values[0]
 
     def heartbeat(self, activity: str) -> None:
-        """Record in the store what this process is doing now. If this process dies, the other processes report it in
-        their error message."""
+        """Record in the store what this process is doing now. If this process dies, the error message of the other
+        processes contains the last ``activity``."""
         if self.store is not None:
             self.store.set(f"heartbeat/{self.rank}", json.dumps([time.time(), activity]))
 
@@ -120,8 +120,8 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
         return
     if device.type == "mps":
         raise InputError(
-            f"[layout] {layout.ranks} processes cannot share mps, which has no communication between processes; use "
-            "--device cpu, or one process"
+            f"[layout] {layout.ranks} processes cannot use mps, which does not support communication between "
+            "processes; use --device cpu, or one process"
         )
     timeout = timedelta(seconds=layout.timeout_seconds)
     if device.type == "cuda":
@@ -130,7 +130,9 @@ def join_process_group(layout: Layout, device: torch.device) -> Iterator[Process
     try:
         store = private_store(store, rank, size, timeout)
     except TimeoutError as error:
-        raise ProcessLost(f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s") from None
+        raise ProcessLost(
+            f"rank {rank} of {size}: {error} within {layout.timeout_seconds} s; look at the output of that rank"
+        ) from None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -1,8 +1,8 @@
 """Distributes a model over the processes of a run, with the same interface for every layout.
 
-The optimizer, clipping and norms use this process's pieces of the parameters, which are plain tensors. A norm is the
-root of the sum of squares over the owned elements of all processes, so each element counts once. Norms are
-bit-identical on all processes, so all processes make the same decisions from them.
+The optimizer, clipping and norms use plain tensors: the blocks of the parameters that this process stores. A norm
+covers the blocks of all processes, and a replicated element counts once. Norms are bit-identical on all processes, so
+all processes make the same decisions from them.
 
 The layers of a rank are built first. Tensor parallelism, recomputation, compilation and sharding are then applied to
 them, in this order. :mod:`leaven.distributed.pipeline` decides which layers a rank has. The table in
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter, and the piece of it that this process stores."""
+    """A parameter of which this process stores a block."""
 
-    row: ParameterRow  # of the parameter table
-    piece: Piece
+    row: ParameterRow  # its row of the parameter table: name, lr, init and so on
+    piece: Piece  # the block, with its position in the parameter
     parameter: nn.Parameter  # in the model; a DTensor if it is sharded
-    leaf: nn.Parameter  # ``parameter`` if it is not sharded, else a plain parameter with its local memory
+    leaf: nn.Parameter  # what the optimizer updates: ``parameter``, or if that is a DTensor, its local block
 
 
 class ShardedModel:
@@ -102,8 +102,7 @@ class ShardedModel:
         return [held.piece for held in self.held]
 
     def schedulable(self, micro_batches: int) -> int:
-        """Return the smallest number of micro-batches that the pipeline's schedule supports and that is at least
-        ``micro_batches``."""
+        """Return ``micro_batches``, rounded up to a number that the pipeline's schedule supports."""
         return self._pipeline.schedulable(micro_batches) if self._pipeline else micro_batches
 
     def train(self, mode: bool) -> None:
@@ -160,8 +159,9 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor for each group of tensors. It contains the 2-norms of the group over all processes, one for
-        each row of the parameter table. The tensors of a group correspond to ``leaves``."""
+        """Return the 2-norms of each group of tensors over all processes: a tensor for each group, with one norm for
+        each row of the parameter table. The tensors of a group (for example gradients) have the order of
+        ``leaves``."""
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -240,8 +240,8 @@ def build_stage(
     device: torch.device,
     group: ProcessGroup = SINGLE_PROCESS,
 ) -> Stage:
-    """Build the stage with the layers from number ``layers[0]`` up to, but not including, ``layers[1]``, and
-    distribute it over the ranks. Parameters are not initialised."""
+    """Build the pipeline stage with the layers ``layers[0]`` to ``layers[1] - 1``, and distribute it over the ranks.
+    Parameters are not initialised."""
     first, last = layers
     with torch.device("meta"):
         multipliers = {row.name: row.multiplier for row in table.rows}
@@ -288,7 +288,8 @@ def shard(stage: Stage, group: ProcessGroup, zero: int) -> None:
         for name in _MATRICES:
             module = getattr(block, name)
             fully_shard(module, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=matrices)
-    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:  # the last layer also reads a tied one
+    # The last stage also reads a tied embedding.
+    if zero == 3 and stage.begins and not stage.model.shape.tied_embeddings:
         embedding = fully_shard(stage.model.embedding, mesh=mesh, reshard_after_forward=True, mp_policy=others)
         embedding.set_unshard_in_backward(False)  # the backward pass does not read the embedding
     fully_shard(stage, mesh=mesh, reshard_after_forward=False, mp_policy=others)
@@ -304,8 +305,8 @@ def units(stage: nn.Module) -> list[FSDPModule]:
 
 
 def initialise_pieces(held: list[Piece], table: ParameterTable, seed: int) -> None:
-    """Fill this process's pieces of the parameters with initial values. The values are the same as in a run with a
-    single process."""
+    """Fill the blocks of parameters that this process stores with initial values. The values are the same as in a run
+    with a single process."""
     for piece in held:
         row = table[piece.name]
         fill(piece.local, row.name, row.init_mean, row.init_std, seed, shape=piece.shape, offset=piece.offset)

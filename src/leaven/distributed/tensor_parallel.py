@@ -108,7 +108,8 @@ class LocalNorm(ParallelStyle):
 
 
 def _gathered_first(arguments: int) -> ParallelStyle:
-    """Return the parallel style of a module that gathers its first argument over the sequence."""
+    """Return the parallel style of a module with this number of arguments. The first is gathered over the
+    sequence."""
     rest = (None,) * (arguments - 1)
     return PrepareModuleInput(
         input_layouts=(Shard(SEQUENCE), *rest),
@@ -137,7 +138,7 @@ ENDS: dict[str, ParallelStyle] = {
     "positions": PositionTable(),
     "norm.embedding": LocalNorm(Replicate()),
     "norm.final": LocalNorm(Replicate()),
-    "unembedding": ColwiseParallel(),  # splits the rows, so the vocabulary; the loss expects this
+    "unembedding": ColwiseParallel(),  # splits the rows, that is, the vocabulary, as the loss expects
 }
 
 

@@ -80,7 +80,7 @@ class _CausalAttention(torch.autograd.Function):
         q_NGTE = q_BHTE.reshape(-1, q_BHTE.shape[1] // k_BKTE.shape[1], *q_BHTE.shape[2:])
         k_NTE, v_NTE = k_BKTE.flatten(0, 1), v_BKTE.flatten(0, 1)
         ctx.save_for_backward(q_NGTE, k_NTE, v_NTE)
-        # Stored as (B, T, H, E), the order in which the next product reads. Gradients that enter products are, too.
+        # Stored in memory as (B, T, H, E), the order in which the next product reads it; so is the gradient of v.
         y_BHTE = _heads_last(q_BHTE, q_BHTE.dtype)
         for first, last, p_Nts in _blocks(q_NGTE, k_NTE, scale):
             y_BHTE[:, :, first:last] = (p_Nts @ v_NTE[:, :last]).view_as(y_BHTE[:, :, first:last])
@@ -131,7 +131,7 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension. The result is computed in the
-    dtype of the gain and cast to ``dtype``. Autograd would read and write memory twice as often."""
+    dtype of the gain and cast to ``dtype``. With autograd, this would read and write memory twice as often."""
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 

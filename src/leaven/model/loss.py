@@ -22,11 +22,11 @@ products."""
 
 
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
-    """Split windows of tokens into inputs and targets. Return two tensors [B, T]: the document number of
-    each input, and the targets.
+    """Return two tensors [B, T]: the document number of each input token, and the targets.
 
-    ``windows`` is [B, T + 1]. Documents are counted from 0 in each window. A document includes the end-of-text token
-    after it. The target after that token is the start of an unrelated document, so it is set to `IGNORED`.
+    In each row of ``windows``, [B, T + 1], all tokens but the last are inputs. Documents are counted from 0 in each
+    row, and a document includes its end-of-text token. The target of an end-of-text token is the start of an
+    unrelated document, so this target is set to `IGNORED`.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -37,7 +37,7 @@ class WholeVocabulary:
     """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
     def gather(self, hidden_ND: Tensor) -> Tensor:
-        """Return the hidden states of all tokens."""
+        """Return the hidden states of all tokens, given those of this process's tokens."""
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class WholeVocabulary:
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a chunk, a scalar, and its gradient with respect to the logits, multiplied by
-        ``weight``, (n, V). The gradient is None without ``learns``. This method may overwrite the logits."""
+        """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V).
+        The gradient is None if ``learns`` is false. This method may overwrite the logits."""
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         log_p_nV = torch.log_softmax(logits_nV, -1, dtype=weight.dtype)

@@ -88,7 +88,7 @@ class MLP(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a keyword of Python, so no attribute
+        for name in ("gate", "in") if shape.gated else ("in",):  # "in" is a Python keyword: no attribute name
             self.add_module(name, nn.Linear(shape.d_model, shape.d_ff, shape.bias))
         self.out = nn.Linear(shape.d_ff, shape.d_model, shape.bias)
         self.activation = shape.activation
@@ -109,8 +109,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch is multiplied by a
-    multiplier."""
+    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch has a constant factor."""
 
     def __init__(
         self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
@@ -139,7 +138,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """A decoder-only transformer from tokens to logits.
 
-    ``multipliers`` maps parameter names to the forward multipliers of the parameter table; the default is 1.
+    ``multipliers`` maps parameter names to factors on the outputs of the parameters; the default is 1.
     ``attention_scale`` multiplies query . key; the default is 1 / sqrt(d_head). The parameters have torch's initial
     values until a function of :mod:`leaven.model.initialise` sets them.
     """
@@ -175,8 +174,8 @@ class Transformer(nn.Module):
 
     @property
     def readout(self) -> Tensor:
-        """Return the unembedding matrix (V, D). The logits are its product with the result of :meth:`hidden`, times
-        ``logit_multiplier``."""
+        """The unembedding matrix, (V, D). The logits are ``logit_multiplier`` times the product of the result of
+        :meth:`hidden` and this matrix."""
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
@@ -216,9 +215,11 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """The position information that attention needs. It is recomputed in every forward pass and not stored.
+    """The cosines and sines of rotary positions, or the ALiBi bias, for attention. They are recomputed in every
+    forward pass.
 
-    If document numbers are given, cosines and sines are (B, T, E) and the bias is (B, H, T, T) or (B, 1, T, T).
+    If document numbers are given, the bias also separates documents. Cosines and sines then are (B, T, E), and the
+    bias is (B, H, T, T), or without ALiBi (B, 1, T, T).
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -283,8 +284,8 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A part of a model: the layers ``first`` to ``last - 1``. The first stage also has the embedding, and the last
-    stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
+    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding, and
+    the last stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
 
     Args:
         dtype: the dtype of matrix products.

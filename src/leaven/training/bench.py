@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 STEPS = 3
-"""A measurement takes this many steps. The first one is not counted."""
+"""A measurement takes this many optimizer steps. The first step is not counted."""
 
 
 def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
@@ -52,10 +52,15 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of a few real steps for every pair of a global batch and a micro-batch that is not larger.
-    Write no file.
+    """Measure the speed of a few real steps for every pair of a global batch and a micro-batch that is not larger. No
+    file is written.
 
-    The suggested first batch of a ramp is the smallest one that reaches the fraction ``share`` of the highest speed.
+    Args:
+        micro_batches: in sequences, like ``global_batches``.
+        limit_seconds: no further pair is measured after this time.
+        share: the ramp is suggested to start at the smallest batch that reaches this fraction of the highest speed.
+        on_row: called before each pair and at the end, with the number of pairs done and the number of all pairs.
+        stop: polled before each pair; no further pair is measured once this returns True.
 
     Raises:
         InputError: if not even the smallest micro-batch fits.

@@ -3,8 +3,8 @@ can read it.
 
 A checkpoint is written to a temporary folder, synced, and renamed. ``state.json`` is written last. It contains the
 length and digest of every other file and its own digest, so that a damaged checkpoint is detected and the previous
-checkpoint is used instead. Each process writes one file for the model and one for the optimizer. They contain the
-tensors, or parts of tensors, that the process owns. The first process checks that the parts form whole tensors, and
+checkpoint is used instead. Each process writes one file for the model and one for the optimizer, with the tensors or
+parts of tensors that this process has to save. The first process checks that the parts form whole tensors, and
 completes the checkpoint.
 
 :class:`Checkpoints` is the callback that saves the checkpoints of a run, in a thread while training continues.
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from leaven.training.trainer import RunTrainer
 
 FORMAT, FORMAT_OF_MANY = 2, 3
-"""Format numbers in ``state.json``: of a checkpoint that one process wrote, and of one that several processes wrote.
-The second also lists the parts of each tensor."""
+"""The format number in ``state.json`` if one process wrote the checkpoint, and if several processes wrote it. The
+second format also lists the parts of each tensor."""
 _KINDS = ("model", "optimizer")
 _NAME = "tokens-*"  # damaged ones are renamed to damaged-tokens-*
 UNFINISHED = ".tokens-*.tmp"
@@ -50,24 +50,24 @@ UNFINISHED = ".tokens-*.tmp"
 class Progress:
     """The position of a run: its steps, tokens and seconds so far."""
 
-    step: int = 0  # steps done
-    tokens: int = 0  # trained
-    seconds: float = 0.0  # spent on them
+    step: int = 0  # number of steps done
+    tokens: int = 0  # number of tokens trained
+    seconds: float = 0.0  # time spent on these steps and on validations
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run at a step. Each process saves the tensors that it owns. The first process saves everything
-    else. In a checkpoint that was read, ``model`` and ``optimizer`` are :class:`Tensors`: any part of a whole tensor
-    can be read on demand, no matter how the tensor was split when it was saved."""
+    """The state of a run after a step. Each process saves its own share of the tensors, and the first process saves
+    everything else. In a checkpoint that was read, ``model`` and ``optimizer`` are :class:`Tensors`: any part of a
+    whole tensor can be read on demand, no matter how the tensor was split when it was saved."""
 
     progress: Progress
-    model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process owns
-    optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process owns
+    model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
+    optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
     state: Mapping[str, Any] = field(default_factory=dict)  # JSON values of the callbacks
     rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run so far
-    # The positions of parts in their tensors. Tensors without an entry are whole; an entry without a tensor belongs
-    # to another process.
+    # The positions of parts in their tensors. A tensor without an entry is whole; if an entry has no tensor, another
+    # process saves that part.
     places: Mapping[str, Place] = field(default_factory=dict)
 
     def copied(self) -> "Checkpoint":
@@ -115,16 +115,16 @@ def write_checkpoint(
             tidy()
     failed = exchange.broadcast(failed)
     if failed is not None:
-        shutil.rmtree(temporary, ignore_errors=True)  # by all processes: one may have written after the decision
+        shutil.rmtree(temporary, ignore_errors=True)  # on all processes: one may have written late
         raise NotSaved(failed)
     return final
 
 
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
-    """Write the tensors that this process owns. Return a record of what was written.
+    """Write this process's share of the tensors. Return a record of what was written.
 
-    It contains the length and digest of each file, the position of each part in its tensor, and the names of the
-    tensors that other processes have to save.
+    The record contains the length and digest of each file, the position of each part in its tensor, and the names of
+    the tensors that other processes have to save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -332,13 +332,14 @@ class Checkpoints(Callback):
 
     def save_last(self) -> str | None:
         """Save the current state, unless it is saved already. Return the error if saving failed, else None."""
-        self.log_outcome(wait=True)  # afterwards all processes know the same
+        self.log_outcome(wait=True)  # afterwards all processes have the same saved step
         if self.training.progress.step != self._saved_step:
             self.save()
         return self.log_outcome(wait=True)
 
     def log_outcome(self, wait: bool) -> str | None:
-        """Log the result of the last save, once. Return the error if saving failed, else None."""
+        """Log the result of the last save, once. Return the error if saving failed, else None. Without ``wait``, a
+        save that is unfinished is logged by a later call."""
         saved = self._manager.outcome(wait)
         if saved is None:
             return None
@@ -377,7 +378,7 @@ class CheckpointManager:
     """Writes checkpoints in a thread, one at a time, and removes checkpoints that are no longer needed.
 
     The first checkpoint in each interval of ``every_tokens`` is a scheduled checkpoint. The newest ``keep`` scheduled
-    checkpoints are kept. A stopped run writes an additional checkpoint, which does not count as one of them. So a
+    checkpoints are kept. A stopped run writes an additional checkpoint, which is not scheduled and not counted. So a
     stopped run can roll back as far as an uninterrupted run.
 
     Every process of a run has a manager and calls the same methods at the same steps, from its main thread. The

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -34,9 +34,9 @@ class SavedBlock:
 class SavedTensor:
     """The location of a tensor in the files of a checkpoint."""
 
-    dtype: str  # torch's name
+    dtype: str  # its name in torch, such as "float32"
     shape: tuple[int, ...]  # of the whole tensor
-    blocks: tuple[SavedBlock, ...]
+    blocks: tuple[SavedBlock, ...]  # the parts of the tensor, each with its file
 
     def to_json(self) -> dict[str, Any]:
         blocks = [[block.file, block.offset, block.shape] for block in self.blocks]
@@ -77,16 +77,21 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None if they do. They do if they do not overlap and
-    together have as many elements as the tensor."""
+    """Return why the blocks do not form a whole tensor, or None if they do. The edges of all blocks cut the tensor
+    into a grid of cells; every cell must belong to exactly one block."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
         ):
             return f"block {block} is not within {shape}"
-    if any(_size(_common(one, other)) for one, other in combinations(blocks, 2)):
-        return "a part of it is saved twice"
-    return None if sum(map(_size, blocks)) == math.prod(shape) else "a part of it is saved by no process"
+    edges = [sorted({0, most}.union(*(block[dim] for block in blocks))) for dim, most in enumerate(shape)]
+    cell_at = [{edge: cell for cell, edge in enumerate(along)} for along in edges]
+    count = np.zeros([len(along) - 1 for along in edges], np.int32)
+    for block in blocks:
+        count[tuple(slice(cell[a], cell[b]) for cell, (a, b) in zip(cell_at, block, strict=True))] += 1
+    if (count > 1).any():
+        return "a part of this tensor is saved twice"
+    return "a part of this tensor is saved by no process" if (count == 0).any() else None
 
 
 class Tensors(Mapping[str, Tensor]):
@@ -158,8 +163,8 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return a part of the tensor ``name``. The part has the offset and shape of ``piece``, which is the part of a
-    parameter that this process has. A scalar is returned unchanged."""
+    """Return the block of the tensor ``name`` that has the offset and shape of ``piece``, the block of a parameter
+    that this process stores. A scalar tensor is returned whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

@@ -1,9 +1,9 @@
 """Describes the device and the machine: names, peak speed (for the MFU), used and free memory, cores and versions.
 
 The MFU is the model FLOPs per second divided by the device's dense peak for the dtype. A token costs 6 FLOPs for each
-weight in a matmul, plus 12 L d s for full attention (:mod:`leaven.planning.flops`). The weights include the
-unembedding, but not the embedding. :func:`utilisation` also computes the causal MFU, which counts half of the
-attention FLOPs, and the HFU, which also counts recomputation.
+weight in a matmul, plus 12 x layers x d_model x seq_len for full attention (:mod:`leaven.planning.flops`). The
+weights include the unembedding, but not the embedding. :func:`utilisation` also computes the causal MFU, which counts
+half of the attention FLOPs, and the HFU, which also counts recomputation.
 """
 
 import ctypes
@@ -51,8 +51,8 @@ class Peak:
 def mfu_convention(peak: Peak) -> str:
     """Return a line of text that defines the MFU."""
     return (
-        "model FLOPs a token 6 N (unembedding counted, embedding not) + 12 L d s (causal: half of that) over "
-        f"{peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
+        "model FLOPs a token (6 for each weight in a matmul, including the unembedding, + 12 x layers x d_model x "
+        f"seq_len, half of that if causal) over {peak.flops / 1e12:.3g} TFLOP/s: {peak.source}"
     )
 
 
@@ -129,9 +129,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 def device_peak(device: torch.device, compute: str) -> Peak:
     """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
 
-    A measured peak is at least the peak of fp32, because the device may only emulate the dtype. Without this bound, a
-    CPU without fp16 showed MFUs of up to 227%: its fp16 matmul takes eight times as long if neither matrix is
-    transposed.
+    A measured peak is at least the measured peak of fp32, because a device that only emulates the dtype may be slower
+    with it. Without this bound, a CPU without fp16 showed MFUs of up to 227%.
     """
     known = known_peak(device, compute)
     if known is not None:
@@ -183,7 +182,8 @@ def wait(device: torch.device) -> None:
 
 
 def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
-    """Convert the MFU, which counts full attention, to the causal MFU and the HFU. Return all three."""
+    """Return the MFU, the causal MFU and the HFU, with the keys mfu, mfu_causal and hfu. The given ``mfu`` counts
+    full attention, the causal MFU counts half of the attention FLOPs, and the HFU also counts recomputation."""
     full = flops_per_token(recipe.model)
     return {
         "mfu": mfu,
@@ -215,7 +215,7 @@ def peak_memory(device: torch.device) -> int:
     On a CPU, it counts the memory of the whole process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":  # without a peak: what the allocator has taken, which it keeps
+    if device.type == "mps":  # which reports no peak; its allocator keeps the memory that it takes
         return torch.mps.driver_allocated_memory()
     try:
         import resource  # not on Windows
@@ -297,4 +297,4 @@ def keep_freed_memory() -> None:
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h
         libc = ctypes.CDLL(None)
         libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_threshold, 2**27) or libc.mallopt(mmap_threshold, 2**25)  # the most that old ones take
+        libc.mallopt(mmap_threshold, 2**27) or libc.mallopt(mmap_threshold, 2**25)  # the most in old versions

@@ -3,7 +3,7 @@ torch.
 
 A trial is compared with the baseline, the best trial so far, at equal token counts and only if both have the same
 schedule. A trial with a high learning rate starts behind and may still win. So a trial may be behind the baseline by
-a margin: the amount by which the baseline's own loss still falls after this point. The margin is wide while the
+a margin: the amount by which the baseline's own loss still falls after this token count. The margin is wide while the
 learning rate is high, and narrows as the learning rate decays. The constants were chosen on the curves of one set of
 trials and tested on another set (benchmarks/early_stopping.py, docs/log.md).
 """
@@ -37,9 +37,9 @@ def divergence_limit(vocab_size: int) -> float:
 class DivergenceMonitor(Callback):
     """Ends a run when it has diverged.
 
-    The criterion is the mean loss over roughly the last interval of the curve. A single batch does not show
-    divergence: unusual text may have a higher loss than a uniform guess, and so may the first batches of a run with a
-    large init. A run whose loss exploded and then settled at the loss of a uniform guess has diverged too: its
+    The criterion is a running mean of the loss, over about 1/32 of the run (:data:`POINTS`). A single batch does not
+    show divergence: unusual text may have a higher loss than a uniform guess, and so may the first batches of a run
+    with a large init. A run whose loss exploded and then settled at the loss of a uniform guess has diverged too: its
     softmax is saturated, and all runs of this kind end with the same loss.
     """
 
@@ -47,16 +47,16 @@ class DivergenceMonitor(Callback):
     tokens: int  # duration of the whole run
     at_once: bool = True  # whether a gradient that is not finite ends the run at once
     done: int = 0  # tokens trained
-    mean: float = 0.0  # mean loss over about the last interval
+    mean: float = 0.0  # running mean of the loss
     since: float = 0.0  # sum of loss x tokens since the last point of the curve
-    curve: Curve = ()  # mean loss since the previous point, at the first step that ends in or after each interval
+    curve: Curve = ()  # one point for each interval: tokens trained, mean loss since the previous point
 
     def after_step(self, step: StepResult) -> None:
         if (self.at_once and step.diverged) or self.has_diverged(step.loss, step.batch_tokens):
             raise Diverged(f"mean loss {self.mean:g} at step {step.step}")
 
     def has_diverged(self, loss: float, batch_tokens: int) -> bool:
-        """Add a step and return whether the run has diverged."""
+        """Add the mean loss of a step, in nats per token. Return whether the run has diverged."""
         before, self.done = self.done, self.done + batch_tokens
         if not math.isfinite(loss):
             return True
@@ -88,15 +88,12 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach its baseline. The check takes place after the warm-up, at each point of the
-    trial's curve.
+    """Ends a trial that cannot reach its baseline. The check takes place after the warm-up, at each new point of the
+    trial's curve."""
 
-    In the list of callbacks, put it after the :class:`DivergenceMonitor`.
-    """
-
-    monitor: DivergenceMonitor
-    baseline: Baseline
-    warmup_tokens: int
+    monitor: DivergenceMonitor  # records the curve; must come earlier in the list of callbacks
+    baseline: Baseline  # the best trial so far
+    warmup_tokens: int  # no trial is ended during the warm-up
 
     def before_step(self) -> None:
         self._points = len(self.monitor.curve)

@@ -46,10 +46,10 @@ class StopRequested(Exception):
 
 @dataclass
 class TrainingBatch:
-    """A batch, with the micro-batches that this process feeds to the model."""
+    """The batch of an optimizer step, with the micro-batches that this process feeds to the model."""
 
-    tokens: int  # of the whole batch
-    targets: int  # of the whole batch, those that count in the loss
+    tokens: int  # number of tokens in the batch of all processes
+    targets: int  # number of targets of all processes that count in the loss
     micro_batches: Iterator[MicroBatch]  # of this process
 
 
@@ -68,7 +68,7 @@ class Training:
             keep_freed_memory()
         self.group = group
         table = parameter_table(recipe)
-        # Builds the layers of this process, and draws their initial values as the table says.
+        # The layers of this process, with initial values from the parameter table.
         self.sharded = ShardedModel(
             recipe.model,
             table,
@@ -95,7 +95,7 @@ class Training:
         self.stop: Callable[[], bool] = lambda: False
         self.peak = known_peak(self.device, recipe.precision.compute)
         self.telemetry = Telemetry(recipe, table, self.sharded)
-        self.limits = Limits()  # of the spike guard, for the next step
+        self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
     @property
     def model(self) -> Transformer:
@@ -118,7 +118,7 @@ class Training:
         return self.progress.step >= self.recipe.steps
 
     def set_micro_batch(self, micro_batch: int, why: str) -> None:
-        """Use a micro-batch, in sequences, and write it and its reason into the recipe."""
+        """Set the micro-batch, in sequences, also in the recipe, together with its reason ``why``."""
         reasons = self.recipe.why | {"batch.micro_batch": why}
         self.recipe = self.recipe.replace({"batch.micro_batch": micro_batch, "why": reasons})
         self.micro_batch = micro_batch
@@ -282,8 +282,8 @@ class Training:
         return tokens.to(self.device)
 
     def checkpoint(self) -> Checkpoint:
-        """Return the part of the state that this process owns. The process that owns a parameter's first element also
-        owns the parameter's step count. The first process owns the state that does not belong to a parameter."""
+        """Return the part of the state that this process saves. The process that saves a parameter's first element
+        also saves the parameter's step count. The first process saves the state that belongs to no parameter."""
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A run at one of its checkpoints, with weights and tokenizer."""
+    """A run, with the weights of one of its checkpoints and its tokenizer."""
 
     recipe: Recipe
     table: ParameterTable
-    weights: Mapping[str, Tensor]  # each is read on demand
+    weights: Mapping[str, Tensor]  # the parameters by name; each is read on demand
     tokenizer: "Tokenizer"
-    tokenizer_json: str
-    tokens: int  # trained at the checkpoint
-    damaged: tuple[str, ...]  # newer checkpoints, which are damaged
+    tokenizer_json: str  # the text of the run's tokenizer.json
+    tokens: int  # number of tokens trained up to the checkpoint
+    damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
 
     @cached_property
     def model(self) -> Transformer:
@@ -49,7 +49,7 @@ class LoadedRun:
 
     @property
     def end_of_text(self) -> int:
-        """The token that separates documents."""
+        """The id of the token that separates documents."""
         return Encoder(self.tokenizer).end_of_text
 
     @property
@@ -75,7 +75,7 @@ def load(run: Path | str, tokens: int | None = None) -> "tuple[Transformer, Toke
 
 
 def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
-    """Read a run at a checkpoint, which is chosen as in :func:`load`."""
+    """Read a run with the weights of a checkpoint, which is chosen as in :func:`load`."""
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
@@ -90,11 +90,12 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         elif there:
             why = f"no checkpoint at {tokens:,} tokens; there are {there}"
         else:
-            why = "no checkpoint yet; leaven train writes one every tenth of the run, or when it is stopped"
+            why = "no checkpoint yet; leaven train writes one at the start of a run"
         raise InputError(f"{run}: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
-            f"{run}: no tokenizer.json (older versions saved none); copy the file that the run trained with here"
+            f"{run}: no tokenizer.json (older versions of leaven did not save it); copy the file that the run was "
+            "trained with to this folder"
         )
     from tokenizers import Tokenizer
 
@@ -102,7 +103,7 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
     try:
         tokenizer = Tokenizer.from_str(tokenizer_json)
     except Exception as error:  # tokenizers raises no narrower class
-        why = f"damaged ({error}); copy the tokenizer the run was trained with there"
+        why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
     return LoadedRun(
         recipe=recipe,
@@ -125,17 +126,16 @@ def sample(
     number: int = 0,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> SampleRow:
-    """Generate a text that continues the prompt. ``seed`` and ``number`` together determine the random numbers, so a
-    sample does not depend on other samples.
+    """Generate a text that continues the prompt, which is the beginning of a document. ``seed`` and the ``number`` of
+    the sample together determine the random numbers, so a sample does not depend on other samples.
 
-    The prompt is the beginning of a document. ``on_text`` is called with each new piece of text, which never ends in
-    the middle of a character.
+    ``on_text`` is called with each new piece of text, which never ends in the middle of a character.
     """
     tokenizer = run.tokenizer
     tokenizer.encode_special_tokens = True  # as in training: text that spells a special token is text
     given = tokenizer.encode(prompt, add_special_tokens=False).ids
     drawn: list[int] = []
-    # Decode prompt and sample together: the text of a token may depend on the one before.
+    # Decode prompt and sample together: the text of a token may depend on the token before.
     start = shown = len(tokenizer.decode(given))
     for token in generate(
         run.model,
@@ -148,7 +148,7 @@ def sample(
     ):
         drawn.append(token)
         text = tokenizer.decode([*given, *drawn])
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a character that is not complete yet
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # ends in an incomplete character
             on_text(text[shown:])
             shown = len(text)
     text = tokenizer.decode([*given, *drawn])

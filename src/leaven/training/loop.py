@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of one optimizer step; the model may be any torch model."""
+    """The result of one optimizer step of any torch model."""
 
-    step: int  # from 1
-    tokens: int  # consumed once the step is done
-    loss: float  # nats per token
-    batch_tokens: int
+    step: int  # number of the step, from 1
+    tokens: int  # number of tokens trained, including this step
+    loss: float  # mean over the batch, in nats per token
+    batch_tokens: int  # number of tokens in the batch of this step
 
     @property
     def diverged(self) -> bool:
@@ -33,7 +33,8 @@ class Diverged(RuntimeError):
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
-    """Return whether a run passes a multiple of ``every_tokens`` between two numbers of trained tokens."""
+    """Return whether a run reaches a multiple of ``every_tokens`` after ``before`` and by ``after`` trained
+    tokens."""
     return after // every_tokens > before // every_tokens
 
 
@@ -69,8 +70,7 @@ class Callback:
 class Loop:
     """Trains until the end of the run, and calls the callbacks.
 
-    With ``lookahead``, the result of a step is read after the next step has been started, so that the device never
-    waits.
+    With ``lookahead``, the next step is started before the result of a step is read, so that the device never waits.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Loop:
         training = self._training
         while not stop():
             if training.finished:
-                if self.read():  # after the last step the run may roll back
+                if self.read():  # the result of the last step may make the run roll back
                     break
                 continue
             before = training.tokens
@@ -105,14 +105,12 @@ class Loop:
         return training.finished
 
     def read(self) -> bool:
-        """Wait for the pending step, if any, and pass its result to the callbacks. Return False if a callback has
-        moved the run to another state."""
+        """Wait for the step that has been started but not read, if any, and pass its result to the callbacks. Return
+        False if a callback has rewound the run."""
         done, self._pending = self._pending, None
         return self._hand_over(done)
 
     def _hand_over(self, done: Callable[[], StepResult] | None) -> bool:
-        """Wait for a step and pass its result to the callbacks. Return False if a callback has moved the run to
-        another state, which drops the pending step."""
         self._discarded = False
         if done is not None:
             step = done()
@@ -121,7 +119,7 @@ class Loop:
         return not self._discarded
 
     def discard(self) -> None:
-        """Drop the pending step, because the run continues from another state."""
+        """Drop the step that has been started but not read, because the run is rewound."""
         self._pending, self._discarded = None, True
 
 
@@ -130,11 +128,11 @@ class PlainTraining:
     """Trains any model with a given loss and optimizer, without clipping. Gradients are kept until the next step."""
 
     optimizer: "Optimizer"
-    loss: Callable[[int], "Tensor"]  # mean loss of the batch after so many tokens, a scalar
+    loss: Callable[[int], "Tensor"]  # maps the number of tokens trained to the mean loss of the next batch, a scalar
     batch_tokens: int
-    end: int  # tokens of the whole run
-    lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # on every group's lr, by tokens trained
-    tokens: int = 0
+    end: int  # number of tokens of the whole run
+    lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # maps tokens trained to the factor on all lrs
+    tokens: int = 0  # number of tokens trained
 
     def __post_init__(self) -> None:
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]

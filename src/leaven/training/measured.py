@@ -1,5 +1,5 @@
-"""Measures the time and memory of steps to calibrate the planner: of a run (:class:`RunProfile`), and of a few steps
-on this machine (:func:`measure`, for ``leaven plan --measure``).
+"""Measures the time and memory of optimizer steps, to calibrate the planner. :class:`RunProfile` measures the steps
+of a run. :func:`measure` takes a few steps on this machine, for ``leaven plan --measure``.
 
 A run writes predicted and measured values to its ``plan.json``. Both kinds of measurement are added to the
 calibration history (:mod:`leaven.planning.calibration`).
@@ -55,8 +55,8 @@ from leaven.training.run_folder import RunFolder
 from leaven.training.step_metrics import Step
 
 WARM_UP = 3
-"""After each start of a run, this many first steps of each batch size are not measured, because they compile, fill
-caches and allocate memory."""
+"""After each start of a run, this many first steps of each batch size are not measured: they compile, fill caches and
+allocate memory."""
 
 KEPT = 1_000
 """The median step time covers at most this many of the latest steps of a batch size."""
@@ -68,12 +68,12 @@ ENOUGH = 10
 class RunProfile(Callback):
     """Measures step time and memory from one start of a run to its stop. Each batch size has a row in ``plan.json``.
 
-    A new row replaces the row of an earlier start if the new one covers at least as many steps.
+    A new row replaces the row of an earlier start if the new row covers at least as many steps.
     """
 
     def __init__(self, run: RunFolder, training: Training, memory_before: int, keep_history: bool) -> None:
         self._run, self._training, self._keep_history = run, training, keep_history
-        self._memory_before = memory_before  # bytes held before the model was built; on a CPU by the whole process
+        self._memory_before = memory_before  # bytes in use before the model was built
         self._seen: Counter[int] = Counter()
         self._seconds: dict[int, deque[float]] = {}
         self._memory: dict[int, float] = {}
@@ -89,8 +89,8 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows so far, and return those of this start. If the disk is full, the run continues and the rows
-        are not written."""
+        """Write the rows of all starts to ``plan.json``, and return those of this start. If the disk is full, nothing
+        is written and the run continues."""
         if not self._run.writes:
             return []
         records, rows = self._records(), {_key(record): record for record in self._before}
@@ -149,8 +149,7 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a measurement. If rows of two starts agree in these values, they measure the
-    same thing."""
+    """Return the values that identify a row. Rows of two starts that agree in them measure the same thing."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -177,7 +176,7 @@ def _rows(run: RunFolder) -> list[CalibrationRecord]:
 
 
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
-"""A measurement takes so many steps. Only the last ones are timed."""
+"""A measurement takes first the untimed and then the timed steps."""
 FORWARDS = 2
 """A measured step has at most this many forward passes. With only one, the optimizer would take too large a share of
 the time."""
@@ -195,7 +194,7 @@ class Measurement:
     """The result of a measurement."""
 
     record: CalibrationRecord  # at the recipe's depth
-    layers: tuple[int, ...]  # depths that were measured: the recipe's, or two from which it is extrapolated
+    layers: tuple[int, ...]  # measured depths: the recipe's depth, or two smaller depths to extrapolate from
     step_seconds: tuple[float, ...]  # median seconds of a step at each of these depths
     matmul_tflops: float  # speed of the fastest matmul on this device in the recipe's dtype
 
@@ -269,8 +268,8 @@ def _require_accelerator(device: torch.device, gpus: str) -> None:
 
 
 def _short(recipe: Recipe, device: torch.device, flops: float) -> tuple[Recipe, Arrangement]:
-    """Reduce the recipe to one device and a batch of one or two forward passes. Return it with its arrangement
-    (layout, micro-batch and number of forward passes)."""
+    """Return the recipe, reduced to one device and a batch of one or two forward passes, and its arrangement (layout,
+    micro-batch and number of forward passes)."""
     seq_len, layout = recipe.model.seq_len, recipe.layout
     sequences = max(recipe.batch.tokens // seq_len // layout.dp, 1)
     size = min(rule_of_thumb(recipe, device.type), sequences)

@@ -54,18 +54,18 @@ copies, and with autocast also a residual stream and norms in fp32. Measured on 
 rounded up."""
 
 SHARE = {"cpu": 0.8, "cuda": 1.5, "mps": 0.8}
-"""By the planner's formula, training may fill this share of the free memory. On a CPU the system would kill a process
-that takes too much, and mps shares the system's memory. CUDA only raises an error, so sizes that are slightly too
-large by the formula are tried too."""
+"""A micro-batch is tried if by the planner's formula it needs at most this share of the free memory. On a CPU the
+system would kill a process that takes too much, and mps shares the system's memory. CUDA only raises an error, so
+sizes that are slightly too large by the formula are tried too."""
 
 
 @dataclass(frozen=True)
 class Timing:
     """The measured speed of a micro-batch."""
 
-    micro_batch: int
+    micro_batch: int  # sequences
     tokens_per_second: float
-    peak_gib: float
+    peak_gib: float  # peak memory use
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Choice:
     micro_batch: int  # sequences
     why: str  # the reason, for the recipe
     timings: tuple[Timing, ...] = ()  # from small to large
-    too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or do not fit by the closed form
+    too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or do not fit by the planner's formula
     seconds: float = 0.0  # spent on the choice
 
 
@@ -110,8 +110,8 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, folder: Path) -> Recipe:
-    """If the recipe's micro-batch is "auto" and the folder contains a run, replace "auto" by the run's micro-batch.
-    Return the recipe.
+    """Return the recipe. If its micro-batch is "auto" and ``folder`` contains a run, the returned recipe has the
+    micro-batch of that run.
 
     A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
     bits of a sum.
@@ -129,7 +129,7 @@ def as_started(recipe: Recipe, folder: Path) -> Recipe:
 def by_rule_of_thumb(recipe: Recipe) -> Recipe:
     """Return the recipe with the micro-batch of the rule of thumb, and the reason for it."""
     size = rule_of_thumb(recipe, default_device().type)
-    why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward, not timed"}
+    why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward pass, not timed"}
     return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
 
 
@@ -171,9 +171,9 @@ def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights
     needed = {size: needed_memory(recipe, size, device.type) + weights for size in candidates}
     if min(needed.values()) > share * free:
         raise InputError(
-            f"training needs about {min(needed.values()) / GIB:.3g} GiB even with one sequence per forward pass, but "
-            f"only {share * free / GIB:.3g} GiB may be used on {device} ({share:.0%} of {free / GIB:.3g} GiB free); "
-            "use a smaller model or a shorter [model] seq_len"
+            f"training needs about {min(needed.values()) / GIB:.3g} GiB even with a micro-batch of {min(candidates)}"
+            f", but only {share * free / GIB:.3g} GiB may be used on {device} ({share:.0%} of {free / GIB:.3g} GiB "
+            "free); use a smaller model or a shorter [model] seq_len"
         )
     return [size for size in candidates if needed[size] <= share * free]
 
@@ -210,8 +210,8 @@ def choose_micro_batch(training: "Training") -> Choice:
 
 
 def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | None:
-    """Start with the micro-batch of the rule of thumb, and halve it until it fits into memory. Return None if not
-    even one sequence fits."""
+    """Choose the micro-batch of the rule of thumb, halved until it fits into memory. Return None if not even one
+    sequence fits."""
     size = min(rule_of_thumb(training.recipe, training.device.type), candidates[-1])
     too_large: list[int] = []
     while trial_step(training, size) is None:
@@ -220,7 +220,7 @@ def _largest_that_runs(training: "Training", candidates: list[int]) -> Choice | 
         if size == 0:
             return None
     tokens = size * training.recipe.model.seq_len
-    why = f"about {tokens:,} tokens a forward (runs of under {TIMED_STEPS:,} steps are not timed)"
+    why = f"about {tokens:,} tokens a forward pass (runs of under {TIMED_STEPS:,} steps are not timed)"
     return Choice(size, why, too_large=tuple(too_large))
 
 
@@ -245,7 +245,7 @@ def _fastest(training: "Training", candidates: list[int]) -> Choice | None:
         if len(times) <= ROUNDS:
             too_large = (size,)
             break
-        best = min(times[1:])  # the first one warms up
+        best = min(times[1:])  # the first step is a warm-up
         seconds_per_sequence = best / size
         speed = sequences * recipe.model.seq_len / (-(-sequences // size) * best)
         timings.append(Timing(size, speed, peak_memory(training.device) / GIB))

@@ -36,11 +36,11 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
     weight_decay.
 
     Raises:
-        ValueError: if a parameter has no row or two rows, or a row has no parameter.
+        ValueError: if a parameter has no row or two rows in the parameter table, or a row has no parameter.
     """
     names = {row.name for row in rows}
     if len(names) != len(rows):
-        raise ValueError("the parameter table claims a parameter twice")
+        raise ValueError("the parameter table lists a parameter twice")
     if parameters.keys() != names:
         raise ValueError(f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}")
     groups = optimizer_groups(rows)
@@ -54,10 +54,10 @@ class Optimizer:
     """Adam or AdamW with the groups of the parameter table. The schedule multiplies each group's peak learning rate.
 
     If a batch ramp scales the betas, beta at step i is beta ** (1 / h_i), where h_i is the half-life of the moment at
-    step i relative to that at the full batch. Adam's bias correction must then divide by 1 minus the product of the
-    betas of all steps so far. torch divides by 1 - beta_now ** n, where beta_now is the current beta and n is torch's
-    step count. The two divisors are equal for n = h_now x sum(1 / h_i). When the batch changes, :meth:`recount` sets
-    torch's step count to this n.
+    step i divided by the half-life at the full batch. Adam's bias correction must then divide by 1 minus the product
+    of the betas of all steps so far. torch divides by 1 - beta_now ** n, where n is torch's step count and beta_now
+    is the beta of the current step, which has half-life h_now. The two divisors are equal for n = h_now x sum(1 /
+    h_i). When the batch changes, :meth:`recount` sets torch's step count to this n.
     """
 
     adam: torch.optim.Adam
@@ -79,7 +79,7 @@ class Optimizer:
             group["betas"] = tuple(ramp.beta(beta) for beta in full["betas"])
             group["eps"] = full["eps"] * ramp.eps
             group["weight_decay"] = full["weight_decay"] * ramp.weight_decay
-        wait = skip is not None and skip.device.type == "mps"  # where a gate of the fused kernel is not tested
+        wait = skip is not None and skip.device.type == "mps"  # the gate of the fused kernel is not tested on mps
         if skip is not None and not wait:
             gate(self.adam, skip)
         if not (wait and skip):
@@ -87,8 +87,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step counts by ``factor``. It is the new half-life of the moments divided by the old one, both
-        in steps."""
+        """Multiply Adam's step counts by ``factor``: the new half-life of the moments divided by the old half-life,
+        both in steps."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -115,16 +115,16 @@ class Optimizer:
 
 @dataclass
 class Clipper:
-    """Scales gradients down in place, without waiting for the device.
+    """Clips gradients in place, without waiting for the device.
 
     In mode ``running`` the limit is relative to the running norm: the root mean square of the norms of earlier steps,
-    as an exponential average, corrected for its start at 0. When the batch size changes, its step count is converted
-    as for Adam (:class:`Optimizer`).
+    as an exponential average, corrected for its start at 0. When the batch size changes, the step count of this
+    average is converted as for Adam (:class:`Optimizer`).
     """
 
     limit: float  # on the norm; in mode ``running`` in units of the running norm
     model: ShardedModel
-    parts: Tensor | None = None  # in mode ``per-module``: the number of each row's module in its block
+    parts: Tensor | None = None  # in mode ``per-module``: for each table row, the number of its module
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
     beta: float = 0.0  # of the running norm at the full batch
 
@@ -169,7 +169,7 @@ class Clipper:
 
     def running_norm(self, ramp: Factors = AT_BASE) -> Tensor:
         """Return the running norm, a scalar. It is infinite until the first nonzero gradient, so that nothing is
-        clipped before."""
+        clipped until then."""
         assert self.running is not None
         mean_square, steps = self.running.unbind()
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
@@ -181,7 +181,7 @@ class Clipper:
         self.running = torch.where(norm.isfinite(), added, running)
 
     def recount(self, factor: float) -> None:
-        """Convert the step count when the batch changes, as the optimizer does."""
+        """Multiply the step count of the running norm by ``factor``, as :meth:`Optimizer.recount` does."""
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 
@@ -216,7 +216,7 @@ class LossScale:
     def update(self, finite: Tensor) -> None:
         """Adjust the scale after a step. ``finite`` is a boolean scalar: whether both the loss and the gradient were
         finite."""
-        # masked_fill with a number does not wait for the device; torch.where would copy it from the host.
+        # masked_fill with a number does not wait for the device; torch.where would copy the number from the host.
         good_steps = (self.good_steps + 1).masked_fill(~finite, 0)
         grows = good_steps >= GROW_AFTER
         # At 1 the overflow is in the loss itself, and a smaller scale does not help.
@@ -240,8 +240,9 @@ class NoiseScale:
     """Measures the gradient noise scale of a run every ``every`` tokens, by comparing two gradients of one step: the
     gradient after the first micro-batch and the gradient after all micro-batches.
 
-    The estimates of tr(Sigma) and |G|^2 (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with
-    exponential weights, and then divided. Both averages start at 0, which cancels in their ratio.
+    The estimates of the noise, tr(Sigma), and of the squared gradient norm, |G|^2,
+    (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with exponential weights, and then divided. Both
+    averages start at 0, which cancels in their ratio.
     """
 
     every: int  # tokens
@@ -269,7 +270,8 @@ class NoiseScale:
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
         """Add a measurement to the averages: ``small_norm`` is the norm of the mean gradient over ``small`` tokens,
-        and ``big_norm`` that over ``big`` tokens. Ignore the measurement if it is not finite.
+        and ``big_norm`` is the norm of the mean gradient over ``big`` tokens. Ignore the measurement if it is not
+        finite.
 
         Return the noise scale in tokens, a scalar. It is nan as long as the estimate of |G|^2 is not positive.
         """

@@ -1,5 +1,5 @@
-"""Defines the outcome (the result) of a trial, which searches, workers and users' objectives exchange. This module
-does not import torch."""
+"""Defines the result of a trial, in the form in which searches, workers and users' objectives exchange it. This
+module does not import torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,14 +19,14 @@ def curve_of(points: Iterable[Sequence[float]]) -> Curve:
 class Outcome:
     """The outcome of a trial: its loss, its cost and its curve."""
 
-    loss: float  # validation, nats per token; not finite if it diverged; of a pruned trial the expected loss
-    tokens: int = 0  # position in the run at the end, plus the cooldowns of shorter durations
-    flops: float = 0.0
-    seconds: float = 0.0
-    curve: Curve = ()  # mean training loss since the previous point
+    loss: float  # validation loss, nats per token; not finite if the trial diverged, an estimate if pruned
+    tokens: int = 0  # number of tokens trained, including the cooldowns of shorter durations
+    flops: float = 0.0  # model FLOPs of these tokens
+    seconds: float = 0.0  # training time
+    curve: Curve = ()  # training loss, at each point the mean since the previous point
     stopped: bool = False  # pruned: ended early because it could not reach the best trial
     branches: Curve = ()  # validation loss at the end of each duration, if several are trained
-    worker: str = ""  # host:pid
+    worker: str = ""  # host:pid of the process that trained it
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Outcome":
@@ -44,5 +44,5 @@ class Baseline:
     """The best trial so far, with which running trials are compared."""
 
     curve: Curve  # of the training loss
-    loss: float  # validation, at its end, nats per token
-    noise: float  # standard deviation between seeds, nats per token
+    loss: float  # validation loss at its end, nats per token
+    noise: float  # standard deviation of the validation loss between seeds, nats per token

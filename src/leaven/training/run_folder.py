@@ -2,10 +2,9 @@
 rewinds of a run, which the events record. This module does not import torch.
 
 A rewind returns the run to an earlier state, automatically after a spike (:mod:`leaven.training.spikes`) or manually
-(:class:`ManualRewind`). Everything else follows from the list of rewinds by pure functions of the number of tokens
-trained: which part of the stream is skipped, how far the lr is lowered, and which checkpoints have been undone.
-Nothing depends on the checkpoint from which a rewind continued, so the results are bit-identical for every choice of
-checkpoint.
+(:class:`ManualRewind`). The list of rewinds and the number of tokens trained determine everything else: which part of
+the data is skipped, how far the lr is lowered, and which checkpoints have been undone. The result of a run does not
+depend on the checkpoint from which a rewind continued.
 """
 
 import os
@@ -25,11 +24,11 @@ from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
 from leaven.recipe.units import format_quantity
 
 LOCK = ".lock"
-RETURNS = ("rollback", "rewind")  # events of automatic and manual rewinds
+RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
 
 
-# The values that --rewind-to may change: every step reads them from the recipe. Other keys define the model, the data
-# or the initial values, and the batch defines which step has which number.
+# The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
+# the data or the initial values; the batch sizes determine at which token count a step starts.
 SECTIONS = ("schedule", "stability", "evaluation")
 HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
@@ -38,12 +37,12 @@ HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 class Rewind:
     """A return of a run to an earlier state."""
 
-    to_tokens: int  # trained in that state
-    skip_from: int  # tokens of the stream: from here ...
-    skip_to: int  # ... to here they are skipped
-    lr: float = 1.0  # factor on the lr, which rises back to 1 ...
-    lr_tokens: int = 0  # ... over this many tokens
-    attempt: int = 0  # rewinds for the same anomaly so far, this one included; 0 for a manual rewind
+    to_tokens: int  # number of tokens trained in that state
+    skip_from: int  # first token of the stream that is skipped
+    skip_to: int  # first token after the skipped part of the stream
+    lr: float = 1.0  # factor on the lr right after the rewind
+    lr_tokens: int = 0  # number of tokens over which this factor rises to 1
+    attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
     found_step: int = 0  # step at which the anomaly was found
 
 
@@ -77,8 +76,8 @@ def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
 
 
 def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Return whether a rewind has undone a saved state. The state was saved after ``tokens`` trained tokens, when the
-    run had had ``known`` rewinds."""
+    """Return whether a rewind has undone a state that was saved after ``tokens`` trained tokens. ``known`` is the
+    number of rewinds before the state was saved."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
 
 
@@ -95,16 +94,16 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
             held.enter_context(storage.lock(folder / LOCK, seconds=0))
         except TimeoutError:
             raise InputError(
-                f"{kind} {folder} is in use by another process; wait until it ends, or use another {kind}"
+                f"{kind} {folder} is in use by another process; wait until that process ends, or use another {kind}"
             ) from None
         yield
 
 
 class RunFolder:
-    """The folder of a run on disk. While the disk is full, lines are kept in memory and written later, and
-    ``unwritten`` is the error message.
+    """The folder of a run on disk. While the disk is full, ``unwritten`` is the error message, and lines are kept in
+    memory and written later.
 
-    ``writes`` is true in only one process of a run; in the other processes the methods that write do nothing.
+    ``writes`` is true in only one process of a run. In the other processes, methods that write do nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,14 +142,14 @@ class RunFolder:
         changes = changes_of(self.recipe(), recipe)
         if changes:
             possible = all(changeable(path) for path, _, _ in changes)
-            or_back = ", or --rewind-to to change it from a checkpoint on" if possible else ""
+            or_back = ", or --rewind-to to change the recipe from a checkpoint on" if possible else ""
             raise InputError(
                 f"run folder {self.path} holds a run of another recipe: {describe_changes(changes)}; "
                 f"use another --run{or_back}"
             )
 
     def check_text(self, fingerprint: str) -> None:
-        """Check that the run, if it has begun, began with the same text. ``fingerprint`` identifies the text.
+        """Check that the run, if it has begun, has been trained on the text with this ``fingerprint``.
 
         Raises:
             InputError: if the text has changed since the run began.
@@ -176,7 +175,8 @@ class RunFolder:
             yield self
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write and return the run's recipe after changes. ``since`` says since when, for the reasons in ``why``."""
+        """Write ``recipe`` as the run's recipe, and return it. The reasons in ``why`` name the old value of each
+        change and ``since`` when it applies, for example "1,000 tokens"."""
         why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -189,8 +189,8 @@ class RunFolder:
             write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int) -> None:
-        """Remove an incomplete last line of metrics.jsonl, and the lines after ``step``, because those steps will be
-        repeated. The file is truncated, which works even on a full disk."""
+        """Remove the lines of metrics.jsonl after ``step``, whose steps will be repeated, and an incomplete last
+        line. The file is truncated, which works even on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return
@@ -224,7 +224,7 @@ class RunFolder:
         return tuple(Rewind(**{key: event[key] for key in keys}) for event in returns)
 
     def rollbacks(self) -> list[dict[str, Any]]:
-        """Return the rollback events since the last manual rewind."""
+        """Return the events of the automatic rewinds since the last manual rewind."""
         found: list[dict[str, Any]] = []
         for event in self.events():
             if event["event"] == "rewind":
@@ -294,8 +294,8 @@ class ManualRewind:
     skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind has been done already. That is so if the run's last manual rewind had these
-        arguments, and the recipe has not changed since. The run then resumes and does not rewind again."""
+        """Return whether this rewind has been done already: whether the run's last manual rewind had these arguments
+        and the recipe has not changed since. The run then resumes without a rewind."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -350,7 +350,7 @@ def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
 
 
 def logged(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values of an event after which the run has another recipe."""
+    """Return the values of the event that records these changes of a run's recipe. ``recipe`` is the new recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 
@@ -364,12 +364,13 @@ def changeable(path: str) -> bool:
 
 
 def describe_changes(changes: list[Difference]) -> str:
-    """Return a message that lists the differences of two recipes."""
+    """Return a line of text that lists the differences between the recipe of a run ("there") and a new recipe
+    ("here")."""
     return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line, and return the objects that contain a key."""
+    """Read a file with one JSON object per line, and return the objects that contain ``key``."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:

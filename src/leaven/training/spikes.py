@@ -1,15 +1,19 @@
 """Detects anomalies of a run from its loss, gradient norm and update norm, and rewinds the run.
 
-Each of the three quantities is compared with its median over the last :data:`LEVEL` steps. The distance from that
-median is divided by a robust standard deviation: 1.4826 times the median of the last :data:`WINDOW` absolute
-distances, but at least a floor. The number of deviations minus :data:`ALLOWANCE` is added to a sum that never falls
-below 0 (a one-sided cumulative sum: Page 1954, "Continuous inspection schemes"). When the sum reaches :data:`LIMIT`,
-the run has an anomaly. Three steps with a large deviation are enough for this, or a dozen with a small one, but not a
-single batch of unusual text. The anomaly began at the step at which the sum last rose above 0. All steps from there
-on are suspicious, and later steps are not compared with them.
+For each of the three quantities and each step:
 
-The logarithms of both norms are compared, and the update norm is divided by the learning rate first. In a 32B run the
-update norm doubled before loss and gradient changed (marin-community/marin#1368).
+1. The usual level is the median over the last :data:`LEVEL` steps.
+2. The distance of the new value from this level is divided by a robust standard deviation: 1.4826 times the median of
+   the last :data:`WINDOW` absolute distances, but at least a floor.
+3. The resulting number of deviations, minus :data:`ALLOWANCE`, is added to a sum that never falls below 0 (a
+   one-sided cumulative sum: Page 1954, "Continuous inspection schemes").
+4. When the sum reaches :data:`LIMIT`, the run has an anomaly. The anomaly began when the sum last rose above 0. All
+   steps since then are suspicious; they do not change the usual level.
+
+Three steps with a large deviation are an anomaly, and so are a dozen steps with a small deviation, but not a single
+batch of unusual text. Both norms enter as logarithms, and the update norm is divided by the learning rate first. The
+update norm is monitored because in a 32B run it doubled before loss and gradient changed
+(marin-community/marin#1368).
 
 A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected only after the first
 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
@@ -35,8 +39,7 @@ LEVEL = 32
 WINDOW = 128
 ALLOWANCE = 4.0
 CAP = 12.0
-"""A step with more deviations than this counts as one with this many. So one step adds at most CAP - ALLOWANCE to the
-sum."""
+"""The number of deviations of a step is limited to this value. So a step adds at most CAP - ALLOWANCE to the sum."""
 LIMIT = 24.0
 OUTSTANDING = 6.0
 """``on_spike = "skip"`` skips a step whose loss or gradient norm is at least this many deviations above its median,
@@ -44,14 +47,15 @@ as in OLMo-core's SkipStep optimizers."""
 PATIENCE = 20
 """With ``on_spike = "skip"``, this many skipped steps in a row are an anomaly."""
 
-# 0.05 nats, and factors of 1.28 and 1.11: with large batches the deviations can be even smaller, which is harmless.
+# The smallest standard deviations: 0.05 nats, and for the logarithms of the norms 0.25 and 0.1. A floor is harmless
+# where the true deviations are smaller, as with large batches.
 FLOORS = {"loss": 0.05, "grad_norm": 0.25, "update_norm": 0.1}
 TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update norm"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for a step: it is applied only if its loss and its gradient norm are below them."""
+    """Upper limits for a step, which is applied only if its loss and its gradient norm are below them."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -63,19 +67,19 @@ class Anomaly:
 
     onset: int  # the first suspicious step
     step: int  # the step at which it was detected
-    why: str  # the message of the event
-    numbers: dict[str, dict[str, float]]  # by quantity: value, median, deviations, sum
+    why: str  # what was found, in words
+    numbers: dict[str, dict[str, float]]  # value, median, deviations and sum of each quantity at the detection
 
 
 @dataclass
 class QuantityMonitor:
     """Tracks the usual level of one quantity, and its cumulative sum of deviations."""
 
-    floor: float  # of the standard deviation
-    values: list[float] = field(default_factory=list)  # the last :data:`LEVEL`
-    distances: list[float] = field(default_factory=list)  # of values from the medians before them
-    total: float = 0.0  # cumulative sum
-    since: int | None = None  # first step since which the sum has not been 0
+    floor: float  # least standard deviation
+    values: list[float] = field(default_factory=list)  # the last :data:`LEVEL` values that were not suspicious
+    distances: list[float] = field(default_factory=list)  # absolute distance of each value from the median before it
+    total: float = 0.0  # cumulative sum of deviations
+    since: int | None = None  # step at which the sum last rose above 0; None while the sum is 0
 
     @property
     def ready(self) -> bool:
@@ -86,8 +90,8 @@ class QuantityMonitor:
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add a value. Return the value that was expected, and the number of standard deviations by which the new
-        value exceeds it."""
+        """Add the value of a step. Return the value that was expected, and the number of standard deviations by which
+        the new value exceeds the expected value."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -103,8 +107,7 @@ class QuantityMonitor:
 
 
 class SpikeDetector:
-    """Detects anomalies from the metrics of all steps, which it must receive in order. Checkpoints save the
-    detector's state.
+    """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order.
 
     With ``skipping``, a step that is not below its :meth:`limits` is skipped, and only :data:`PATIENCE` skipped steps
     in a row are an anomaly. An update norm that is not finite is an anomaly in either case.
@@ -172,8 +175,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits for a step. Limits are set two steps in advance, so that they are the same whether or not
-        the loop reads results one step late."""
+        """Return the limits for a step. They come from results at least two steps before, so that they do not depend
+        on whether the loop reads results one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,14 +204,14 @@ def rollback(
 ) -> Rewind:
     """Choose the rewind that responds to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
-    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the anomaly and the
-    same amount of data after it. Each further attempt for the same anomaly skips four times as much data after the
-    anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad data may
-    extend beyond the suspicious steps on both sides. A rewind does not go back beyond ``oldest_tokens``, the position
-    of the oldest checkpoint.
+    The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the suspicious steps
+    and the same amount of data after them. Each further attempt for the same anomaly skips four times as much data
+    after the anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad
+    data may extend beyond the suspicious steps on both sides. A rewind does not go back beyond ``oldest_tokens``, the
+    position of the oldest checkpoint.
     """
     last = rewinds[-1] if rewinds else None
-    # It is the same anomaly if it begins again within a window of steps.
+    # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
     again = last is not None and last.attempt > 0 and anomaly.onset <= last.found_step + WINDOW
     attempt = last.attempt + 1 if last is not None and again else 1
     steps, wider = anomaly.step - anomaly.onset + 1, 4 ** (attempt - 1)
@@ -229,16 +232,15 @@ def rollback(
 def oldest_checkpoint(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, every_tokens: int
 ) -> int:
-    """Compute which scheduled checkpoint is the oldest that is still kept when an anomaly is found. Return its number
-    of trained tokens.
+    """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
 
-    This function does not read the disk, because the result must not depend on checkpoints that are damaged or that
-    were added when the run was stopped.
+    It is computed and not read from the disk, because it must not depend on checkpoints that are damaged or that were
+    added when the run was stopped.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the checkpoints that exist when the result of ``step`` is read. The run continued from the last
-        checkpoint of ``there``."""
+        """Return the token counts of the checkpoints that exist when the result of ``step`` is read. ``there`` are
+        those after the latest earlier rewind; the run continued from the newest of them."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
@@ -286,7 +288,6 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        """Respond to an anomaly: roll back, or end the run."""
         trainer, recipe = self.trainer, self.training.recipe
         trainer.checkpoints.log_outcome(wait=True)
         every = trainer.checkpoints.every_tokens
@@ -298,5 +299,5 @@ class SpikeGuard(Callback):
         if recipe.stability.on_spike != "rollback":
             trainer.fail(values)
         if rewind.attempt > limit:
-            trainer.fail(values | {"why": f"{anomaly.why}; {limit} rollbacks did not pass it"})
+            trainer.fail(values | {"why": f"{anomaly.why}; {limit} rollbacks did not help"})
         trainer.roll_back(rewind, values | asdict(rewind) | {"attempts": limit})

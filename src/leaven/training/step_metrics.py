@@ -1,5 +1,5 @@
-"""Measures the metrics of an optimizer step without making the device wait, and logs them: as a line of
-metrics.jsonl, and as points of the curves for TensorBoard, W&B or trackio."""
+"""Measures the metrics of an optimizer step without making the device wait. Logs them as a line of metrics.jsonl and
+as points of the curves in TensorBoard, W&B or trackio."""
 
 import math
 import time
@@ -39,11 +39,11 @@ class Step(StepResult):
     update_norm: float
     tokens_per_second: float
     tflops: float  # model FLOPs per second and device
-    mfu: float | None  # tflops over the peak of the device; None where that is unknown
-    memory_gib: float  # peak so far
+    mfu: float | None  # tflops over the device's peak; None if the peak is unknown
+    memory_gib: float  # peak memory use so far
     skipped: bool  # the loss or gradient norm was not finite or not below the limits; nothing changed
     loss_scale: float | None  # None except in fp16
-    modules: dict[str, tuple[float, float]]  # norm of update and of parameters by module, over all blocks
+    modules: dict[str, tuple[float, float]]  # by module, over all blocks: norm of the update, of the parameters
     noise_scale: float | None = None  # tokens; None without a measurement, or if the estimate is not positive
 
     @property
@@ -247,7 +247,7 @@ def writers(names: Sequence[str] | None) -> tuple[str, ...]:
         if name not in WRITERS:
             raise InputError(f"--log-to {name}: unknown; choose from {', '.join(WRITERS)} or none")
         if find_spec(name) is None:
-            raise InputError(f"--log-to {name}: {name} is not installed: pip install {name}")
+            raise InputError(f"--log-to {name}: {name} is not installed; run: pip install {name}")
     return tuple(dict.fromkeys(names))
 
 

@@ -3,7 +3,8 @@
 What ``leaven train`` does from start to end:
 
 1. The recipe is read and checked (``recipe/files.py``), and its text is tokenised or read from the cache
-   (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so no state of it is saved.
+   (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no state to
+   save.
 2. :func:`train` checks the run folder, builds the run's state (``engine.py``) and chooses the micro-batch. The
    parameter table says which lr, init and decay each parameter gets (``scaling/table.py``, from the rule in
    ``scaling/rules.py``); initial values are drawn from it and the seed.
@@ -12,8 +13,8 @@ What ``leaven train`` does from start to end:
    ``optimizer.py``). The loop (``loop.py``) reads the result of a step only after it has started the next one, so
    that the device never waits.
 5. Callbacks act around the steps: the step log (``step_metrics.py``), validation (here), the spike guard
-   (``spikes.py``) and checkpoints (``checkpoint.py``). A rewind loads an earlier checkpoint and goes on from there;
-   what follows from it is in ``run_folder.py``.
+   (``spikes.py``) and checkpoints (``checkpoint.py``). A rewind continues from an earlier checkpoint;
+   ``run_folder.py`` determines what data it skips and how it lowers the lr.
 6. :class:`RunTrainer` returns the result as a ``TrainDocument``.
 """
 
@@ -71,7 +72,7 @@ def train(
     """Train a recipe in a run folder. If the folder has whole checkpoints, continue from the newest one.
 
     On one device, the losses are bit-identical no matter how often the run is stopped or killed. Every process of a
-    ``group`` must call this with the same arguments; only the first process writes.
+    ``group`` must call this with the same arguments.
 
     Args:
         on_step: called with the metrics of each step, once it is done.
@@ -94,7 +95,7 @@ def train(
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
     if recipe.batch.micro_batch == "auto":
         require_memory(recipe)
-        if group is not SINGLE_PROCESS:  # timing would have to run out of memory on several devices together
+        if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
             recipe = by_rule_of_thumb(recipe)
     memory_before, choice = held_memory(default_device()), None
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
@@ -111,7 +112,7 @@ def train(
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
-        reset_peak_memory(training.device)  # timing micro-batches took more
+        reset_peak_memory(training.device)  # timing may have used more than training does
         profile = RunProfile(run, training, memory_before, history)
         trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
         try:
@@ -144,7 +145,7 @@ class RunTrainer:
         self.group = training.group
         self.rewinds = run.rewinds()
         self.unsaved: str | None = None  # why a stopped run could not be saved
-        self.damaged: list[Path] = []  # checkpoints that were skipped
+        self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
         self.validation = Validation(self, bits_per_byte_factor)
@@ -155,7 +156,8 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, tokens: "TokenSet") -> None:
-        """Continue from the newest checkpoint. A new run saves one first, so that it can always roll back."""
+        """Continue from the newest checkpoint, or start a new run. A new run saves a checkpoint before its first
+        step, so that it can always roll back."""
         found = self._newest(self.rewinds)
         self._restore(found)
         peak = self.training.peak
@@ -174,8 +176,8 @@ class RunTrainer:
             self.checkpoints.save()
 
     def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Train until the run is done or stopped. Return the loss and bits per byte of the last validation, or None
-        if stopped. If the stopped run could not be saved, ``unsaved`` is the reason."""
+        """Train until the run is done or stopped. Return the loss and the bits per byte of the last validation, or
+        None if stopped. If the stopped run could not be saved, :attr:`unsaved` is the reason."""
         self.training.stop = stop
         try:
             if self.validation.owed:
@@ -208,7 +210,8 @@ class RunTrainer:
 
     @property
     def good_tokens(self) -> int:
-        """The number of tokens trained before the first suspicious step, or so far if no step is suspicious."""
+        """The number of tokens trained before the first step that may belong to an anomaly. If there is no such step,
+        the number of tokens trained so far."""
         since = self.spikes.detector.since if self.spikes.detector else None
         return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
@@ -217,7 +220,7 @@ class RunTrainer:
         found = self._newest((*self.rewinds, rewind))
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
-        # The decision is final once this line is on the disk: a run killed later resumes from there.
+        # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         self.run.event("rollback", **values)
         self.rewinds = (*self.rewinds, rewind)
         seconds = self.training.progress.seconds
@@ -283,7 +286,7 @@ class Validation(Callback):
         self.evaluate()
 
     def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it in nats per token and in bits per byte."""
+        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
         trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
         trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
         self.owed = True
@@ -303,7 +306,7 @@ class Validation(Callback):
         self.owed = state.get("owes_validation", False)
 
     def _compare_processes(self) -> None:
-        """Log which process is slowest at a fixed computation, and which process uses the most memory."""
+        """Log which process takes longest for a matmul of fixed size, and which process uses the most memory."""
         device = self.training.device
         measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
         seconds, memory = zip(*measured, strict=True)
@@ -315,7 +318,8 @@ class Validation(Callback):
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Wait until every process has read the folder, then lock it. Only the first process writes to it."""
+    """Wait until every process has read the run folder. Then do the rewind ``back``, if any, and lock the folder in
+    the first process, which alone writes to it."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -335,7 +339,7 @@ def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: Pr
 
 @contextmanager
 def _no_folder_of_a_failed_start(run: RunFolder) -> Iterator[None]:
-    """Remove the run folder if the run is new and runs out of memory before its first step."""
+    """Remove the folder of a new run if memory runs out before the end of its first step."""
     new = not run.path.exists()
     try:
         yield
@@ -366,7 +370,7 @@ def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
     """Return the result of a run so far, summed over all its starts."""
-    # Where the peak is measured, each start has its own: the speed of all steps is divided by the last one.
+    # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()
     speeds = [line["tflops"] for line in metrics]

@@ -1,5 +1,5 @@
-"""Trains one trial: a recipe until it is done, diverges or is pruned. :class:`WorkerPool` trains trials in worker
-processes.
+"""Trains one trial: a recipe until it is done, diverges or is pruned (ended early because it cannot win).
+:class:`WorkerPool` trains trials in worker processes.
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
@@ -50,7 +50,7 @@ def train_trial(
     durations: Sequence[int] = (),
     checkpoint_seconds: float = 60,
 ) -> Outcome:
-    """Train a recipe until it is done, diverges, or cannot reach the ``baseline``.
+    """Train a recipe until it is done, diverges, or cannot reach the ``baseline``. Return the result.
 
     Args:
         baseline: the best trial so far, with the same duration and schedule.
@@ -59,7 +59,7 @@ def train_trial(
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
 
     Raises:
-        InputError: if the recipe cannot be trained, or the durations do not share a trunk.
+        InputError: if the recipe cannot be trained, or the shorter durations cannot be branches of the longest.
     """
     tokens = prepare(recipe.data, recipe.model.vocab_size)
     *branches, trunk = branches_of(recipe, durations, tokens) or [recipe]
@@ -127,8 +127,8 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     tables = map(parameter_table, found)
     if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
-            f"durations: rule {recipe.scaling.rule} gives each duration different values, so the durations cannot "
-            "share a trunk; remove scaling.base, or train each duration separately"
+            f"durations: rule {recipe.scaling.rule} gives each duration different values, so they cannot share "
+            "one run; remove scaling.base, or train each duration separately"
         )
     return found
 
@@ -141,8 +141,8 @@ def cooldown_start(recipe: Recipe) -> float:
 
 
 class Cooldowns(Callback):
-    """Trains the cooldowns of the shorter durations. When the trunk reaches the start of a cooldown, that cooldown is
-    trained from a copy of the state."""
+    """Trains the cooldowns of the shorter durations. When the run with the longest duration reaches the start of a
+    cooldown, that cooldown is trained from a copy of the state."""
 
     def __init__(self, training: Training, monitor: DivergenceMonitor, branches: Sequence[Recipe]) -> None:
         self._training, self._monitor, self._branches = training, monitor, list(branches)  # those not trained yet
@@ -156,7 +156,7 @@ class Cooldowns(Callback):
 
     def _cool_down(self, branch: Recipe) -> None:
         training, trunk = self._training, self._training.recipe
-        monitor = replace(self._monitor, tokens=branch.data.tokens)  # diverges by its own length
+        monitor = replace(self._monitor, tokens=branch.data.tokens)  # judged by the duration of the branch
         here = training.checkpoint().copied()
         training.recipe = branch
         with suppress(Diverged):
@@ -207,13 +207,13 @@ class TrialCheckpoint(Callback):
 
 
 def initialise_worker() -> None:
-    """Initialise a worker process: use one thread, and exit when the parent does."""
+    """Initialise a worker process: use one thread, and exit when the parent process exits."""
     torch.set_num_threads(1)
     exit_with_parent()
 
 
 class WorkerPool:
-    """A pool of worker processes. If a worker dies, new workers are started."""
+    """A pool of worker processes. If a worker dies, the next :meth:`submit` starts new workers."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
