@@ -13,8 +13,8 @@ is accepted. If the radius shrinks with every failure, it soon reaches its minim
    The move is half of the difference between the minimum of a surrogate drawn from the posterior and the minimum of
    the posterior mean: half of the uncertainty of the minimum. So values with a known optimum stay, values with little
    effect move far, and simultaneous proposals differ. The last proposal of a search is the minimum itself. If at most
-   ``DESIGNED`` values are searched, each of the first proposals moves one value by about a step. For choices, a
-   random half take a level that has never been run or, if all have been, the best level of the drawn surrogate. The
+   ``DESIGNED`` values are searched, each of the first proposals moves one value by about a step. A random half of the
+   choices take a level that has never been run or, if all have been run, the best level of the drawn surrogate. The
    other choices take the best level of the posterior mean.
 4. If the proposal is likely to diverge, the values that cause this move less, and the choices that cause it keep the
    incumbent's level.
@@ -56,7 +56,7 @@ WIDEST = 1.2  # the largest such share while all trials diverge
 DESIGNED = 5  # values: if at most so many are searched, each is first moved alone
 DESIGN = 0.8, 1.2  # steps: the range of these first moves
 EXPLORED = 0.5  # probability that a choice explores its levels in a proposal
-FARTHEST = 1.5  # steps: the same as TRUST for the random move, because draws have long tails
+FARTHEST = 1.5  # steps: replaces TRUST in computing the random move, because draws have long tails
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
