@@ -301,7 +301,7 @@ def test_a_reason_has_the_study_the_interval_and_the_flat_region() -> None:
     lr, _, beta, eps = (reason(path, document_of(found), SimpleNamespace(values=values)) for path in PATHS)
     assert lr.startswith("study wheat, trial 63 (trust-region, 64 trials); validation loss 3.0000, 95% interval 2.97")
     assert "; as good between 0.01" in lr
-    assert "; 0.01 at the start costs +0.5" in lr
+    assert "; the start's 0.01 costs +0.5" in lr
     low, high = beta.split("as good between ")[1].split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
     assert eps.endswith("; as at the start")

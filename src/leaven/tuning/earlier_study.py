@@ -54,7 +54,10 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
-        raise InputError(f"{what}: it has {len(ended)} finished trials, fewer than {LEAST}; wait for more, or leave --from-study out")
+        raise InputError(
+            f"{what}: {len(ended)} of its trials are finished, fewer than {LEAST}; wait for more, or leave "
+            "--from-study out"
+        )
     rows = []
     try:
         for trial in ended:

@@ -86,16 +86,17 @@ BOUNDS = {
     "init_std": Bounds(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
     "residual": Bounds(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
     "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "a hundred times less and more than published (0.01 to 0.1)"),
-    "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9; in leaven's benchmarks: 0.53"),
+    "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, leaven's own: 0.53"),
     "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
-    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; eps matters only where gradients are about as small"),
+    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it matters only where gradients are as small"),
     "warmup_tokens": Bounds(
         0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
     ),
     "batch.tokens": Bounds(
-        0.0, 1 / LEAST_STEPS, 2.0, 1.0, f"one sequence to the batch that leaves {LEAST_STEPS} steps", True, (True, False)
+        0.0, 1 / LEAST_STEPS, 2.0, 1.0,
+        f"one sequence to the batch that leaves {LEAST_STEPS} steps", True, (True, False),
     ),
-    "data.tokens": Bounds(1 / 8, 1.0, 2.0, 1.0, "a run that repeats its text may be shortened, never lengthened", True),
+    "data.tokens": Bounds(1 / 8, 1.0, 2.0, 1.0, "a run on repeated text may be shortened, never lengthened", True),
     "grad_clip": Bounds(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 hardly ever clips"),
     "dropout": Bounds(0.0, 0.5, 2.0, 1.0, "published: 0 to 0.1", False, (True, False)),
     "min_lr_ratio": Bounds(0.0, 1.0, 2.0, 1.0, "published: 0 to 0.1; 1 is no decay", False, (True, True)),

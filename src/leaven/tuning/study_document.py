@@ -45,7 +45,7 @@ class Dimension:
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
     near: tuple[float, float] | None = None  # the box in which a search begins; None for low and high
     ends: tuple[str, str] = ("the end of the space",) * 2  # names of low and high; empty for a natural limit
-    expected: tuple[float, float] | None = None  # the distance that laws expect of the best, and its standard deviation
+    expected: tuple[float, float] | None = None  # the best according to laws: distance, standard deviation
 
     @property
     def box(self) -> tuple[float, float]:

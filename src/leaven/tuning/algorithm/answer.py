@@ -317,8 +317,8 @@ def confirm(
         if better is None or better > noise:
             return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
         chosen = runs.start
-    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):  # a point without confirmation runs needs a larger gain
-        chosen = runs.start
+    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):
+        chosen = runs.start  # without confirmation runs, the point is not far enough ahead
     if chosen == runs.start:
         losses = runs.start_again
         return Confirmation(chosen, tuple(losses.values()), len(losses), 0.0)

@@ -34,7 +34,7 @@ class DivergenceModel:
         return np.asarray(1 / (1 + np.exp(-self.level - _features(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) with its risky values moved towards the point ``safe`` until the risk is at most ``most``."""
+        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,) until the risk is at most ``most``."""
         d = len(x)
         parts = (_features(x) - _features(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0

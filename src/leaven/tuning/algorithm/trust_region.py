@@ -68,11 +68,11 @@ ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params`` (Optuna's
-    word): log2 multipliers by name, and the index of the level for a choice. The search algorithm uses ``octaves``:
-    an array (D,) of differences from the start, in the order of the names. For a choice the difference is the index
-    of the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py`` converts a
-    point to a recipe.
+    A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params``, Optuna's
+    word: log2 multipliers by name, and the index of the level for a choice. The search algorithm uses ``octaves``: an
+    array (D,) of differences from the start, in the order of the names. For a choice the difference is the index of
+    the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py`` converts a point
+    to a recipe.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
@@ -298,8 +298,8 @@ class Region:
     def _within(self, wanted: Array) -> Array:
         """Return the point (D,) with the columns ``wanted`` (F,), limited to the box and made safe.
 
-        If the point is likely to diverge, the numbers that cause this move towards the incumbent, and the choices that
-        cause it keep the incumbent's level.
+        If the point is likely to diverge, the numbers that cause this move towards the incumbent. Choices that cause
+        it keep the incumbent's level.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
@@ -377,8 +377,8 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which ``names`` are learning rates to lower after a divergence, (D,): only the global learning rate if it
-    is searched, otherwise those of all modules and depth points."""
+    """Return which ``names`` are learning rates to lower after a divergence, (D,). If the global learning rate is
+    searched, only that is; otherwise, those of all modules and depth points are."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

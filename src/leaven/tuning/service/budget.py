@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation
 FEW = 24  # runs: a smaller budget runs only one finalist, once
-# The forms of a confirmation, from cheap to expensive: (finalists, runs of each). The finalists are the best points of
-# the search, which are run again with fresh seeds.
+# The forms of a confirmation, from cheap to expensive: (finalists, runs of each). Finalists are the best points of a
+# search, which are run again with fresh seeds.
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 
 
@@ -69,7 +69,7 @@ class Budget:
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {runs_to_confirm(*final) for final in self._finals}
         if any(run.rerun_for not in {"", self.label} for run in runs):
-            # An earlier, smaller budget has confirmed other finalists, with which even a single new finalist is compared.
+            # A smaller budget has confirmed other finalists. Even a single new finalist is compared with them.
             costs.add(runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
@@ -98,7 +98,7 @@ class Budget:
 
 def runs_to_confirm(finalists: int, each: int) -> int:
     """Return the number of runs that run each finalist ``each`` times and then confirm the best one."""
-    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # confirmation runs of the chosen point and of the start
+    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
 def busy(runs: Sequence["Evaluation"], now: float) -> float:

@@ -57,7 +57,7 @@ class Leases:
     ) -> None:
         self.node = node(os.getpid(), next(_numbers))
         self._store, self._study, self._seconds, self._clock = store, study, seconds, clock
-        self._seen: dict[str, tuple[int, float]] = {}  # by owner: the counter, and the seconds since the counter changed
+        self._seen: dict[str, tuple[int, float]] = {}  # by owner: its counter, and the age of this count in s
         self._looked = clock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -116,7 +116,7 @@ def _started(pid: int) -> str:
     A pid and its start time distinguish a process from a later one with the same pid.
     """
     try:
-        # On Linux the kernel keeps the time since the boot. psutil adds the boot time, which moves when the clock is set.
+        # On Linux the kernel keeps the time since the boot. psutil adds the boot time, which changes with the clock.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)
         seconds = process.create_time() - boot
         ended = process.status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}

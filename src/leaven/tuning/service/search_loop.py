@@ -61,8 +61,8 @@ class Proposal(dict[str, float]):
     """The argument of an objective: a dict of log2 multipliers by name, with attributes.
 
     - ``number``: the number of the trial.
-    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in runs that measure the noise
-      or confirm the best points.
+    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in runs that measure noise or
+      confirm the best points.
     - ``origin``: the number of the first trial of this run, which differs from ``number`` in a retry. Use ``origin``
       to name checkpoints, so that a retry finds them.
     - ``baseline``: the best finished trial with a curve, for an objective that prunes; None if this run must finish.
@@ -264,7 +264,7 @@ class SearchLoop:
             # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
             state = TrialState.PRUNED
-        # Not Optuna's tell: between its check that the trial is running and its write, another command may close the trial.
+        # Not Optuna's tell, which checks the trial before it writes: another command may close the trial in between.
         self._store.set_trial_state_values(trial_id, state, [loss])
         self._ended.append(number)
 
@@ -308,8 +308,8 @@ def check_search(method: str, axes: Axes, name: str) -> None:
         raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
     if method != "trust-region" and (axes.expected or axes.earlier):
         raise InputError(
-            f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, or "
-            "use method trust-region"
+            f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, "
+            "or use method trust-region"
         )
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")

@@ -321,8 +321,8 @@ class SearchPlan:
         return request
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
-        """Return the trust region. It is cached until another trial ends, because computing it takes seconds with 2,000
-        trials of 90 values."""
+        """Return the trust region, which is cached until another trial ends: with 2,000 trials of 90 values it takes
+        seconds to compute."""
         numbers = [run.last.number for run in ended_runs(runs)]
         if self._known is None or self._known[0] != numbers:
             self._known = numbers, region_of(runs, self.axes, self.noise)
@@ -335,8 +335,8 @@ class SearchPlan:
     def _confirms(self, runs: Sequence[Evaluation]) -> bool:
         """Return whether to make runs with fresh seeds, because they may change the answer or measure its loss.
 
-        The result is false if all runs diverged, if there is no noise, or if the best point is still the start. With a
-        small budget it is also false if the gain is accepted without such runs, or if the noise is unknown.
+        The result is false if all runs diverged, if there is no noise, or if the best point is still the start. Under
+        a small budget it is also false if the gain is accepted without such runs, or if the noise is unknown.
         """
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
@@ -459,7 +459,7 @@ class SearchPlan:
                 Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
                 for name, n in zip(self.axes.limits, self.axes.levels, strict=True)
             ]
-            return advice_when_all_diverged(trials, named, "give it a start at which the objective is finite")
+            return advice_when_all_diverged(trials, named, "give a start at which the objective is finite")
         if "failed" in states:
             return f"no run ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
         return "stopped before any run ended; run it again to resume"

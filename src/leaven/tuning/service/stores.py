@@ -257,7 +257,7 @@ class Journal(JournalFileBackend):
         path = Path(self._file_path)
         path.stat()  # raises OSError if the disk is unmounted
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # The first lock is released as soon as its holder dies. Optuna's own lock protects from a dashboard that writes.
+        # The first lock is released when its holder dies. Optuna's own lock protects from a dashboard that writes.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
             optunas.acquire()

@@ -449,7 +449,7 @@ def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = Fals
     if not point[path]:
         parts += ["as at the start"]
     elif fewest:
-        parts += [f"{start} at the start"]
+        parts += [f"the start has {start}"]
     else:
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
         # Sorted, because 1 - beta falls where beta rises.
@@ -457,5 +457,5 @@ def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = Fals
         if numbers := sorted(end for end in ends if not isinstance(end, str)):
             parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
         doubt = "" if each.worth else ", not known to be more than the noise"
-        parts += [f"{start} at the start costs {signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
+        parts += [f"the start's {start} costs {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"]
     return "; ".join(parts)
