@@ -25,8 +25,8 @@ LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the tensor in a module's output: the output itself, the first element of a tuple or list, or the attribute
-    ``logits`` or ``last_hidden_state``. Return None if there is no tensor."""
+    """Return the tensor in a module's output: the output itself, the first element of a tuple or list, or the
+    attribute ``logits`` or ``last_hidden_state``. Return None if there is no tensor."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -42,8 +42,8 @@ class ActivationRecorder(TorchFunctionMode):
     """A context manager that records samples of every module's output; :meth:`take` returns them.
 
     ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
-    Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed. An
-    output that a container passes on from its last child is recorded only once.
+    Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
+    An output that a container passes on from its last child is recorded only once.
 
     After a forward pass, the recorder has these attributes:
 

@@ -1,7 +1,7 @@
 """Make the batches for checks. Each batch is identified by a seed and a step.
 
-The batches of one seed form one stream of sequences. The seed `HELD_OUT` is reserved for the validation loss: no model
-is trained on its batches.
+The batches of one seed form one stream of sequences. The seed `HELD_OUT` is reserved for the validation loss: no
+model is trained on its batches.
 """
 
 from collections.abc import Callable
@@ -39,8 +39,8 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of synthetic text.
 
-    Each token has a fixed successor, which follows with probability 0.7. Otherwise the next token is drawn from a Zipf
-    distribution. A batch has ``count`` sequences.
+    Each token has a fixed successor, which follows with probability 0.7. Otherwise the next token is drawn from a
+    Zipf distribution. A batch has ``count`` sequences.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)

@@ -203,8 +203,8 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return a note on the usual cause of a slope of this ``value``. ``foreign`` says whether a user's factory function
-    made the model."""
+    """Return a note on the usual cause of a slope of this ``value``. ``foreign`` says whether a user's factory
+    function made the model."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

@@ -102,7 +102,7 @@ def _within(tracker: AllocationTracker, part: str, loss: Callable[..., Tensor]) 
 
 @dataclass(frozen=True)
 class NoText:
-    """A substitute for a corpus and its stream of sequences. All tokens are 0, because values do not affect memory."""
+    """A substitute for a corpus and its stream of sequences. All tokens are 0."""
 
     vocab_size: int
     seq_len: int = 0  # of the stream

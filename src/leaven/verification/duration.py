@@ -7,8 +7,8 @@ group nothing does.
 
 The rule is derived for gradients that are mostly noise. So the check also trains with twice the batch on the same
 tokens, under the batch rule, at the best lr for the recipe's own duration. According to McCandlish et al. 2018
-(arXiv 1812.06162, equation 2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch divided
-by the critical batch. So doubling the batch has the same effect as shortening the run by log2((1 + 2x) / (1 + x)) octaves
+(arXiv 1812.06162, equation 2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch
+divided by the critical batch. So doubling the batch acts like shortening the run by log2((1 + 2x) / (1 + x)) octaves
 (halvings): 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. The
 sweep measures how much loss a doubling of the tokens gains.
 """

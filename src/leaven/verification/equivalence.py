@@ -3,8 +3,8 @@
 The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025) says how to
 change the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the
 power kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the
-same as long as gradients are mostly noise. The check compares this loss, whether or not it is the lowest possible one.
-Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
+same as long as gradients are mostly noise. The check compares this loss, whether or not it is the lowest possible
+one. Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
 """
 
 import math
@@ -106,5 +106,5 @@ def _row(arm: str, kappas: Sequence[float], differences: np.ndarray, limit: floa
         note = "" if same else "the loss changes with the batch  <- too few steps for the rule, or too high an lr?"
         return row(passed=same, note=note, beyond=max(abs(worst) - limit, 0.0))
     if same:
-        return row(passed=False, note="changes no more than noise, so the check shows nothing: use longer runs or more ratios")
+        return row(passed=False, note="changes no more than noise: use longer runs or more ratios")
     return row(passed=True, note="changes with the batch, as expected")

@@ -242,7 +242,7 @@ def foreign(
         raise InputError(f"--batch-tokens {size}: give a whole number of sequences of {SEQ_LEN}")
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
-        raise InputError(f"{entry}: the model has no torch.nn.Embedding, so its vocabulary is unknown; return batches as well")
+        raise InputError(f"{entry}: no torch.nn.Embedding, so the vocabulary is unknown; return batches, too")
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:
         if vocab_size < LEAST_VOCABULARY:

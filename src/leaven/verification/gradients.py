@@ -44,9 +44,9 @@ from leaven.verification.small_models import CheckStart
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
-Under right rules, at widths 64 to 512 and depths 2 to 32, they differed by at most 0.14 at the start. The limit at the
-end is larger, because by then models of different width have learnt different amounts: after 20 steps an exponent was
--0.77 where the rule has -1.
+Under right rules, at widths 64 to 512 and depths 2 to 32, they differed by at most 0.14 at the start. The limit at
+the end is larger, because by then models of different width have learnt different amounts: after 20 steps an exponent
+was -0.77 where the rule has -1.
 """
 
 COHERENT_STEPS = 150  # from which gains that all heads share are judged over width
@@ -72,8 +72,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
     steps: int = 20
     lr_factor: float = 0.125
-    """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of the
-    lr they stay within the limits."""
+    """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
+    the lr they stay within the limits."""
 
     name = "gradients"
     quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
@@ -172,8 +172,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all entries of all layers, by label. ``values`` has a tensor for each parameter, or None for
-    a parameter to leave out."""
+    """Return the RMS over all entries of all layers, by label. ``values`` has a tensor for each parameter, or None
+    for a parameter to leave out."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)

@@ -11,9 +11,9 @@ each combination changes. This is exact and needs no training step. Parametrizat
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
 - ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments as shares of the run, which are constant.
-- ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens of the
-  run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth its exponent depends
-  on the parametrization and is not judged.
+- ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens of
+  the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth its exponent
+  depends on the parametrization and is not judged.
 
 The axis ``both`` changes width and depth at once: an exponent can be right on each axis and wrong if both grow.
 """
@@ -50,8 +50,8 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
-    """Return the combinations of a model's settings. ``steps`` is the number of steps of the run, as a multiple of the
-    base's. Parameters without an eps in their optimizer group are left out."""
+    """Return the combinations of a model's settings. ``steps`` is the number of steps of the run, as a multiple of
+    the base's. Parameters without an eps in their optimizer group are left out."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():

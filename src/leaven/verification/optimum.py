@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats per token. Values of the hyperparameter are given as their log2, in octaves. Arrays may have leading
-dimensions "..." for bootstrap samples, so that all samples are computed at once.
+Losses are in nats per token. Values of the hyperparameter are given as their log2, in octaves. Arrays may have
+leading dimensions "..." for bootstrap samples, so that all samples are computed at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +91,7 @@ class LossGrid:
         return np.asarray(a * octave**2 + b * octave + c)
 
     def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of `POINTS` neighbouring values, around each index in ``place`` where the grid allows it."""
+        """Return the indices of the `POINTS` grid values around each index in ``place``, all within the grid."""
         first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 

@@ -76,7 +76,7 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Execute the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
+        """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
         Raises:
             InputError: if the folder is in use or cannot be created, or a run's process dies twice.

@@ -91,7 +91,7 @@ class SizeCheck(ABC, Generic[Measured]):
             raise InputError("a slope needs at least two sizes; give more --widths or --depths")
         if isinstance(subject, str):
             if grow_heads:
-                raise InputError(f"{subject}: --grow-heads is only for recipes; change the head size in the factory instead")
+                raise InputError(f"{subject}: --grow-heads is only for recipes; change the factory")
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)

@@ -2,7 +2,7 @@
 
 The exponents of a scaling rule do not depend on the sizes at which they are measured, as long as the model keeps its
 proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit these widths,
-its head dimension is reduced and its d_ff is rounded. A large vocabulary and a long sequence are reduced to save time.
+its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence length are limited to save time.
 """
 
 from collections.abc import Callable
@@ -128,8 +128,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
 def calibrated_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a :func:`calibrated` recipe.
 
-    A tied matrix is both embedding and readout, so it cannot start at 1 and at 1/width. It starts at 1, and its factor
-    on the logits is divided by the base's width at every scale. This does not change any exponent.
+    A tied matrix is both embedding and readout, so it cannot start at 1 and at 1/width. It starts at 1, and its
+    factor on the logits is divided by the base's width at every scale. This does not change any exponent.
     """
     table = parameter_table(recipe)
     rows = tuple(

@@ -24,8 +24,8 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """Return the pooled standard deviation within groups, and its degrees of freedom. If no group has two values, return
-    (None, 0)."""
+    """Return the pooled standard deviation within groups, and its degrees of freedom. If no group has two values,
+    return (None, 0)."""
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:

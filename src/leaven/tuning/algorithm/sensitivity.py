@@ -67,8 +67,8 @@ def coordinates(
     best: Array,
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
-    """Return what the trials at ``points`` (n, D) with ``losses`` (n,) show about each value around ``best`` (D,). The
-    most important value comes first. ``optunas`` (D,) are Optuna's importances."""
+    """Return what the trials at ``points`` (n, D) with ``losses`` (n,) show about each value around ``best`` (D,).
+    The most important value comes first. ``optunas`` (D,) are Optuna's importances."""
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
     shares = spread / (spread.sum() or 1.0)

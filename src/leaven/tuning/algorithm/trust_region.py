@@ -68,11 +68,11 @@ ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params``, Optuna's
-    word: log2 multipliers by name, and the index of the level for a choice. The search algorithm uses ``octaves``: an
-    array (D,) of differences from the start, in the order of the names. For a choice the difference is the index of
-    the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py`` converts a point
-    to a recipe.
+    A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params``,
+    Optuna's word: log2 multipliers by name, and the index of the level for a choice. The search algorithm uses
+    ``octaves``: an array (D,) of differences from the start, in the order of the names. For a choice the difference
+    is the index of the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py``
+    converts a point to a recipe.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
