@@ -4,11 +4,11 @@ A point is one candidate of a search. For each searched value, by its path in th
 the recipe's own value. So the recipe itself, the start of the search, has the distance 0 everywhere. The distances
 are called ``octaves``. A study's store has the same numbers as the ``params`` of a trial.
 
-In the unit ``octave``, a distance of 1 doubles a value. Some values need more than that:
+In the unit ``octave``, a distance of 1 doubles a value. Some values are different:
 
 - ``beta1`` and ``beta2``: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the half-life of the
-  moment: 1 - beta about doubles, and beta stays within (0, 1). The multiplier of a beta for a module or a depth is
-  the exponent of the beta, and doubles.
+  moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module or over depth, is
+  an exponent of the global beta, and doubles.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps. The scaling rule adapts lr, betas, eps and decay

@@ -78,7 +78,7 @@ class Bounds:
     natural: tuple[bool, bool] = (False, False)  # whether values below low, and above high, are impossible
 
 
-# The ranges of published runs, beyond which `leaven recipes check` warns.
+# The ranges with which runs have trained well; beyond them `leaven recipes check` warns.
 _TRAINED = {check.hidden: check.trained for check in CHECKS if check.hidden and check.trained}
 # "published": in the runs that `leaven recipes` lists; "own": found by leaven's benchmarks (docs/log.md).
 BOUNDS = {
@@ -88,7 +88,7 @@ BOUNDS = {
     "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "a hundred times less and more than published (0.01 to 0.1)"),
     "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, leaven's own: 0.53"),
     "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
-    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it matters only where gradients are as small"),
+    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it matters only where gradients are that small"),
     "warmup_tokens": Bounds(
         0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
     ),

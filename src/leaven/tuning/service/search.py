@@ -44,7 +44,7 @@ class SearchResult:
 
     params: dict[str, float]  # log2 multipliers
     loss: float  # mean of the runs that were not used to choose the point, if there are any
-    interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0
+    interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
     fresh: int  # number of runs that were not used to choose the point
     noise: float | None  # standard deviation of the loss between runs of one point; None if it was not measured
     stalled: bool  # whether the search stopped early because some rounds gained less than the noise
