@@ -275,10 +275,10 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). The factor c has no
-    effect on the output of the model in two cases. Queries and keys: their norm removes c. The last matrix of a
-    branch, and matrices on which the output of the branch depends linearly: dividing the branch's residual multiplier
-    by c undoes it. In a model with biases the biases would have to be scaled, too, so the result is empty.
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For some matrices the
+    output of the model can stay the same: a norm of queries and keys removes the factor c. For the last matrix of a
+    branch, and for others on which its output depends linearly, the branch's residual multiplier can be divided by c.
+    In a model with biases, the biases would have to be scaled, too, so the result is empty.
     """
     if model.bias:
         return set()
@@ -315,7 +315,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     elif path == COOLDOWN and decay != "wsd":
         reason = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
     elif path == FLOOR and decay == "constant":
-        reason = 'decay = "constant" does not decay; set schedule.decay to another'
+        reason = 'decay = "constant" does not decay; set schedule.decay to another value'
     elif value == 0 and path not in TENTHS:
         reason = "it is 0 in the recipe, and a search multiplies it; set it above 0"
     elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:

@@ -24,8 +24,8 @@ from leaven.verification.model_instance import Quantity, RunSetting, ScaleAxis
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """Makes training runs of a recipe at any scale. Members that
-    :class:`leaven.verification.foreign.ForeignFamily` shares have the same meaning."""
+    """Makes training runs of a recipe at any scale, as :class:`leaven.verification.foreign.ForeignFamily` does for a
+    user's factory."""
 
     recipe: Recipe
     unit = "base value"  # what RunSetting.value is
@@ -111,7 +111,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss, so without names and reasons."""
+        """A hash of everything in the recipe that affects the loss. Names and reasons do not."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 

@@ -141,8 +141,8 @@ def calibrated_table(recipe: Recipe) -> ParameterTable:
 
 @dataclass(frozen=True)
 class SmallModels:
-    """Makes the models of a :func:`calibrated` recipe at any width and depth. Members that
-    :class:`leaven.verification.foreign.ForeignFamily` shares have the same meaning."""
+    """Makes the models of a :func:`calibrated` recipe at any width and depth, as
+    :class:`leaven.verification.foreign.ForeignFamily` does for a user's factory."""
 
     recipe: Recipe
     batches: Batches
