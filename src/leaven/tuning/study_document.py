@@ -202,7 +202,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # recipe paths that vary
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # share of its uncertainty by which the trust region moves a proposal
+    radius: float | None = None  # share of the uncertainty by which trust-region proposals move
     stalled: bool = False  # whether the search stopped early because some rounds gained less than the noise
     durations: tuple[int, ...] = ()  # tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
