@@ -301,7 +301,7 @@ def test_a_reason_has_the_study_the_interval_and_the_flat_region() -> None:
     lr, _, beta, eps = (reason(path, document_of(found), SimpleNamespace(values=values)) for path in PATHS)
     assert lr.startswith("study wheat, trial 63 (trust-region, 64 trials); validation loss 3.0000, 95% interval 2.97")
     assert "; as good between 0.01" in lr
-    assert "; 0.01 at the start costs +0.5" in lr
+    assert "; the start's 0.01 costs +0.5" in lr
     low, high = beta.split("as good between ")[1].split(";")[0].split(" and ")
     assert float(low) < 1 - 0.1 * 2**0.3 < float(high)
     assert eps.endswith("; as at the start")
@@ -324,12 +324,13 @@ def test_the_front_counts_branches_by_their_tokens_and_other_seeds_by_their_mean
 
 def test_advice_if_all_diverged_names_what_to_lower() -> None:
     gone = [trial(k, [-0.25 * k, 0, 0, 0], math.inf, tokens=100) for k in range(5)]
-    advice = "all 5 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.0025 or lower"
-    assert advice_when_all_diverged(gone, DIMENSIONS) == advice + " (1/2 of it diverged)"
-    assert answer(gone, DIMENSIONS).advice == advice + " (1/2 of it diverged)"
+    advice = "all 5 trials diverged, including the start: start from lr at 1/4 of what it was, 0.0025 or lower"
+    assert advice_when_all_diverged(gone, DIMENSIONS) == advice + " (1/2 diverged, too)"
+    assert answer(gone, DIMENSIONS).advice == advice + " (1/2 diverged, too)"
     modules = tuple(Dimension(f"hyperparameters.modules.{name}.lr", 1.0, -3, 3) for name in ("embedding", "norm"))
     one = StudyTrial(0, "diverged", None, {}, None, None, octaves={d.path: 0.0 for d in modules}, tokens=5)
-    assert "start from the learning rates at 1/2 of what it was or lower" in advice_when_all_diverged([one], modules)
+    advice = advice_when_all_diverged([one], modules)
+    assert "start from the learning rates at 1/2 of what they were or lower" in advice
     assert advice_when_all_diverged(gone, DIMENSIONS[2:]).endswith(ELSEWHERE)
     assert advice_when_all_diverged(gone[:1], DIMENSIONS).startswith("the only trial diverged: start from lr at 1/2")
     # Runs with a small eps diverged first.

@@ -535,7 +535,7 @@ def die(x: Proposal) -> float:
 @pytest.mark.parametrize(
     ("objective", "options", "message"),
     [
-        (diverge, {"trials": 12}, "^all 12 trials diverged, the start's too: give it a start at which .* finite$"),
+        (diverge, {"trials": 12}, "^all 12 trials diverged, including the start: give a start at which .* finite$"),
         (diverge, {"trials": 6, "space": {"lr": (-3, 3)}}, r"^all 6 .* start from lr at 1/[\d.]+ of what it was or"),
         (lambda x: Outcome(2.0, stopped=True), {"trials": 8}, "no run finished: 8 were pruned, 0 diverged"),
         (die, {"trials": 3, "method": "random"}, "no run ended: 3 died, each of them twice"),

@@ -160,7 +160,7 @@ def test_values_of_0_are_left_out_of_a_set_and_refused_by_name(tiny: Recipe) -> 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("model.d_model", "not a value to search; there are global"),
+        ("model.d_model", "not a value to search; the sets are global"),
         ("per_module", "not a value to search; did you mean per-module"),
         ("recipe", r"the recipe has no \[tuning\]"),
         ("global, ,per-module", "an empty name; give global, global-full, per-module"),
@@ -178,7 +178,7 @@ def test_a_range_ends_where_recipes_become_invalid(tiny: Recipe) -> None:
     edge = tiny.replace({"hyperparameters.lr": 0.5})
     decay, lr = (dimension(edge, f"hyperparameters.{name}") for name in ("weight_decay", "lr"))
     assert (decay.high, lr.high) == (4.25, 1.0)  # 0.1 x 2^4.25 x 0.5 = 0.95; lr 1
-    assert decay.ends[1].startswith("beyond it: ")
+    assert decay.ends[1].startswith("beyond it, the recipe is invalid: ")
     assert "lr x weight_decay" in decay.ends[1]
     assert lr.ends[1].startswith("the bound, 1: ")
     assert dimension(edge.replace({"hyperparameters.weight_decay": 1.0}), "hyperparameters.lr").high == 0.875
@@ -240,7 +240,7 @@ def test_values_without_effect_are_left_out_and_refused_by_name(tiny: Recipe) ->
     wsd = tiny.replace({"schedule.decay": "wsd", "schedule.decay_ratio": 0.5})
     assert ends(wsd, "schedule.decay_ratio") == pytest.approx([0.01, 1])
     one = tiny.replace({"batch.tokens": 32, "data.tokens": 320, "schedule.warmup_tokens": 0})
-    with pytest.raises(InputError, match="batch.tokens: at 32 its bounds leave it no room: one sequence"):
+    with pytest.raises(InputError, match="batch.tokens: 32 cannot move within its bounds: one sequence"):
         space(one, "batch.tokens")
 
 

@@ -385,7 +385,7 @@ def test_advice_if_all_diverged_is_printed_once_and_in_the_document(tiny_file: P
     done = CliRunner().invoke(app, ["tune", str(tiny_file), *options, *wild])
     assert (done.exit_code, done.stdout) == (1, "")
     advice = done.stderr.splitlines()[-1]
-    assert advice.startswith("all 4 trials diverged, the start's too: start from lr at 1/")
+    assert advice.startswith("all 4 trials diverged, including the start: start from lr at 1/")
     assert done.stderr.count(advice) == 1
     document = json.loads((tmp_path / "study" / "study.json").read_text())
     assert (document["advice"], document["best"]) == (advice, None)

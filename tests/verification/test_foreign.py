@@ -130,7 +130,7 @@ def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type
         foreign("their_model:factori", RunScale(32, 2))
     with pytest.raises(InputError, match=r"return \(model, groups or optimizer\)"):
         foreign("their_model:nothing", RunScale(32, 2))
-    with pytest.raises(InputError, match="0.weight is not in any group of its optimizer"):
+    with pytest.raises(InputError, match="0.weight is in no group of the optimizer"):
         foreign("their_model:missing_group", RunScale(32, 2))
     with pytest.raises(InputError, match="no torch.nn.Embedding"):
         foreign("their_model:no_embedding", RunScale(32, 2))
@@ -264,7 +264,7 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
     ruled, control = verdict.rows
     assert len(ran) == 6  # two seeds, at batch x 1 once for both arms
     assert 0 == ruled.parts["x1"] == control.parts["x1"] != ruled.parts["x4"] != control.parts["x4"]
-    with pytest.raises(InputError, match="their_model:eager takes no ratios"):
+    with pytest.raises(InputError, match="their_model:eager has no parameter ratios"):
         equivalence(theirs("eager"), SCALE, [4.0], Here(here))
 
 

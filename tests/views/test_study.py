@@ -124,7 +124,7 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (studied.all_diverged, "All 9 trials diverged, the start's too: start from lr at 1/4 of what it was, 0.001"),
+        (studied.all_diverged, "All 9 trials diverged, including the start: start from lr at 1/4 of what it was, 0."),
         (studied.at_first, "The first trial has not completed yet; 6 values are searched"),
         (studied.bare, "is the best of 24"),
     ],

@@ -1,14 +1,15 @@
-"""Read the trials of an earlier study, as knowledge for a search of another size or space (``--from-study``).
+"""Read the trials of an earlier study, which a new search uses as prior knowledge (``--from-study``).
 
-The two studies must share their base and scaling rule: then equal hyperparameters mean the same at every size. The
-trials become points of this search: each value is written as a distance from the recipe of this search.
+The new search may have another model size, or search other values. Both recipes must have the same base (the scale at
+which hyperparameters apply unchanged) and the same scaling rule, so that equal hyperparameters mean the same at every
+size. Each trial becomes a point of the new search: for each value, the distance from the recipe of the new search.
 
-- For the multiplier of a module, the distance includes that of the global value: a study that doubled the global lr
-  has doubled the lr of every module. So the global values of the earlier study inform a search by module.
-- For the warm-up, the distance is that of its share of the run.
-- Batch and tokens are chosen for a size, not scaled by a rule. Their distance is measured in the earlier study, from
-  its start. If a study chose the batch or tokens of this recipe, the distance is measured from the best point of the
-  earlier study.
+- The distance of a module's multiplier includes the distance of the global value, because a study that doubled the
+  global lr has doubled the lr of every module. So global values of the earlier study inform a search by module.
+- The distance of the warm-up is that of its share of the run.
+- Batch and tokens are chosen for a size, and no rule scales them. So their distance is measured from the start of the
+  earlier study. If a study chose the batch or tokens of the new recipe, their distance is measured from the best
+  point of the earlier study.
 """
 
 import json
@@ -28,19 +29,20 @@ from leaven.tuning.point import BATCH, CHOICES, TOKENS, WARM_UP, distance, level
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import StudyDocument
 
-LEAST = 4  # finished trials; fewer say too little
-MEASURED = 4  # degrees of freedom from which a noise is taken over as known
+LEAST = 4  # the fewest finished trials that an earlier study must have
+MEASURED = 4  # the fewest degrees of freedom of a noise that the new search takes over
 
 
 def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | None]:
-    """Return the finished trials of the study in ``folder``, and its noise if it is known.
+    """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and its standard
+    deviation of the loss between seeds, or None if too few runs measured it.
 
-    The trials are at points of ``space``. After the values of ``space``, each point has the numbers that only the
-    earlier study searched, in steps of their own scale.
+    A point has first the distances of the values of ``space``, then those of the numbers that only the earlier study
+    searched, divided by their scales.
 
     Raises:
-        InputError: if the folder has no study that can be read, or one with another base or rule or with too few
-            finished trials, or with a value of 0 that this search moves.
+        InputError: if the folder has no readable study, if that study has another base or scaling rule or too few
+            finished trials, or if it has a value of 0 that the new search moves.
     """
     what, recipe = f"--from-study {folder}", space.recipe
     document, centre = _read(folder, what)
@@ -52,7 +54,10 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
     others = [d for d in document.dimensions if d.path not in space.paths and d.path not in CHOICES]
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
-        raise InputError(f"{what}: it has {len(ended)} finished trials, fewer than {LEAST}; wait, or leave it out")
+        raise InputError(
+            f"{what}: {len(ended)} of its trials are finished, fewer than {LEAST}; wait for more, or leave "
+            "--from-study out"
+        )
     rows = []
     try:
         for trial in ended:
@@ -64,8 +69,8 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
             rows.append([*own, *(_octaves(other.path, there, space, since) / other.scale for other in others)])
     except (ValueError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise InputError(
-            f"{what}: its trials cannot be compared with this recipe ({error}); a value of 0, or one that the other "
-            "recipe lacks, has no distance; leave it out"
+            f"{what}: its trials cannot be compared with this recipe ({error}); usual cause: a value that is 0 or "
+            "missing in one of the two recipes; leave --from-study out"
         ) from None
     noise = document.noise_floor if document.noise_runs >= MEASURED else None
     return EarlierTrials(np.array(rows), np.array([trial.loss for trial in ended], float), noise), noise
@@ -84,7 +89,7 @@ def _read(folder: Path, what: str) -> tuple[StudyDocument, Recipe]:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance of the value at ``path`` from ``space.recipe`` to ``there``, the recipe of a trial.
+    """Return the distance from the value at ``path`` in ``space.recipe`` to that in ``there``, the recipe of a trial.
 
     ``since`` has the distances of batch and tokens.
     """
@@ -97,10 +102,10 @@ def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float])
     if path in CHOICES:
         return float(levels(here, path).index(str(value_at(there, path))))
     to, own = value_at(there, path), value_at(here, path)
-    if to == own or to is None or own is None:  # None: an init_std that a named init sets
+    if to == own or to is None or own is None:  # None: a named init sets the init_std
         octaves = 0.0
     elif path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")):
-        octaves = math.log2(float(to) / float(own))  # of a multiplier; for a beta, of an exponent
+        octaves = math.log2(float(to) / float(own))  # for a beta, the multiplier is an exponent
     else:
         octaves = distance(path, float(own), float(to))
     globally = f"hyperparameters.{split_path(path)[-1]}"

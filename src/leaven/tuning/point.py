@@ -1,18 +1,20 @@
-"""Convert points of a search space to recipes. A point says how far each value moves from its value in the recipe.
+"""Convert points of a search space to recipes.
 
-These distances, by path, are called ``octaves``. :func:`values` returns the numbers or names that the recipe has at a
-point. The ``params`` in the store of a study are the same distances, because a study starts at 0.
+A point is one candidate of a search. For each searched value, by its path in the recipe, it gives the distance from
+the recipe's own value. So the recipe itself, the start of the search, has the distance 0 everywhere. The distances
+are called ``octaves``. A study's store has the same numbers as the ``params`` of a trial.
 
-In the unit ``octave``, a distance of 1 doubles a value, except for
+In the unit ``octave``, a distance of 1 doubles a value. Some values are different:
 
-- ``beta1`` and ``beta2``: ``beta ** 2^x`` at distance x: a distance of 1 halves the half-life of the moment, so that
-  1 - beta about doubles, and beta stays within (0, 1). The multipliers of modules and depth act in the same way.
-- ``schedule.warmup_tokens`` and ``data.tokens``: whole tokens, at least one.
-- ``batch.tokens``: whole sequences; a ramp or stages keep their shares of the batch. The sequences and their order
-  stay the same; a larger batch means fewer steps. A recipe without a base gets its present scale as the base, so
-  that the scaling rule moves lr, betas, eps and decay with the batch, as :func:`leaven.scaling.transfer.transfer`
-  does. Without this, every batch size would be tried with the lr of the recipe's batch size. With
-  ``rule = "standard"`` nothing else moves. Moving ``data.tokens`` works in the same way.
+- ``beta1`` and ``beta2``: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the half-life of the
+  moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module or over depth, is
+  an exponent of the global beta, and doubles.
+- ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
+- ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
+  and their order stay the same, so a larger batch means fewer steps. The scaling rule adapts lr, betas, eps and decay
+  to the batch, as in :func:`leaven.scaling.transfer.transfer`. For this, a recipe without a base (the scale for which
+  its values were chosen) gets its present scale as the base. With ``rule = "standard"`` nothing is adapted.
+  ``data.tokens`` works in the same way.
 - ``hyperparameters.depth.lr[2]`` and other points of a depth profile: a profile of one point is first replaced by
   three equal points (fewer if the model has fewer blocks).
 
@@ -37,7 +39,7 @@ GLOBAL = (*(f"hyperparameters.{quantity}" for quantity in QUANTITIES), WARM_UP, 
 OTHERS = (CLIP, DROPOUT, FLOOR, COOLDOWN, DECAY, OPTIMIZER)
 """Values of the whole recipe that ``global-full`` adds to ``global``."""
 WHOLE_RECIPE = (*GLOBAL, *OTHERS, TOKENS)
-POINTS = 3  # of a depth profile: a tilt and a bend
+POINTS = 3  # points of a searched depth profile: enough for a tilt and a bend
 TENTHS = {DROPOUT: 1.0, FLOOR: 1.0}
 """Values that may be 0, with the highest value that a recipe may have."""
 CHOICES = {DECAY: ("cosine", "linear", "wsd"), OPTIMIZER: ("adamw", "adam")}
@@ -49,7 +51,7 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values that affect the model, ordered by quantity, then as in the forward pass."""
+    """Return the paths of all values that a space may have: of the whole recipe, by module, and over depth."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -59,8 +61,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of those points of a depth profile that affect a block. With one block, this is the first
-    point."""
+    """Return the paths of a quantity's depth profile: one for each of its points that affects a block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -76,7 +77,7 @@ def _profile(recipe: Recipe, quantity: str) -> tuple[float, ...]:
 
 
 def quantity_of(path: str) -> str:
-    """Return the quantity in a path: ``lr`` for ``hyperparameters.depth.lr[2]``."""
+    """Return the quantity that a path ends with: ``lr`` for ``hyperparameters.depth.lr[2]``."""
     return path.rpartition(".")[2].partition("[")[0]
 
 
@@ -143,7 +144,7 @@ def _moved_value(recipe: Recipe, path: str, x: float) -> Value:
 
 
 def recipe_at(recipe: Recipe, octaves: Mapping[str, float], seed: int | None = None) -> Recipe:
-    """Return the recipe at a point (distances by path). Unless ``seed`` is None, it becomes the seed of the recipe.
+    """Return the recipe at a point (distances by path). If ``seed`` is given, the recipe gets it as ``data.seed``.
 
     Raises:
         ValueError: if the recipe would be invalid, for example with a warm-up longer than the run.

@@ -1,22 +1,26 @@
 """Search spaces: which values of a recipe are searched, and how far, with the reasons (``BOUNDS``).
 
-``global`` has the nine values that apply to all modules: lr, init_std, residual, weight_decay, beta1, beta2, eps,
-warm-up and batch. ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and
-optimizer. Distances are in octaves: one octave doubles a value (betas, choices and values near 0: ``point.py``).
+A space is given as a set or as paths. Distances from the recipe are in octaves: one octave doubles a value.
+``point.py`` lists the values with other units.
 
-``per-module`` has 25 to 35 values: lr, init_std and residual by module, which
-mattered most among the values that Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned; two points of lr over depth,
-which gained less; and the rest of the optimizer globally. ``per-module-full`` has every quantity by module and over
-depth, about 90 values. In that paper a separate lr for each layer and module gained almost nothing.
+- ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
+  branches), weight_decay, beta1, beta2, eps, warm-up and batch.
+- ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
+- ``per-module`` has 25 to 35 values. lr, init_std and residual of each module mattered most among the values that
+  Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned. Two points of an lr profile over depth gained less there. The last
+  four are the global weight_decay, beta1, beta2 and eps.
+- ``per-module-full`` has every quantity by module and over depth, about 90 values. In that paper a separate lr for
+  each layer and module gained almost nothing.
 
 If multiplying some values by c and dividing others by c gives the same model, the loss has a valley without a unique
-minimum. No single value of the group has an optimum or importance then, and a search that moves each value by its
+minimum. Then no single value of this group has an optimum or an importance, and a search that moves each value by its
 slope goes twice as far as it should. So ``per-module`` leaves out one value of each such group:
 
 - It leaves out the global value of a quantity if its multipliers in all modules are searched, because together they
   have the same effect. Start such a search at the best global values.
 - It leaves out the middle point of a depth profile, because the multipliers of the blocks' modules set the mean.
-- It leaves out init_std of a module if lr and residual together have the same effect (:func:`_scaled_by_others`).
+- It leaves out the init_std of a module if its lr and residual together have the same effect
+  (:func:`_scaled_by_others`).
 """
 
 import math
@@ -56,47 +60,48 @@ from leaven.tuning.study_document import Dimension
 
 SETS = ("global", "global-full", "per-module", "per-module-full")
 LEAST_STEPS = 100  # the fewest steps of a run with a larger batch or fewer tokens
-FINEST = 1 / 8  # octaves; a value that cannot move this far is not searched
+FINEST = 1 / 8  # octaves: a value that cannot move this far is not searched
 _SEPARATE = 64.0  # the bound of a multiplier without a global value: from 1/64 to 64
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of a searched value. For the multiplier of a module or depth point, they apply to the multiplier
-    times the global value."""
+    """The bounds of a searched value. For a multiplier of a module or over depth, ``low`` and ``high`` limit the
+    multiplier times the global value."""
 
     low: float  # in the unit of the value
     high: float
-    near: float  # octaves or tenths to either side of the recipe: the initial box of a search
-    scale: float  # twice the first step; the step is 0.5 for lr, init and residual, 1 for decay, eps and 1 - beta
+    near: float  # the box in which a search begins: octaves or tenths to either side of the recipe's value
+    scale: float  # octaves or tenths from the recipe to a typical optimum
     why: str  # the reason for the bounds, shown to the user
-    of_run: bool = False  # low and high are shares of data.tokens
-    natural: tuple[bool, bool] = (False, False)  # whether there is nothing beyond low, and beyond high
+    of_run: bool = False  # whether low and high are shares of data.tokens
+    natural: tuple[bool, bool] = (False, False)  # whether values below low, and above high, are impossible
 
 
-# Beyond these ranges of the betas, `leaven recipes check` warns.
+# The ranges with which runs have trained well; beyond them `leaven recipes check` warns.
 _TRAINED = {check.hidden: check.trained for check in CHECKS if check.hidden and check.trained}
-# "published": in the catalogue (leaven recipes); "own": found by benchmarks/tuning (docs/log.md).
+# "published": in the runs that `leaven recipes` lists; "own": found by leaven's benchmarks (docs/log.md).
 BOUNDS = {
     "lr": Bounds(1e-6, 1.0, 3.0, 1.0, "published peaks: 1e-5 to 0.012; a step of Adam at 1 moves weights by about 1"),
     "init_std": Bounds(1e-4, 2.0, 3.0, 1.0, "published: 0.0006 to 0.08; embeddings up to 1"),
     "residual": Bounds(1 / 32, 8.0, 3.0, 1.0, "named inits divide by sqrt(2 n_layers): 1/32 at 512 blocks"),
-    "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "published: 0.01 to 0.1, a hundred times less and more"),
-    "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, own: 0.53"),
+    "weight_decay": Bounds(1e-4, 10.0, 4.0, 2.0, "a hundred times less and more than published (0.01 to 0.1)"),
+    "beta1": Bounds(*_TRAINED["beta1"], 2.0, 2.0, "half-lives of 1 to 69 steps; published: 0.9, leaven's own: 0.53"),
     "beta2": Bounds(*_TRAINED["beta2"], 4.0, 2.0, "half-lives of 7 to 6,931 steps; published: 0.95 to 0.999"),
-    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it acts only where it comes near the gradients"),
+    "eps": Bounds(1e-15, 1e-4, 6.0, 2.0, "published: 1e-9 to 1e-5; it matters only where gradients are that small"),
     "warmup_tokens": Bounds(
         0.0, 0.5, 3.0, 2.0, "one batch to half of the run; published: 0.5% to 1%", True, (True, False)
     ),
     "batch.tokens": Bounds(
-        0.0, 1 / LEAST_STEPS, 2.0, 1.0, f"one sequence to what leaves {LEAST_STEPS} steps", True, (True, False)
+        0.0, 1 / LEAST_STEPS, 2.0, 1.0,
+        f"one sequence to the batch that leaves {LEAST_STEPS} steps", True, (True, False),
     ),
-    "data.tokens": Bounds(1 / 8, 1.0, 2.0, 1.0, "where text is repeated: an earlier stop, never a longer run", True),
-    "grad_clip": Bounds(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 is next to no clipping"),
+    "data.tokens": Bounds(1 / 8, 1.0, 2.0, 1.0, "a run on repeated text may be shortened, never lengthened", True),
+    "grad_clip": Bounds(0.01, 100.0, 3.0, 2.0, "published: 0.1 to 1; 100 hardly ever clips"),
     "dropout": Bounds(0.0, 0.5, 2.0, 1.0, "published: 0 to 0.1", False, (True, False)),
     "min_lr_ratio": Bounds(0.0, 1.0, 2.0, 1.0, "published: 0 to 0.1; 1 is no decay", False, (True, True)),
     "decay_ratio": Bounds(
-        0.01, 1.0, 2.0, 1.0, "0.2 (Hägele et al. 2024), published: 0.4; 1 is all of the run", False, (False, True)
+        0.01, 1.0, 2.0, 1.0, "Hägele et al. 2024: 0.2; published runs: 0.4; 1 is the whole run", False, (False, True)
     ),
 }  # fmt: skip
 
@@ -108,7 +113,7 @@ class Space:
     recipe: Recipe
     dimensions: tuple[Dimension, ...]
     left_out: tuple[tuple[str, str], ...] = ()  # path and reason of values that are not searched
-    earlier: EarlierTrials | None = None  # over the same values
+    earlier: EarlierTrials | None = None  # trials of an earlier study, as points of this space
 
     @property
     def axes(self) -> Axes:
@@ -164,7 +169,8 @@ class Space:
     def expecting(self, expected: Mapping[str, Expectation]) -> "Space":
         """Return the space with the optima that laws and published runs expect.
 
-        Published runs often copied one another, so a standard deviation is at least half of the value's scale.
+        Published runs often copied one another. So the standard deviation of an expectation is raised to at least
+        half of the value's scale.
         """
         known = {
             each.path: (min(max(found.octaves, each.low), each.high), max(found.deviation, each.scale / 2))
@@ -174,12 +180,12 @@ class Space:
         return self.knowing(known, self.earlier)
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> "Space":
-        """Return the space with prior knowledge added (see :class:`Axes`)."""
+        """Return the space with this prior knowledge: expected optima by path, and earlier trials (:class:`Axes`)."""
         told = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=told, earlier=earlier)
 
     def within_near(self) -> "Space":
-        """Return the space limited to the initial box. A grid uses it, because it cannot extend the box."""
+        """Return the space limited to the box in which a search begins. A grid search cannot extend this box."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -190,8 +196,8 @@ class Space:
 def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
-    A value that cannot be searched, for example because the recipe does not have it, is left out if a set or pattern
-    selects it. If it is given by name, it is an error.
+    Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves them
+    out; to give the path of one is an error.
 
     Args:
         which: one of ``SETS``; or paths and patterns of paths with ``*``, separated by commas; or ``recipe`` for the
@@ -199,7 +205,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
             otherwise ``global``.
 
     Raises:
-        InputError: if a path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
+        InputError: if a given path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
     """
     tuning = recipe.tuning
     if which is None:
@@ -218,7 +224,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
         for path in _paths(recipe, known, "[tuning.octaves]", pattern.replace('"', ""))
     }
     if choice := next((path for path in tuning.octaves if path in CHOICES), None) if tuning else None:
-        raise InputError(f"[tuning.octaves] {choice}: a choice has no octaves; name it in [tuning] space")
+        raise InputError(f"[tuning.octaves] {choice}: a choice has no octaves; move this path to [tuning] space")
     found: dict[str, Dimension] = {}
     left_out: dict[str, str] = {}
     for origin, name in ((origin, name.strip().replace('"', "")) for origin, name in requested):
@@ -235,7 +241,7 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """Return the paths that ``name`` selects. It is the name of a set, a pattern or a path."""
+    """Return the paths that ``name`` (a set, a pattern or a path) selects. ``origin`` names its source in errors."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths separated by commas")
 
@@ -269,15 +275,14 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). A later operation can
-    undo the factor. For queries and keys, this is their norm. For the last matrix of a branch, and for matrices on
-    which the output of the branch depends linearly, it is the branch's residual multiplier. As a consequence, the
-    decay of these modules is not tuned separately. Models with biases are excluded, because the biases would have to
-    be scaled, too.
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For some matrices the
+    output of the model can stay the same: a norm of queries and keys removes the factor c. For the last matrix of a
+    branch, and for others on which its output depends linearly, the branch's residual multiplier can be divided by c.
+    In a model with biases, the biases would have to be scaled, too, so the result is empty.
     """
     if model.bias:
         return set()
-    linear = {"mlp.in"} if model.activation != "gelu" else set()  # the gated side, or homogeneous as relu is
+    linear = {"mlp.in"} if model.activation != "gelu" else set()  # a factor passes the gate or a relu
     normed = {"attention.query", "attention.key"} if model.qk_norm else set()
     return {*BRANCH_ENDS, "attention.value"} | linear | normed
 
@@ -291,8 +296,8 @@ def _refusal(recipe: Recipe, known: Iterable[str], path: str) -> str:
     if close := get_close_matches(path, [*SETS, *known], 1, 0.8):
         return f"not a value to search; did you mean {close[0]}?"
     return (
-        f"not a value to search; there are {', '.join(SETS)}; {', '.join((WARM_UP, BATCH, *OTHERS))}, {TOKENS}, "
-        f"hyperparameters.Q, "
+        f"not a value to search; the sets are {', '.join(SETS)}; the values are "
+        f"{', '.join((WARM_UP, BATCH, *OTHERS))}, {TOKENS}, hyperparameters.Q, "
         f"hyperparameters.modules.M.Q and hyperparameters.depth.Q[0] with Q one of {', '.join(QUANTITIES)} and M one "
         f"of {', '.join(recipe.model.modules)}"
     )
@@ -310,7 +315,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     elif path == COOLDOWN and decay != "wsd":
         reason = f'decay = "{decay}" has no cooldown; set schedule.decay = "wsd"'
     elif path == FLOOR and decay == "constant":
-        reason = 'decay = "constant" does not decay; set schedule.decay to another'
+        reason = 'decay = "constant" does not decay; set schedule.decay to another value'
     elif value == 0 and path not in TENTHS:
         reason = "it is 0 in the recipe, and a search multiplies it; set it above 0"
     elif path not in WHOLE_RECIPE and getattr(recipe.hyperparameters, quantity) == 0:
@@ -318,7 +323,7 @@ def _why_not_searched(recipe: Recipe, path: str) -> str | None:
     elif path not in CHOICES:
         for end in (-FINEST, FINEST):
             if invalid := why_invalid(recipe, path, end):
-                reason = reason or f"there is no valid recipe {end:+g} octaves from here: {invalid}"
+                reason = reason or f"the recipe becomes invalid when this value moves by {end:+g} octaves: {invalid}"
     return reason
 
 
@@ -326,15 +331,13 @@ def _fixed(recipe: Recipe, path: str) -> str | None:
     """Return the reason why a value cannot move within its bounds, or None if it can."""
     if path in CHOICES or any(reach(recipe, path, side)[0] for side in (0, 1)):
         return None
-    return f"at {point.value_at(recipe, path):g} its bounds leave it no room: {bounds_of(path).why}"
+    return f"{point.value_at(recipe, path):g} cannot move within its bounds: {bounds_of(path).why}"
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value. Its range is ``ends``, from the recipe's ``[tuning]``, if that is
-    given; otherwise it extends to the bounds.
-
-    If the value is already beyond one of its bounds, the range ends at the value on this side.
-    """
+    """Return the dimension of a searched value. Its range is ``ends`` (lowest and highest distance, from the recipe's
+    ``[tuning]``). By default it extends to the bounds; if the value is already beyond a bound, the range ends at the
+    value."""
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)
@@ -347,14 +350,14 @@ def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> D
         return Dimension(path, value, low, high, bounds.scale, unit, near=near, ends=(below, above))
     for end in ends:
         if reason := why_invalid(recipe, path, end):
-            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves do not give a valid recipe: {reason}")
+            raise InputError(f"[tuning.octaves] {path}: {end:+g} octaves give an invalid recipe: {reason}")
     if all(point.values(recipe, {path: end})[path] == value for end in ends):
         raise InputError(
             f"[tuning.octaves] {path}: from {ends[0]:+g} to {ends[1]:+g} octaves the value stays {value:g}, "
             f"because it changes by whole {'sequences' if path == BATCH else 'tokens'}; give it more octaves"
         )
     low, high = ends
-    if unit == "tenth":  # not beyond the valid values
+    if unit == "tenth":  # stay within the values that a recipe may have
         low, high = max(low, point.distance(path, value, 0.0)), min(high, point.distance(path, value, TENTHS[path]))
     return Dimension(path, value, low, high, bounds.scale, unit, ends=("the limit of [tuning.octaves]",) * 2)
 
@@ -384,7 +387,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
         low, high = 1 / _SEPARATE, _SEPARATE
     elif globally is not None:
         value = globally**value if quantity_of(path).startswith("beta") else globally * value
-    # The larger beta is fewer octaves of 1 - beta.
+    # A beta falls as its distance rises.
     which = 1 - side if quantity_of(path) in {"beta1", "beta2"} else side
     end, natural = (low, high)[which], bounds.natural[which]
     x = point.distance(path, value, end)
@@ -396,7 +399,7 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
     while steps and why_invalid(recipe, path, math.copysign(steps * FINEST, x)):
         steps -= 1
     beyond = why_invalid(recipe, path, math.copysign((steps + 1) * FINEST, x))
-    return math.copysign(steps * FINEST, x), f"beyond it: {beyond}"
+    return math.copysign(steps * FINEST, x), f"beyond it, the recipe is invalid: {beyond}"
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:

@@ -20,10 +20,12 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
-# Shares of a study's gain that may survive the transfer. Where it was measured, it was a quarter for values by module
-# (docs/log.md, 2026-11-22). The screen names them.
+# Shares of a study's gain that may remain after the transfer to a larger model; the screen shows each of them. The
+# measured share was a quarter, for values by module (docs/log.md, 2026-11-22).
 SHARES = (1.0, 0.5, 0.25)
-WORTH_TOKENS = 1e9, 2.5e12  # a factor of five beyond what the law was fitted to; at 10 M tokens it is wrong by far
+# Run lengths for which the loss law is used: its fitted range, extended by a factor of five. At 10 M tokens the law
+# is far off.
+WORTH_TOKENS = 1e9, 2.5e12
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,13 @@ class Dimension:
     path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
     centre: float | str  # the value in the recipe that the search started from
     low: float  # the lowest distance from the start, at most 0
-    high: float
+    high: float  # the highest distance from the start, at least 0
     scale: float = 1.0  # how far away an optimum typically is
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
     near: tuple[float, float] | None = None  # the box in which a search begins; None for low and high
     ends: tuple[str, str] = ("the end of the space",) * 2  # names of low and high; empty for a natural limit
-    expected: tuple[float, float] | None = None  # where laws expect the best: distance and its standard deviation
+    expected: tuple[float, float] | None = None  # the best according to laws: distance, standard deviation
 
     @property
     def box(self) -> tuple[float, float]:
@@ -68,19 +70,19 @@ class StudyTrial:
     """One run of a study."""
 
     number: int
-    state: str  # complete | diverged | stopped | failed | running | waiting (given back or lost, to be run again)
+    state: str  # complete | diverged | stopped (pruned) | failed (its process died) | running | waiting (for a retry)
     loss: float | None  # of a stopped trial, the expected loss
     values: dict[str, int | float | str]  # by path, as the recipe has them
     seconds: float | None
     tokens_per_second: float | None
     octaves: dict[str, float] | None = None  # by path, from the start
-    purpose: str = "search"  # search | noise (other seeds of the start) | rerun (fresh seeds of the best few)
-    confirms: bool = False  # a confirmation run: of the point that reruns chose, with new seeds
-    seed: int = 0  # offset from the recipe's; all trials of a search share one, and with it init and data order
+    purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
+    confirms: bool = False  # whether new seeds compare the point that the reruns chose with the start
+    seed: int = 0  # added to the recipe's; 0 in the search, so that all its trials share init and data order
     tokens: int = 0
     flops: float = 0.0
     curve: Curve = ()  # training loss
-    branches: Curve = ()  # validation loss at the end of each duration, where durations are compared
+    branches: Curve = ()  # if run lengths (durations) are compared: validation loss at the end of each
     worker: str | None = None  # host:pid
     ended: float | None = None  # seconds since 1970
 
@@ -99,18 +101,18 @@ class Best:
     def certainty(self) -> str:
         """Describe how certain the loss is."""
         if not self.fresh and self.runs > 1:
-            return f"the mean of {self.runs} runs that chose it among several, so that it may be too low"
+            return f"the mean of {self.runs} runs that also chose this point among several, so it may be too low"
         if not self.fresh:
-            return "of the run that chose it, so that it is too low"
+            return "from the run that also chose this point, so it is too low"
         low, high = self.interval
-        return f"95% interval {low:.4f} to {high:.4f}" if math.isfinite(low) else "of one run"
+        return f"95% interval {low:.4f} to {high:.4f}" if math.isfinite(low) else "from one run"
 
 
 @dataclass(frozen=True)
 class SlicePoint:
-    """The surrogate's prediction at one point of a slice through the best point."""
+    """The surrogate's prediction when one value of the best point is changed."""
 
-    octaves: float
+    octaves: float  # this value's distance from the start
     loss: float  # difference from the best point
     deviation: float  # standard deviation of this difference
     risk: float  # chance of divergence
@@ -126,22 +128,22 @@ class Coordinate:
     gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
     importance: float  # share, up to 1, of the variation of the loss over the settings that were tried
     worth: bool  # whether it was worth tuning: the gain is above the noise
-    slice: tuple[SlicePoint, ...] = ()
+    slice: tuple[SlicePoint, ...] = ()  # the loss over this value
     gain_deviation: float = 0.0  # standard deviation of the gain
     at_end: bool = False  # whether the best is at the limit of the search, so that the optimum may lie beyond
     end: str = ""  # name of this limit: a bound with its reason, or the recipe's [tuning.octaves]
-    optuna_importance: float = 0.0  # share, up to 1, by PED-ANOVA: how the best tenth of the trials differs
+    optuna_importance: float = 0.0  # share, up to 1, by PED-ANOVA: how much the best tenth of the trials differs
 
 
 @dataclass(frozen=True)
 class Outlook:
     """What a larger budget would gain, and which two values alone bring the largest share of the predicted gain."""
 
-    trials: int  # as many further trials as the search has run
-    flops: float  # their cost, at the mean cost of a trial
-    gain: float | None  # nats that they are expected to gain; None after too few trials
+    trials: int  # number of further trials: as many as the search has run
+    flops: float  # cost of the further trials, at the mean cost of a trial
+    gain: float | None  # nats that the further trials are expected to gain; None after too few trials
     pair: tuple[str, str] | None = None  # paths; None with fewer than three values, or if nothing was gained
-    pair_share: float = 0.0  # of the predicted gain, if only these two values move from the start
+    pair_share: float = 0.0  # share of the predicted gain if only these two values move from the start
 
 
 @dataclass(frozen=True)
@@ -170,9 +172,9 @@ class Answer(BaseModel):
     # Paths that were not worth tuning: with all of them at the start, the loss rises by less than the noise. Empty if
     # every path is like this: then the start is the best point, or there are too few trials.
     idle: tuple[str, ...] = ()
-    gain: float | None = None  # the start's loss minus the best's, over runs that did not choose the best
-    outlook: Outlook | None = None  # of a trust-region search that has ended
-    # Whether the search uses what was known before it; False if the trials contradict it, None if nothing was known.
+    gain: float | None = None  # nats: the start's loss minus the best's, from runs that did not choose the best
+    outlook: Outlook | None = None  # None before the end of a search, and for other methods than trust-region
+    # Whether the search uses prior knowledge; False if the trials contradict the knowledge, None if there is none.
     informed: bool | None = None
     advice: str = ""  # if all trials diverged: which value to lower
     dimensions: tuple[Dimension, ...] = ()  # what was searched
@@ -200,7 +202,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # recipe paths that vary
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # of the trust region, as a share of the uncertainty
+    radius: float | None = None  # share of the uncertainty by which trust-region proposals move
     stalled: bool = False  # whether the search stopped early because some rounds gained less than the noise
     durations: tuple[int, ...] = ()  # tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
@@ -270,8 +272,8 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
     """Return the Pareto front of loss and FLOPs, the cheapest first.
 
     If a run has branches (durations that are compared), each branch is a separate candidate. Its cost is the run's
-    FLOPs times the branch's share of the tokens, as if the branch had been trained alone. Runs that differ only in
-    their seed are averaged. Runs without FLOPs, diverged runs and pruned runs are left out.
+    FLOPs times the branch's share of the tokens. Runs that differ only in their seed are averaged. Runs without
+    FLOPs, diverged runs and pruned runs are left out.
     """
     runs: dict[tuple[tuple[tuple[str, float], ...], int], list[tuple[int, float, float]]] = {}
     for trial in trials:
@@ -292,11 +294,11 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 
 
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
-    """Return what the gain of a study is worth at ``target``, in tokens by a published loss law, for each of
-    ``SHARES``.
+    """Return by which factor the tokens of ``target`` would have to grow to gain as much as a study did.
 
-    ``answer`` is the best.toml of the study. The list is empty if ``answer`` is another file or lies in no study, if
-    the study measured no gain, or if the law says nothing about a run of the target's length.
+    A published loss law gives the factor, in one row for each share of the gain in ``SHARES``. ``answer`` is the
+    best.toml of the study. The list is empty if ``answer`` is another file or is not in a study's folder, if the
+    study measured no gain, or if the law does not cover runs of the target's length.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

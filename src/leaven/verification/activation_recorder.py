@@ -1,7 +1,7 @@
 """Record the output of every module in a forward pass, and the attention logits.
 
-Hooks only see the outputs of modules, and attention logits are not the output of a module. But a rule with a wrong
-power of the head dimension shows first in the attention logits. So calls of
+A wrong power of the head dimension in a rule shows first in the attention logits. Hooks only see the outputs of
+modules, and attention logits are not the output of a module. So calls of
 ``torch.nn.functional.scaled_dot_product_attention`` are intercepted as well.
 """
 
@@ -25,11 +25,8 @@ LOGITS = "logits"
 
 
 def tensor_of(output: Any) -> Tensor | None:
-    """Return the tensor in a module's output, or None if there is none.
-
-    It is the output itself, the first element of a tuple or list, or the attribute ``logits`` or
-    ``last_hidden_state``.
-    """
+    """Return the tensor in a module's output: the output itself, the first element of a tuple or list, or the
+    attribute ``logits`` or ``last_hidden_state``. Return None if there is no tensor."""
     if isinstance(output, Tensor):
         return output
     if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
@@ -44,17 +41,16 @@ def tensor_of(output: Any) -> Tensor | None:
 class ActivationRecorder(TorchFunctionMode):
     """A context manager that records samples of every module's output; :meth:`take` returns them.
 
-    ``label`` maps the name of a module to the label under which its output is recorded. If ``label`` returns None,
-    the output is not recorded. Outputs with the same label are stacked in the order in which they were computed; they
-    come from the layers of a model or from repeated calls. If a container returns the output of its last child
-    unchanged, this output is recorded only once.
+    ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
+    Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
+    An output that a container passes on from its last child is recorded only once.
 
     After a forward pass, the recorder has these attributes:
 
-    - ``containers``: the labels of containers that computed a new output from the outputs of their children
+    - ``containers``: the labels of modules that computed a new output from the outputs of their children
     - ``matrices``: the labels of modules that own a matrix
     - ``trained``: the labels of outputs that require a gradient
-    - ``head_sizes``: the head dimension by the label of attention logits
+    - ``head_sizes``: the head dimension of attention logits, by label
     """
 
     def __init__(self, model: nn.Module, label: Callable[[str], str | None]) -> None:
@@ -73,7 +69,7 @@ class ActivationRecorder(TorchFunctionMode):
 
     def __enter__(self) -> "ActivationRecorder":
         for module in self._labels:
-            # The first hook runs before all others, to see the output without a branch multiplier. The last hook runs
+            # The hook `_end` runs before all others, to see the output without a branch multiplier. `_passed_on` runs
             # after them, so that a container which returns the multiplied output is not recorded again.
             end = module.register_forward_hook(self._end, prepend=True)
             passed_on = module.register_forward_hook(self._passed_on)

@@ -1,5 +1,5 @@
-"""Track the memory of tensors from allocation to release. The memory is counted separately for each part, such as
-weights, gradients or activations."""
+"""Track the memory of tensors from allocation to release, separately for each use (part), such as weights, gradients
+or activations."""
 
 import weakref
 from collections import Counter
@@ -18,7 +18,7 @@ from leaven.distributed.compat import resizes_seen, shapes_apart
 
 _PLAIN = {Tensor, nn.Parameter, FakeTensor}
 GRAIN = 512
-"""An accelerator's allocator rounds sizes up to a multiple of this number of bytes."""
+"""Sizes are rounded up to a multiple of this number of bytes, as by an accelerator's allocator."""
 
 aten, fsdp = torch.ops.aten, torch.ops.fsdp
 _READ, _WAIT = aten._local_scalar_dense.default, torch.ops._c10d_functional.wait_tensor.default
@@ -39,13 +39,13 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside the context.
 
-    Only tensors of the type ``of`` and parameters are recorded. :meth:`within` sets the part of a tensor when the
-    tensor is created, and :meth:`mark` sets it later; the last setting counts. Gradients, for example, are created
-    like any other tensor and marked afterwards. Gathered or cast weights, and the buffers of collectives and updates,
-    are recognised by the operation that creates them.
+    Only tensors of the type ``of`` and parameters are recorded. :meth:`within` sets the part of new tensors, and
+    :meth:`mark` changes the part of existing tensors, for example of gradients. Gathered or cast weights, and the
+    buffers of collectives and updates, are recognised by the operation that creates them. All other tensors count as
+    activations.
 
-    The recorder changes nothing in the computation, with one exception: a number that is read from a fake tensor,
-    which has no data, is 1.
+    The tracker does not change the computation, with one exception: a number that is read from a fake tensor, which
+    has no data, is 1.
     """
 
     def __init__(self, of: type[Tensor] = FakeTensor) -> None:
@@ -91,8 +91,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _sum((entry, entry.size) for entry in self._allocations.values())
 
     def peak(self) -> BytesByPart:
-        """Return the bytes of each part at the moment of the peak. The peak is the largest total since
-        :meth:`begin`."""
+        """Return the bytes of each part at the moment of the largest total since :meth:`begin`."""
         level = highest = sum(size for _, size in self._start)
         at = 0
         for number, (_, change) in enumerate(self._moves, start=1):
@@ -105,11 +104,11 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not _PLAIN.issuperset(types):
-            return NotImplemented  # a wrapper: its inner tensors are dispatched separately
+            return NotImplemented  # a wrapper, whose inner tensors are dispatched separately
         fake = FakeTensor in types
         if func is _READ and fake:
             return 1
-        # Waiting for a collective returns a new tensor if it is fake, and the same tensor if it is real.
+        # Waiting for a collective returns a new tensor if the tensor is fake, and the same tensor if it is real.
         result = args[0] if func is _WAIT and fake else func(*args, **(kwargs or {}))
         if self._apart:
             return result

@@ -1,6 +1,6 @@
 """Make the batches for checks. Each batch is identified by a seed and a step.
 
-The batches of one seed form one stream of sequences. The seed `HELD_OUT` is reserved for the validation loss, so no
+The batches of one seed form one stream of sequences. The seed `HELD_OUT` is reserved for the validation loss: no
 model is trained on its batches.
 """
 
@@ -25,8 +25,8 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of ``count`` sequences from a text. For the seed `HELD_OUT` it takes them
-    from the validation split, and for all other seeds from the training split."""
+    """Return a function that makes batches of ``count`` sequences from a text: from the validation split for the seed
+    `HELD_OUT`, from the training split for all other seeds."""
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -39,8 +39,8 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
     """Return a function that makes batches of synthetic text.
 
-    Each token has a fixed successor. With probability 0.7 the next token is this successor, and otherwise it is drawn
-    from a Zipf distribution. A batch has ``count`` sequences.
+    Each token has a fixed successor, which follows with probability 0.7. Otherwise the next token is drawn from a
+    Zipf distribution. A batch has ``count`` sequences.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
@@ -60,7 +60,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return the sequences ``first`` to ``first + count - 1`` of a seed's stream of sequences.
+    """Return ``count`` sequences of a seed's stream, beginning with the sequence number ``first``.
 
     ``batches`` makes batches of ``size`` sequences from this stream.
     """

@@ -1,13 +1,13 @@
 """The coordinate check: do activations, and their changes in training, keep their size as the model grows?
 
 Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466, appendix D.1) and the ``mup`` package train models of several
-widths for a few steps on one batch, with a larger lr than in normal training. They record the size (RMS) of every
-module's output, which should not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over
-depth. This check also judges the *change* of the output since the first step. A wrong lr shows in the change at once,
-while the output itself is still mostly its initial value.
+widths for a few steps on one batch, with a larger lr than in normal training. They record the RMS of every module's
+output, which should not depend on the width. Dey et al. 2025 (CompleteP, arXiv 2505.01618) do the same over depth.
+This check also judges the *change* of the output since the first step. A wrong lr shows in the change at once, while
+the output itself is still mostly its initial value.
 
-Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The rule multiplies each
-residual branch by L^-alpha. These outputs may fall with the size under a right rule:
+Below, N is the width, L is the depth (the number of blocks) and d is the head dimension. The scaling rule multiplies
+each residual branch by L^-alpha. Under a right rule, the RMS of these outputs may fall with the size of the model:
 
 - Over width, outputs of fixed size that sum a wide input: the logits, and query . key divided by a growing d. Their
   initial part is a sum of terms with independent signs and falls as N^-1/2. Training adds a part of order 1, which
@@ -15,15 +15,15 @@ residual branch by L^-alpha. These outputs may fall with the size under a right 
 - Over depth, the residual stream: the sum of L branches falls as L^(1/2 - alpha), until the stream is almost only the
   embedding. Modules read the stream through a norm, so their outputs must not depend on the depth.
 - Over depth at alpha below 1, outputs of the matrices inside blocks: the rule lowers their lr as L^(alpha-1), so they
-  learn less. The output of a norm must not fall, because it passes on what the stream has learnt.
+  learn less. The output of a norm must not fall, because the norm passes on what the stream has learnt.
 
 If d grows, the attention logits *must* fall with the width at the start. With query . key / sqrt(d) they have the
 same size at every d only until training has aligned queries and keys, and then grow as sqrt(d). This growth takes
 more steps than a check has (the slope was +0.1 after 40 steps).
 
 Over depth, a module inside the blocks is measured in the middle block, and the stream after the last block. A mean
-over all blocks would be biased by the first block, whose input is still the embedding: it has a weight of one half at
-depth 2 but one sixteenth at depth 16, so every slope would be too high by 0.15.
+over all blocks would be biased by the first block, whose input is still the embedding. Its weight would be one half
+at depth 2 but one sixteenth at depth 16, so every slope would be too high by 0.15.
 
 The check cannot detect errors in weight decay, in clipping, or in an eps far below the gradient. It also cannot
 detect a readout that learns too slowly, or any error that shows only after many steps.
@@ -45,20 +45,21 @@ from leaven.verification.model_instance import ModelInstance, RunScale
 from leaven.verification.size_check import SizeAxis, SizeCheck
 from leaven.verification.small_models import CheckStart
 
-STEPS = 3
+STEPS = 3  # the default number of training steps
 
 LIMITS = {
     "width": {"start": 0.15, "early": 0.15, "late": 0.20},
     "depth": {"start": 0.15, "early": 0.20, "late": 0.30},
 }
-"""The limits on the slope of log2 RMS over log2 size, by axis: ``start`` for the initial output, and for the later
-output and its change ``early`` (up to ``STEPS`` steps) or ``late``.
+"""The limits on the slope of log2 RMS over log2 size, by axis. ``start`` is for the initial output. The later output
+and its change have ``early`` for checks of up to ``STEPS`` steps, and ``late`` for longer checks.
 
-A wrong power changes the slope by 0.5 or 1, and errors that were planted in a rule gave slopes of 0.33 or more. Right
-rules, measured with a dozen recipes on text (docs/log.md), had slopes of at most 0.12 over width, and over depth of
-0.08 at the start and 0.19 after three steps. More seeds or larger sizes do not reduce these: a part of what a block
-adds to the stream is independent of the other blocks and falls as L^-1/2. After more steps, shallow models fit the
-batch through their attention, and the slope of its output over depth falls as low as -0.46 for some steps.
+A wrong power in a rule changes the slope by 0.5 or 1; errors that were planted in a rule gave slopes of 0.33 or more.
+Right rules, measured with a dozen recipes on text (docs/log.md), had slopes of at most 0.12 over width. Over depth
+they had at most 0.08 at the start and 0.19 after three steps. More seeds or larger sizes do not reduce these slopes:
+a part of what a block adds to the stream is independent of the other blocks and falls as L^-1/2. After more steps,
+shallow models fit the batch through their attention, and for some steps the slope of the attention's output over
+depth falls as low as -0.46.
 """
 
 INDEPENDENT = -0.5
@@ -69,9 +70,9 @@ INDEPENDENT = -0.5
 class ActivationRecord:
     """The outputs of all modules that share a label, measured in one run."""
 
-    squares: dict[str, tuple[float, ...]]  # mean square of each call, by quantity
+    squares: dict[str, tuple[float, ...]]  # mean square of the output in each call (layer), by start, end and change
     features: int  # size of the last dimension, or the head dimension behind attention logits
-    container: bool
+    container: bool  # whether the output is computed from the outputs of child modules, as that of a block is
     matrix: bool  # whether the module itself owns a matrix
     trained: bool  # whether the output requires a gradient
     stuck: bool  # whether a weight of the module is trained and did not change at all
@@ -87,15 +88,15 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     quantity = "slope of log2 output RMS over log2 size"
     parts = drawn = ("start", "end", "change")
     start = CheckStart(hidden=1.0, residual=0.5)
-    """With smaller hidden weights or branches, an output would change mostly because the module's own weights change,
-    whose alignment with the input still falls at these widths (a slope of about -0.1). With a residual multiplier of
-    1, the branches would be as large as the embedding at depth 2, and modules between them would change less than at
-    depth 4, by a factor of 2^0.25."""
+    """With smaller hidden weights or branches, an output would change mostly because the module's own weights change.
+    The alignment of this change with the input still falls with the width at small widths (a slope of about -0.1).
+    With a residual multiplier of 1, the branches would be as large as the embedding at depth 2, and modules between
+    them would change less than at depth 4, by a factor of 2^0.25."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check. If both width and depth grow, add the width at the largest depth.
+        """Return the axes of every size check and, if both width and depth grow, the width at the largest depth.
 
-        The added axis has two widths. It finds errors of a rule that show only where width and depth both grow.
+        This additional axis has two widths. It finds errors of a rule that show only where width and depth both grow.
         """
         axes = super().axes()
         if len(axes) < 2:
@@ -104,7 +105,7 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for some steps on its first batch. Return its outputs before and after, by label."""
+        """Train a model for some steps on its first batch. Return its outputs before and after, by module label."""
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -131,8 +132,11 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of a quantity: over the width, that of all calls (of all layers); over the depth, that of
-        the last call of a container, or of the middle call of another module."""
+        """Return the RMS of the output, or of its change.
+
+        Over the width, the RMS is over all layers. Over the depth, it is that of the middle layer or, for a container
+        such as a block, of the last one.
+        """
         values = measured.squares[part]
         if axis.name == "depth":
             values = (values[-1 if measured.container else len(values) // 2],)
@@ -173,10 +177,8 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return the reason why no slope can be judged, or "" if a slope can be judged.
-
-    No slope can be judged if the weights or the output never change, or if a quantity is 0 at some sizes only.
-    """
+    """Return why no slope can be judged: weights or outputs never change, or a quantity is 0 at some sizes only.
+    Return "" if slopes can be judged."""
     if any(line.stuck for line in lines):
         return "its weights never change  <- an lr of 0, or no gradient within these steps?"
     if any(line.trained for line in lines) and not any(means["change"]):
@@ -188,7 +190,7 @@ def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[Activation
 def _allowed(
     axis: SizeAxis, module: str, lines: Sequence[ActivationRecord], quantity: str, alpha: float
 ) -> tuple[float, float]:
-    """Return the lowest and the highest slope that a right rule may have. The top of this file explains them."""
+    """Return the lowest and the highest slope under a right rule, which the top of this file explains."""
     if axis.name == "width":
         # Attention logits are sums over the head dimension, so they only fall if it grows.
         logits = module.endswith(LOGITS)
@@ -201,10 +203,8 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return a note that names the usual cause of a slope of this ``value``.
-
-    ``foreign`` says whether a user's factory function made the model, with its own initial values.
-    """
+    """Return a note on the usual cause of a slope of this ``value``. ``foreign`` says whether a user's factory
+    function made the model."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

@@ -1,8 +1,7 @@
-"""Run two training steps of one rank of any parallel layout on a single CPU, with tensors that have no data.
+"""Run two training steps of one rank of any parallel layout on a single CPU, to measure the rank's memory.
 
-The model, its layout, the optimizer and the step are the same as in real training. But tensors have only shapes and
-no values (torch's fake tensors), and collectives return although there are no other ranks (torch's fake process
-group).
+The model, its layout, the optimizer and the step are the same as in real training. But tensors have shapes and no
+values (torch's fake tensors), and collectives return without other ranks (torch's fake process group).
 """
 
 from collections.abc import Callable
@@ -33,19 +32,19 @@ from leaven.verification.allocation_tracker import AllocationTracker, BytesByPar
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of a training step."""
+    """The memory of a training step, in bytes by part (weights, gradients and so on)."""
 
     stays: BytesByPart  # allocated between steps
-    peak: BytesByPart  # at the moment of the step when most is allocated
+    peak: BytesByPart  # allocated at the moment of the step when most memory is allocated
 
 
 def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """Return the memory that one rank of a recipe's layout uses in a training step.
 
     The second step is measured, because the optimizer state does not exist before the end of the first step. The
-    model is not compiled. ``device`` selects the kernels: the kernels of a CPU compute attention block by block, and
-    the loss over fewer tokens at a time. Call this function only once in a process, and only if the process has no
-    process group.
+    model is not compiled. ``device`` selects the kernels whose memory is measured; on a CPU, attention is computed
+    block by block, and the loss over fewer tokens at a time. Call this function only once in a process, and only if
+    the process has no process group.
     """
     layout, group = recipe.layout, SINGLE_PROCESS
     if layout.ranks > 1:
@@ -54,7 +53,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), AllocationTracker()
 
     def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
-        # Meshes need real numbers, so the model is laid out on the meta device before fake tensors are created.
+        # A device mesh needs real numbers, so the model is sharded on the meta device before fake tensors exist.
         stage = build_stage(*arguments, device=torch.device("meta"), **named)
         with fake, tracker:
             return stage.to_empty(device=device)
@@ -103,7 +102,7 @@ def _within(tracker: AllocationTracker, part: str, loss: Callable[..., Tensor]) 
 
 @dataclass(frozen=True)
 class NoText:
-    """A substitute for a corpus and its stream. All tokens are 0, because their values have no effect on memory."""
+    """A substitute for a corpus and its stream of sequences. All tokens are 0."""
 
     vocab_size: int
     seq_len: int = 0  # of the stream
@@ -131,8 +130,8 @@ def _flash(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> T
 class _Flash(torch.autograd.Function):
     """A substitute for flash attention that allocates the same memory without computing values.
 
-    For the backward pass it keeps the arguments, the output and, for each query, one fp32 number: the sum of
-    exponentials (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
+    For the backward pass it keeps the arguments, the output and the sum of exponentials, one fp32 number for each
+    query (Dao et al. 2022, arXiv 2205.14135, algorithm 1).
     """
 
     @staticmethod

@@ -1,16 +1,16 @@
-"""The duration check: does the best lr change with the tokens of a run as the rule says?
+"""The duration check: does the best lr change with the tokens of a run as the scaling rule says?
 
-The check sweeps the lr at several durations, and fits the exponent of the best lr over the tokens. Everything else
-that the rule changes (decay, eps, the betas) follows the rule in every run. Two groups of control runs without a
-sweep measure what the rule gains. In the first group only the lr stays unchanged, in the second group everything
-does.
+The check sweeps the lr at several durations (run lengths in tokens), and fits the exponent of the best lr over the
+tokens. The other hyperparameters (weight decay, eps, the betas) follow the rule in every run. Two groups of control
+runs without a sweep measure what the rule gains. In the first group the lr does not follow the rule, in the second
+group nothing does.
 
 The rule is derived for gradients that are mostly noise. So the check also trains with twice the batch on the same
-tokens, under the batch rule, at the base's best lr. According to McCandlish et al. 2018 (arXiv 1812.06162, equation
-2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch divided by the critical batch. So
-doubling the batch has the same effect as shortening the run by log2((1 + 2x) / (1 + x)) octaves: 0 if gradients are
-only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. The sweep measures how much loss an
-octave of tokens gains.
+tokens, under the batch rule, at the best lr for the recipe's own duration. According to McCandlish et al. 2018
+(arXiv 1812.06162, equation 2.11), the tokens needed for a loss are proportional to 1 + x, where x is the batch
+divided by the critical batch. So doubling the batch acts like shortening the run by log2((1 + 2x) / (1 + x)) octaves
+(halvings): 0 if gradients are only noise, 1 if only the number of steps counts, and 0.585 at the critical batch. The
+sweep measures how much loss a doubling of the tokens gains.
 """
 
 import math
@@ -29,7 +29,7 @@ from leaven.verification.runs import RunStore
 from leaven.verification.sweep import losses_of, sweep
 
 CRITICAL = math.log2(1.5)
-"""The cost of doubling the batch, in octaves of tokens, if the batch is the critical one."""
+"""The cost of doubling the critical batch, in octaves (doublings) of tokens."""
 
 EXPONENT = "exponent of the best lr over tokens"
 RULED = "moved by the rule"
@@ -44,10 +44,10 @@ def duration(
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run the check, or resume it, at ``ratios`` times the family's tokens.
+    """Run or resume the check at ``ratios`` times the tokens of the recipe or factory, with the grid ``lrs``.
 
     Raises:
-        InputError: if there is no ratio other than 1, or :func:`leaven.verification.sweep.sweep` raises it.
+        InputError: if there is no ratio other than 1, and as :func:`leaven.verification.sweep.sweep` does.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
@@ -60,10 +60,10 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the changes that put a measured exponent into a recipe.
+    """Return the changes, by key of the recipe, that put the exponent of a duration check into a recipe.
 
-    ``document`` is the result of a duration check in the folder ``run``. Return None if the exponent was not
-    measured, if it has no interval, or if an optimum is at the edge of a grid.
+    ``document`` is the result of the check in the folder ``run``. Return None if the exponent was not measured, if it
+    has no interval, or if an optimum is at the edge of a grid.
     """
     found = next((row for row in document.measured if row.name == EXPONENT), None)
     edge = any("edge" in row.note for row in document.rows)
@@ -82,9 +82,9 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Measure the loss that doubling the batch costs at the base's best lr.
+    """Return the row of the loss that doubling the batch costs at the base's best lr.
 
-    The cost is divided by the loss that an octave of tokens gains, so its unit is octaves of tokens.
+    The loss is divided by the loss that doubling the tokens gains, so its unit is octaves of tokens.
     """
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
@@ -109,8 +109,8 @@ def _regime(
         note = f"limited by noise: below {CRITICAL:.2f}, the batch is below the critical one, as the rule supposes"
     elif found.low > CRITICAL:
         note = (
-            f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one and the rule's "
-            "exponent of tokens is too large: choose a smaller batch or use the fitted exponent"
+            f"limited by optimisation: above {CRITICAL:.2f}, the batch is beyond the critical one, and the rule's "
+            "exponent of tokens is too large; choose a smaller batch, or use the fitted exponent"
         )
     else:
         note = f"undecided: the interval contains {CRITICAL:.2f}, the value at the critical batch; give more --seeds"
@@ -118,8 +118,8 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Compare longer runs under the rule with control runs. In control runs, either the lr or everything is
-    unchanged."""
+    """Return rows that compare longer runs under the rule with control runs, in which either the lr or everything
+    stays as in the short run."""
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

@@ -1,10 +1,10 @@
 """The equivalence check: does another batch size on the same data train an equally good model?
 
-The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with decay Mlodozeniec et al. 2025) says how to change
-the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the power
-kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the same as
-long as gradients are mostly noise. It need not be the lowest possible loss. Control runs change only the batch. If
-their loss stays the same as well, the check shows nothing and does not pass.
+The batch rule of Adam (Malladi et al. 2022, arXiv 2205.10287; with weight decay Mlodozeniec et al. 2025) says how to
+change the batch: if the batch is kappa times larger, the lr is sqrt(kappa) times higher, the betas are raised to the
+power kappa, and so on. Training then follows the same stochastic differential equation. So the final loss stays the
+same as long as gradients are mostly noise. The check compares this loss, whether or not it is the lowest possible
+one. Control runs change only the batch. If their loss stays the same, too, the check shows nothing and does not pass.
 """
 
 import math
@@ -23,29 +23,29 @@ from leaven.verification.verdict import curve, verdict
 
 LEAST_STEPS = 200
 """The least number of steps of the run with the largest batch. With fewer steps, the loss depends mainly on the
-number of steps. With 64 steps, the loss under the right rule was off by 1.8 nats at 1/4 of the batch."""
+number of steps: with 64, the loss under the right rule changed by 1.8 nats at 1/4 of the batch."""
 
 TOLERANCE = 0.02
 """The allowed difference of the loss, as a share of the improvement over a uniform guess.
 
-It is not 0 because the equation holds only in the limit of small lrs. In a toy model with 1/4 to 8 times the batch,
-the rule keeps the loss to within 5% of the excess loss. Without a rule, the loss is off by 50%.
+The equation holds only in the limit of small lrs, so the difference need not be 0. In a toy model with 1/4 to 8 times
+the batch, the rule changes the excess loss by at most 5%. Without a rule, the excess loss changes by 50%.
 """
 
 FACTORY_TOKENS = 524_288
 """The default number of tokens in a run of a user's factory: 256 steps at 4 times the default batch."""
 
-ARMS = ("rule", "no rule")
+ARMS = ("rule", "no rule")  # the two groups of runs
 
 
 def equivalence(
     family: ModelFamily, scale: RunScale, ratios: Sequence[float], store: RunStore, *, seeds: int = 3
 ) -> CheckDocument:
-    """Run the check, or resume it, at ``ratios`` times the family's batch.
+    """Run or resume the check at ``ratios`` times the batch of the recipe or factory.
 
     Raises:
         InputError: if there are too few ratios or steps, if a batch is not a whole number of sequences, if the
-            factory takes no ratios, or if the folder is in use.
+            factory has no parameter ratios, or if another command uses the folder of ``store``.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     kappas = sorted({1.0, *ratios})
@@ -88,8 +88,8 @@ def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the allowed difference of the mean loss, in nats per token.
 
     It is the larger of two numbers: two standard errors of a difference of means, and `TOLERANCE` times the
-    improvement over a uniform guess. ``losses`` are the losses of the seeds at the family's own batch, where the rule
-    has no effect. So an error in the rule cannot widen the limit by which the rule is judged.
+    improvement over a uniform guess. ``losses`` are those of all seeds at batch x 1, where the rule has no effect. So
+    an error in the rule cannot widen its own limit.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

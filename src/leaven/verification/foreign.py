@@ -5,9 +5,9 @@
         groups = leaven.parametrize(model, base=MyModel(64, 2), hyperparameters={"lr": 4e-3}, ratios=ratios)
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
-The parameters ``seed`` and ``ratios`` are optional. So is a third returned value, ``batch(seed, step) -> (inputs,
-targets)``. docs/concepts/checks.md describes them, and says how a model is trained. The result of a training run is
-the mean loss on held-out text. If this loss is more than 1 nat above that of a uniform guess, the run has diverged.
+The parameters ``seed`` and ``ratios`` are optional. So is a third returned value, the function ``batch(seed, step) ->
+(inputs, targets)``. docs/concepts/checks.md describes them, and how a model is trained. The result of a training run
+is the mean loss on held-out text. A run has diverged if this loss is more than 1 nat above that of a uniform guess.
 """
 
 import importlib
@@ -46,7 +46,7 @@ from leaven.verification.model_instance import (
 from leaven.verification.recipe_family import RecipeFamily
 
 MADE_UP = "made-up"
-"""The name of the source of synthetic text. The text is drawn from a Markov chain, so it is endless and needs no
+"""The name of the source of synthetic text, which is drawn from a Markov chain. It is endless and needs no
 tokenizer."""
 
 SOURCE = "python-stdlib"
@@ -63,11 +63,11 @@ class ForeignFamily:
 
     name: str  # module:factory
     vocab_size: int
-    source: str | None  # of text; None if the factory returns batches
+    source: str | None  # where the text comes from; None if the factory returns batches
     sequences: int  # in a batch
     seq_len: int  # tokens in a sequence
     tokens: int  # in a training run
-    alpha: float = 1.0
+    alpha: float = 1.0  # the model's rule multiplies residual branches by depth^-alpha
     rule: None = field(default=None, init=False)
     unit: str = field(default="multiple of the factory's", init=False)
     _states: dict[RunScale, str] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -81,21 +81,20 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return the family's own value of a quantity. It is 1 for the lr, because the factory's lr is the unit of
-        all lrs.
+        """Return the factory's own value of a quantity: 1 for the lr, because lrs are multiples of the factory's lr.
 
         Raises:
             InputError: if the quantity is not the lr.
         """
         if quantity != "lr":
             raise InputError(
-                f"{self.name}: this check changes {quantity}; give a recipe file, a factory does not state it"
+                f"{self.name}: this check changes {quantity}, whose value a factory does not tell; give a recipe file"
             )
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0. Values are multiples of the factory's value, and the factory has already scaled this value with
-        its ratios."""
+        """Return 0: values are multiples of the factory's value, which the factory has already scaled with
+        ``ratios``."""
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
@@ -104,7 +103,8 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, plain_label)
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return a training run. Its key depends on a hash of the initial model, so a changed factory is run again.
+        """Return the training run of a setting. Its key includes a hash of the initial model, so a changed factory is
+        run again.
 
         Raises:
             InputError: if the batch is not a whole number of sequences.
@@ -118,7 +118,7 @@ class ForeignFamily:
         at = setting.ruled_scale
         if at not in self._states:
             self._states[at] = self._state(at)
-        # Keys must not change between versions, so this text stays as it was when RunSetting had other fields.
+        # Keys must not change between versions of leaven, so this text imitates an older RunSetting.
         text = (
             f"({self!r}, {self._states[at]!r}, RunSetting(width={scale.width}, depth={scale.depth}, "
             f"value={setting.value!r}, seed={setting.seed}, batch={scale.batch!r}, tokens={scale.tokens!r}, "
@@ -135,7 +135,7 @@ class ForeignFamily:
         return corpus(prepare(_data(self.source), self.vocab_size), self.seq_len, self.sequences)
 
     def _state(self, scale: RunScale) -> str:
-        """Return a hash of the model at a scale: its optimizer, initial values, first loss and first gradient."""
+        """Return a hash of the optimizer, initial values, first loss and first gradient of the model at a scale."""
         instance = self.build(scale, 0)
         loss = instance.loss(0)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ class ForeignFamily:
         for group in instance.optimizer.param_groups:
             found.append(repr({name: value for name, value in group.items() if name != "params"}))
             for parameter in group["params"]:
-                # Norms and losses are rounded: the order of a sum may differ in another process.
+                # Norms and losses are rounded, because another process may add numbers in another order.
                 found.append(f"{tuple(parameter.shape)} {parameter.detach().norm().item():.4g}")
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
@@ -170,9 +170,9 @@ class ForeignTrial:
         return scale.width**2 * scale.depth * (1 + 1 / scale.batch) * scale.tokens
 
     def run(self) -> Outcome:
-        """Train a new model and return the outcome, whose loss is the validation loss.
+        """Train a new model and return the outcome.
 
-        The loss is at most that of a diverged run, which is 1 nat above the loss of a uniform guess.
+        Its loss is the validation loss or, if the run diverged, 1 nat above the loss of a uniform guess.
         """
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
@@ -221,10 +221,10 @@ def foreign(
 ) -> ForeignFamily:
     """Return the family of models that a user's factory makes.
 
-    ``entry`` is the factory as ``module:factory``. It is imported from the working directory, as ``python -m`` does.
-    One model is built at ``scale`` to find the vocabulary. If the factory returns batches, models are trained on
-    these batches. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` has
-    the same form as ``data.source`` in a recipe, or is :data:`MADE_UP`.
+    ``entry`` is ``module:factory``; the module is imported from the working directory, as with ``python -m``. One
+    model is built at ``scale`` to find the vocabulary. If the factory returns batches, models are trained on these
+    batches. Otherwise they are trained on the text of ``source``, which ``prepare`` tokenises. ``source`` has the
+    same form as ``data.source`` in a recipe, or is :data:`MADE_UP`.
 
     Raises:
         InputError: if the module or function does not exist, its result has a wrong form, or the text does not fit.
@@ -242,13 +242,13 @@ def foreign(
         raise InputError(f"--batch-tokens {size}: give a whole number of sequences of {SEQ_LEN}")
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
-        raise InputError(f"{entry}: no torch.nn.Embedding, so its vocabulary is unknown; return batches as well")
+        raise InputError(f"{entry}: no torch.nn.Embedding, so the vocabulary is unknown; return batches, too")
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:
         if vocab_size < LEAST_VOCABULARY:
             raise InputError(
                 f"{entry}: a vocabulary of {vocab_size} is too small for text, which needs {LEAST_VOCABULARY}; "
-                f"enlarge it, return batches as well, or pass --source {MADE_UP}"
+                f"enlarge the vocabulary, return batches as well, or give --source {MADE_UP}"
             )
         prepare(_data(source), vocab_size)
     return ForeignFamily(entry, vocab_size, source, size // SEQ_LEN, SEQ_LEN, tokens, alpha)
@@ -259,13 +259,13 @@ def _data(source: str) -> Data:
 
 
 def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches | None]:
-    """Call the factory with a seeded random state, so that equal arguments give equal results."""
+    """Return the model, optimizer and batches of a factory, called with a seeded random state."""
     factory, ratios = _factory(entry), Ratios(batch=scale.batch, tokens=scale.tokens)
     known = inspect.signature(factory).parameters
     if ratios != Ratios() and "ratios" not in known:
         raise InputError(
-            f"{entry} takes no ratios, so its rule cannot adapt to batch or duration; "
-            "add a parameter ratios=leaven.Ratios() and pass it to leaven.parametrize"
+            f"{entry} has no parameter ratios, so its rule cannot adapt to the batch or run length; "
+            "add ratios=leaven.Ratios() and pass it to leaven.parametrize"
         )
     options = {name: value for name, value in (("seed", seed), ("ratios", ratios)) if name in known}
     torch.manual_seed(seed)
@@ -278,7 +278,7 @@ def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.opti
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in trained:
-            raise InputError(f"{entry}: {name} is not in any group of its optimizer; add it, or freeze it")
+            raise InputError(f"{entry}: the parameter {name} is in no group of the optimizer; add it, or freeze it")
     return model, optimizer, batches
 
 

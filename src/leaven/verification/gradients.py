@@ -1,26 +1,29 @@
 """The gradient check: does eps scale with the gradients, and does weight decay keep its effect?
 
-An exponent below is the slope of a log2 quantity over the log2 width or depth of the model. Three are judged:
+Below, the exponent of a quantity is the slope of its log2 over log2 of the width or depth of the model. Three
+properties of a scaling rule are judged:
 
 - AdamW divides by ``sqrt(v) + eps``, so eps has the same effect at every scale if it scales like the gradient. For
   each group of parameters, the exponent of the gradient's RMS must equal that of eps. In large models the gradients
   are smaller, and eps matters first in the embedding and the hidden weights (Everett et al. 2024, arXiv 2407.05872).
-- AdamW shrinks a weight by the share lr x weight_decay in each step, whose exponent must be 0. If a rule lowers the
-  lr with the width and keeps the weight decay, the decay vanishes in wide models, which no activations show soon.
+- AdamW shrinks a weight by the share lr x weight_decay in each step. The exponent of this share must be 0. If a rule
+  lowers the lr with the width and keeps the weight decay, the decay vanishes in wide models, and activations do not
+  show this soon.
 - Every parameter must change in training. Gains and biases must change by the same amount at every scale, because
   Adam changes each entry by about the lr in a step.
 
 :mod:`leaven.verification.invariants` checks what follows from the optimizer's settings alone.
 
-The gradient of a query or key norm's gain that all heads share is a sum over heads. At the start, its terms have
-independent signs. After about 150 steps they are coherent, and the exponent is 0, like that of the gain's eps. So
-these gains are judged over width only in a check of at least 150 steps.
+All heads share the gain of a query or key norm, so its gradient is a sum over heads. At the start, the terms of this
+sum have independent signs. After about 150 steps their signs agree, and the exponent is 0, like that of the gain's
+eps. So these gains are judged over width only in a check of at least 150 steps.
 
-If alpha is below 1 (the rule multiplies a branch by L^-alpha, where L is the depth), two quantities may fall with
-the depth by up to L^(alpha-1). The first is lr x decay, because the lr inside blocks falls and the published rules do
-not change the decay (``scale_decay_with_depth`` does). The second is the later gradients inside blocks, since the
-gradient of a gain is in part proportional to what the block has learnt. At alpha = 1/2 the exponent of eps is -0.50,
-and that of the pre-MLP gain was -0.59 on text and -0.90 on a Markov chain that is learnt quickly.
+If alpha is below 1 (the rule multiplies residual branches by L^-alpha, where L is the depth), two quantities may fall
+with the depth by up to L^(alpha-1). The first is lr x weight_decay, because the lr inside blocks falls and the
+published rules keep the weight decay (with ``scale_decay_with_depth`` it grows). The second is the later gradients
+inside blocks, because the gradient of a gain is in part proportional to what the block has learnt. At alpha = 1/2 the
+exponent of eps is -0.50; the exponent of the pre-MLP gain's gradient was -0.59 on text and -0.90 on a Markov chain
+that is learnt quickly.
 """
 
 import math
@@ -41,24 +44,24 @@ from leaven.verification.small_models import CheckStart
 START_LIMIT, END_LIMIT = 0.15, 0.25
 """The limits on the difference between the exponent of the gradient and that of eps, at the start and at the end.
 
-Right rules at widths 64 to 512 and depths 2 to 32 differed by at most 0.14 at the start. The limit at the end is
-larger, because by then models of different width have learnt different amounts and the slopes drift: after 20 steps a
-slope was -0.77 where the rule has -1.
+Under right rules, at widths 64 to 512 and depths 2 to 32, they differed by at most 0.14 at the start. The limit at
+the end is larger, because by then models of different width have learnt different amounts: after 20 steps an exponent
+was -0.77 where the rule has -1.
 """
 
-COHERENT_STEPS = 150
+COHERENT_STEPS = 150  # from which gains that all heads share are judged over width
 WARMUP_STEPS = 20
 
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """What a run measures of all parameters that share a label."""
+    """The measurements of one run for all parameters that share a label."""
 
     start: float  # RMS of the gradient at the first step
     end: float  # RMS of the gradient over the last quarter of the steps
     moved: float  # RMS of the change from the first step to the last
     eps: float
-    decay: float  # lr x weight_decay, the share by which a weight shrinks in a step
+    decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
     shape: tuple[int, ...]  # of one layer's parameter
     layers: int
 
@@ -69,8 +72,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
     steps: int = 20
     lr_factor: float = 0.125
-    """At the full lr, without a schedule, the slopes of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of the
-    lr they stay within the limits."""
+    """At the full lr, without a schedule, the exponents of gains scatter by 0.3 after 20 steps. With 1/16 to 1/4 of
+    the lr they stay within the limits."""
 
     name = "gradients"
     quantity = "slope of log2 gradient RMS over log2 size, less that of eps"
@@ -78,13 +81,13 @@ class GradientCheck(SizeCheck[GradientRecord]):
     drawn = ("start", "end", "eps")
     start = CheckStart(hidden=0.5, residual=1.0)
     """With these hidden weights, the branches of a few blocks are small compared with the embedding, as in deep
-    models, and gradients inside blocks show the right exponent from depth 2 on."""
+    models. So gradients inside blocks show the right exponent from depth 2 on."""
 
     def exact_rows(self) -> Sequence[VerdictRow]:
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return its gradients at the start and the end.
+        """Train a model with a warm-up, on a new batch in each step. Return its measurements by label.
 
         Gradients at the end are averaged over the last quarter of the steps, because a gain has few entries and its
         gradient on one batch is noisy.
@@ -146,9 +149,9 @@ class GradientCheck(SizeCheck[GradientRecord]):
             return row(slope=None, limit=START_LIMIT, passed=False, note=note, beyond=math.inf)
         inside = lines[-1][0].layers > 1
         shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
-        # the lowest exponent that is right, see the top of this file
+        # the lowest exponent under a right rule, see the top of this file
         lower = self.family.alpha - 1 if axis.name == "depth" else 0.0
-        judged = []  # how far beyond its limit, value, limit, what it is
+        judged = []  # (distance beyond the limit, exponent, limit, name)
         if start is not None and not shared:
             judged.append((abs(start - eps) - START_LIMIT, start - eps, START_LIMIT, "eps"))
         if end is not None and (not shared or self.steps >= COHERENT_STEPS):
@@ -157,7 +160,7 @@ class GradientCheck(SizeCheck[GradientRecord]):
         if decay is not None:
             judged.append((max(decay, lower - decay) - START_LIMIT, decay, START_LIMIT, "decay"))
         if moved is not None and all(len(seeds[0].shape) < 2 for seeds in lines):
-            # A gain or bias changes by its lr in a step, whatever its gradient, so by the same amount at every scale.
+            # A gain or bias changes by its lr in a step, whatever its gradient is: the same at every scale.
             judged.append((max(moved, lower * inside - moved) - END_LIMIT, moved, END_LIMIT, "gain"))
         if not judged:
             note = f"shared by all heads: judged from {COHERENT_STEPS} steps on" if shared else "always 0"
@@ -169,8 +172,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS for each label over all entries of all layers. ``values`` has a tensor for each parameter; a
-    parameter with None is left out."""
+    """Return the RMS over all entries of all layers, by label. ``values`` has a tensor for each parameter, or None
+    for a parameter to leave out."""
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -181,10 +184,8 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _standstill(records: Sequence[GradientRecord]) -> str:
-    """Return the reason why no slope can be judged, or "" if a slope can be judged.
-
-    No slope can be judged if a parameter never changes, or if a quantity is 0 at some sizes only.
-    """
+    """Return why no exponent can be judged: a parameter never changes, or a quantity is 0 at some sizes only. Return
+    "" if exponents can be judged."""
     if not all(record.moved for record in records):
         return "never changes  <- an lr of 0, or no gradient within these steps?"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

@@ -1,17 +1,19 @@
-"""Invariants of a rule: combinations of optimizer settings that must not change with the model, batch or run length.
+"""Invariants of a scaling rule: combinations of optimizer settings that must not change with the model, the batch or
+the run length.
 
-The check reads a module's lr, eps, betas and decay at two scales, and computes the exponent of each combination over
-the ratio of the scales. This is exact and needs no training step. Parametrizations that train equally (multiplier x
-c, init / c, lr / c, eps x c, decay x c) have the same combinations.
+The check reads the lr, eps, betas and weight decay of each module at two scales, and computes the exponent with which
+each combination changes. This is exact and needs no training step. Parametrizations that train in the same way
+(multiplier x c, init / c, lr / c, eps x c, decay x c) have the same combinations.
 
-- ``lr x eps x entries`` is constant, where the entries are those of the module in all layers. A step changes the loss
-  by lr x the sum of absolute gradients, which is the same at every scale, and eps scales like the gradient, which the
-  gradient check tests. Both conditions together determine the lr of every module.
-- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha (the depth exponent of
-  the branch multipliers) is below 1, it may fall with the depth L as L^(alpha - 1).
-- ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments relative to the run, which are constant.
-- ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls as duration^-t with t
-  from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth its exponent depends on the parametrization.
+- ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers. This follows
+  from two facts. A step changes the loss by lr x the sum of absolute gradients, the same amount at every scale. And
+  eps scales like the gradient, which the gradient check tests.
+- ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
+  multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
+- ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments as shares of the run, which are constant.
+- ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens of
+  the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth its exponent
+  depends on the parametrization and is not judged.
 
 The axis ``both`` changes width and depth at once: an exponent can be right on each axis and wrong if both grow.
 """
@@ -29,7 +31,7 @@ from leaven.verification.small_models import SmallModels
 
 AXIS = "bookkeeping"
 LIMIT = 0.01
-"""The limit on how far an exponent may be outside its allowed range. It only allows for rounding errors."""
+"""How far an exponent may be outside its allowed range, because of rounding errors."""
 
 FACTOR = 4.0
 """The larger batch is this many times the family's batch, and the longer run has this many times its tokens."""
@@ -41,15 +43,15 @@ _REASONS = {
     "beta2": "its half-life is not the same fraction of the run",
     "lr": "it should grow as batch^1/2, fall as tokens^-t",
 }
-"""The combinations, and the usual cause of a change of each."""
+"""The usual cause of a wrong exponent, by combination."""
 
 Combinations = dict[str, list[dict[str, float]]]
-"""For each label the combinations of its parameters, from the first layer to the last."""
+"""The combinations of each parameter, from the first layer to the last, by the label that the layers share."""
 
 
 def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
-    """Return the combinations of settings for a run of ``steps``, relative to the steps of the base. Parameters
-    without an eps in their optimizer group are left out."""
+    """Return the combinations of a model's settings. ``steps`` is the number of steps of the run, as a multiple of
+    the base's. Parameters without an eps in their optimizer group are left out."""
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -79,14 +81,14 @@ def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
 class ScaleChange:
     """A larger scale, and how it differs from the smallest scale."""
 
-    axis: str
+    axis: str  # width | depth | both | batch | tokens
     ratio: float  # by which the axis grows
-    at: Combinations
+    at: Combinations  # at the larger scale
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return the rows of the check: a judged row for each label. If the settings do not change with the batch or with
-    the tokens, add a row that says so."""
+    """Return the rows of the check: a judged row for each label, and a row for each of batch and tokens with which no
+    setting changes."""
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -105,7 +107,7 @@ def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depth
         if combinations(instance) != base:
             changes.append(ScaleChange(axis, FACTOR, combinations(instance, steps)))
         else:
-            note = "the rule changes nothing with it"
+            note = f"the rule changes nothing with the {axis}"
             ignored.append(VerdictRow(module=axis, axis=AXIS, slope=None, limit=None, passed=None, note=note))
     return [_row(label, base[label], changes, family.alpha) for label in base] + ignored
 
@@ -138,10 +140,10 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents of a combination between two scales, one for each pair of layers.
+    """Return the exponents with which the combination ``column`` changes between two scales, one for each layer.
 
-    If the scales have different numbers of layers, only the first layers and the last layers are compared. An
-    exponent is infinite if the combination is 0 at one scale only.
+    If the scales have different numbers of layers, only their first and their last layers are compared. An exponent
+    is infinite if the combination is 0 at only one of the scales.
     """
     if len(small) != len(large):
         small, large = [small[0], small[-1]], [large[0], large[-1]]
@@ -156,7 +158,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest exponent that a combination may have over an axis."""
+    """Return the lowest and the highest exponent that the combination ``column`` may have over an axis."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -1,8 +1,8 @@
 """The memory check: does a rank need as much memory as the planner says?
 
 The planner computes the memory of a rank from formulas. The dry run (:mod:`leaven.verification.dry_run`) executes
-training steps without data and records every allocation. Both leave out memory that is not in tensors: the context,
-kernels and fragmentation.
+training steps without data and records every allocation. Both leave out memory that is not in tensors: the device
+context, kernels and fragmentation.
 """
 
 import time
@@ -46,9 +46,9 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
 def rehearsal(recipe: Recipe) -> Recipe:
     """Return a recipe that needs the same memory but has shorter steps, for a dry run.
 
-    A step has at most twice as many micro-batches as the pipeline has ranks. Only under the schedule "gpipe", which
-    keeps all micro-batches in flight at once, their number stays unchanged. The new recipe has no start weights and
-    no batch ramp.
+    A step of the new recipe has at most twice as many micro-batches as the pipeline has ranks. Only the schedule
+    "gpipe", which has all micro-batches in flight at once, keeps their number. The new recipe has no start weights
+    and no batch ramp.
 
     Raises:
         InputError: if the recipe cannot be trained in its layout.
@@ -81,8 +81,8 @@ def arrangement(recipe: Recipe) -> Arrangement:
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
     """Return the ranks to check.
 
-    They are the given ``ranks``. If no ranks are given, they are the first rank of the first, the second and the last
-    pipeline stage, or of every stage if ``all_stages`` is true.
+    These are the given ``ranks``. By default they are the first rank of the first, the second and the last pipeline
+    stage or, if ``all_stages`` is true, of every stage.
 
     Raises:
         InputError: if the layout has no such rank.
@@ -99,7 +99,7 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
 def check_memory(
     recipe: Recipe, ranks: Sequence[int], on_rank: Callable[[int, int], None] = lambda done, total: None
 ) -> MemoryCheckDocument:
-    """Compare the memory that the planner predicts for some ranks with a dry run of each rank.
+    """Return the memory check of some ranks: the planner's prediction, compared with a dry run of each rank.
 
     ``recipe`` is a :func:`rehearsal`. Each rank runs in its own process. ``on_rank`` is called with the number of
     finished ranks and the number of all ranks.
@@ -129,18 +129,17 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the constants from which the planner computes the memory of leaven's trainer. Those for memory outside
-    of tensors are set to 0."""
+    """Return the planner's constants for the memory of leaven's trainer, without memory outside of tensors."""
     code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:
-    """Compare the planned memory of a rank with the memory of its dry run.
+    """Return rows that compare the planned memory of a rank with the memory of its dry run.
 
-    The first two rows are judged: the memory between steps, and the peak. They are followed by a row for each part of
-    the peak, such as gradients. These rows are not judged: the planner adds the largest sizes of all parts, which may
-    occur at different moments, but the dry run measures all parts at one moment.
+    The first two rows are judged: the memory between steps, and the peak. The rows of the parts of the peak, such as
+    gradients, are not judged. The planner adds the largest sizes of all parts, which may occur at different moments,
+    but the dry run measures all parts at one moment.
     """
     pairs = {
         "between steps": (planned.states, taken.stays.total()),

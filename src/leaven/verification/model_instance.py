@@ -1,7 +1,7 @@
 """One model that a check trains, and the settings of one training run.
 
-A family makes models of any width and depth, from a recipe (recipe_family.py) or with a user's factory function
-(foreign.py).
+Checks get their models from a family, which makes models of any width and depth from a recipe (recipe_family.py,
+small_models.py) or with a user's factory function (foreign.py).
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ class RunScale:
 
     width: int
     depth: int
-    batch: float = 1.0  # multiple of the family's own batch
-    tokens: float = 1.0  # multiple of the family's own tokens
+    batch: float = 1.0  # multiple of the batch of the recipe or factory
+    tokens: float = 1.0  # multiple of the tokens of a run of the recipe or factory
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,15 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    value: float  # value of ``quantity``, in the family's unit
+    value: float  # of ``quantity``: a base value of the recipe, or a multiple of the factory's value
     seed: int = 0
     quantity: Quantity = "lr"
-    ruled: bool = True  # whether the rule adapts hyperparameters to the batch and tokens
+    ruled: bool = True  # whether the scaling rule adapts hyperparameters to the batch and tokens
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the rule computes the hyperparameters.
-
-        If the run is not ``ruled``, it has the family's own batch and tokens.
-        """
+        """The scale for which the rule computes the hyperparameters: without the changes of batch and tokens if the
+        run is not ``ruled``."""
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -58,7 +56,7 @@ class ModelInstance:
     optimizer: torch.optim.Optimizer
     batches: Batches
     seed: int  # of the batches to train on
-    label: Callable[[str], str | None]  # name of a module or parameter -> its label in tables; None leaves it out
+    label: Callable[[str], str | None]  # from the name of a module or parameter to its label; None leaves it out
 
     def loss(self, step: int) -> Tensor:
         """Return the mean cross-entropy on the batch of a step, in nats per token."""
@@ -83,17 +81,16 @@ class ModelInstance:
 
 
 def plain_label(name: str) -> str:
-    """Return a dotted name without layer numbers and ``.weight``, so that all layers share one label."""
+    """Return a dotted name without layer numbers and ``.weight``, so that all layers share a label."""
     first, *rest = name.split(".")
     parts = [first, *(part for part in rest if not part.isdigit())]
     return ".".join(parts[:-1] if parts[-1] == "weight" else parts) or "output"
 
 
 def own_label(name: str) -> str:
-    """Return the label of a module of leaven's own transformer.
+    """Return the label of a module of leaven's own transformer: the plain label without ``layers.``.
 
-    It is the plain label without ``layers.``. A whole block is labelled "residual", and the whole model
-    "unembedding".
+    A whole block is labelled "residual", because it returns the residual stream, and the whole model "unembedding".
     """
     plain = plain_label(name)
     named = {"output": "unembedding", "layers": "residual"}

@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats. Values of the hyperparameter are given as log2, in octaves. Arrays may have leading dimensions
-"..." for bootstrap samples, so that all samples are computed at once.
+Losses are in nats per token. Values of the hyperparameter are given as their log2, in octaves. Arrays may have
+leading dimensions "..." for bootstrap samples, so that all samples are computed at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 POINTS = 3
 """A parabola is fitted to this number of points around the lowest loss. More points are worse, because loss curves
-are steeper on one side than on the other. With five points of a grid of octaves, the vertex moved by half an octave
+are steeper on one side than on the other. With five points an octave apart, the vertex moved by half an octave
 although the lowest point stayed the same (docs/log.md)."""
 
 DRAWS = 1000  # bootstrap samples
@@ -26,8 +26,8 @@ DRAWS = 1000  # bootstrap samples
 class LossGrid:
     """The losses at three or more values of a hyperparameter."""
 
-    octaves: Array  # log2 of the values, (values,)
-    losses: Array  # nats, (..., values, seeds)
+    octaves: Array  # (values,), log2 of the values
+    losses: Array  # (..., values, seeds)
 
     @classmethod
     def of(cls, losses: Mapping[float, Sequence[float]]) -> "LossGrid":
@@ -48,7 +48,7 @@ class LossGrid:
     def noise(self) -> float | None:
         """The standard deviation of the loss between seeds, or None for one seed.
 
-        It is pooled over the tried values nearest to the one with the lowest mean loss.
+        It is pooled over the `POINTS` values around the lowest mean loss.
         """
         if self.losses.shape[1] < 2:
             return None
@@ -68,14 +68,14 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The loss at the optimum, (...)."""
+        """The predicted loss at the optimum, (...)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
         """Return log2 of the best value, (...).
 
-        A parabola is fitted to the mean losses around the lowest one. The best value is the vertex of this parabola,
-        clipped to the grid. If the parabola has no minimum, it is the tried value with the lowest mean loss.
+        The best value is the vertex of a parabola through the mean losses around the lowest one, clipped to the grid.
+        If the parabola has no minimum, the best value is the grid value with the lowest mean loss.
         """
         place = self.means.argmin(-1)
         a, b, _ = self._parabola(place)
@@ -85,20 +85,18 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss at ``octave``, log2 of the hyperparameter, in the same shape (...). It is read from the
-        parabola around the tried value nearest to ``octave``."""
+        """Return the loss (...) at ``octave`` (...), log2 of the hyperparameter, from the parabola through the losses
+        around the nearest grid value."""
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
     def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of the `POINTS` tried values around each index in ``place``, shifted so that all are
-        valid."""
+        """Return the indices of the `POINTS` grid values around each index in ``place``, all within the grid."""
         first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 
     def _parabola(self, place: NDArray[np.int64]) -> tuple[Array, Array, Array]:
-        """Return the coefficients of the parabola through the mean losses around each index in ``place``, that of the
-        highest power first."""
+        """Return (a, b, c) of the parabola a x^2 + b x + c through the mean losses around each index in ``place``."""
         near = self._points(place)
         x0, x1, x2 = np.moveaxis(self.octaves[near], -1, 0)
         y0, y1, y2 = np.moveaxis(np.take_along_axis(self.means, near, -1), -1, 0)
@@ -127,10 +125,10 @@ class Estimate:
 
 
 def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid]) -> Estimate:
-    """Compute ``of(grids)``, and its 95% bootstrap interval over seeds.
+    """Return ``of(grids)`` with its 95% bootstrap interval over seeds.
 
     The bootstrap draws seeds with replacement, independently for each value of the hyperparameter. The deviations of
-    the losses from their mean are scaled up, because with n drawn seeds they are too small by sqrt((n - 1) / n).
+    the losses from their mean are scaled up, because with n seeds they are too small by sqrt((n - 1) / n).
     """
     value, seeds = float(of(grids)), grids[0].losses.shape[1]
     if seeds < 2:
@@ -149,8 +147,8 @@ def estimate(of: Callable[[Sequence[LossGrid]], Array], grids: Sequence[LossGrid
 def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
     """Compare the optima of two scales, and return (shift, regret).
 
-    The shift is the number of octaves from the best value of the base to the best value of the target. The regret is
-    the extra loss in nats that the base's best value has at the target.
+    The shift is the distance in octaves from the best value of ``base`` to that of ``target``. The regret is the loss
+    in nats that the base's best value costs at ``target``, compared with the best value there.
     """
 
     def regret(grids: Sequence[LossGrid]) -> Array:
@@ -162,10 +160,10 @@ def shift(base: LossGrid, target: LossGrid) -> tuple[Estimate, Estimate]:
 
 
 def exponent(grids: Mapping[float, LossGrid]) -> Estimate:
-    """Return the exponent with which the best value changes with the scale.
+    """Return the exponent with which the best value grows over the size of the scale.
 
     ``grids`` maps the size of each scale (such as its width) to its losses. The exponent is the least-squares slope
-    of the log2 best value over the log2 size.
+    of log2 of the best value over log2 of the size.
     """
     ratios = np.log2(list(grids))
     ratios -= ratios.mean()

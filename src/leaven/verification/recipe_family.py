@@ -1,4 +1,4 @@
-"""The training runs of a check, made from a recipe at any scale."""
+"""Full training runs of a recipe at other scales, for checks."""
 
 import json
 import math
@@ -24,11 +24,11 @@ from leaven.verification.model_instance import Quantity, RunSetting, ScaleAxis
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """The training runs of a recipe and its transfers to other scales, with the same members as
-    :class:`leaven.verification.foreign.ForeignFamily`."""
+    """Makes training runs of a recipe at any scale, as :class:`leaven.verification.foreign.ForeignFamily` does for a
+    user's factory."""
 
     recipe: Recipe
-    unit = "base value"  # of RunSetting.value
+    unit = "base value"  # what RunSetting.value is
 
     @property
     def name(self) -> str:
@@ -70,7 +70,7 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent by which the rule scales a base value with the batch or duration. It is 0 for width and
+        """Return the exponent with which the rule scales a quantity over the batch or tokens. It is 0 for width and
         depth, over which the rule scales each tensor differently."""
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
@@ -80,7 +80,7 @@ class RecipeFamily:
         return round(math.log2(cell.factor(at, exponents(scaling))), 12)
 
     def trial(self, setting: RunSetting) -> "RecipeTrial":
-        """Return a training run that can be executed in any process.
+        """Return the training run of a setting, which can be executed in any process.
 
         Raises:
             InputError: if the recipe is invalid with this setting.
@@ -91,10 +91,10 @@ class RecipeFamily:
         changes: dict[str, object] = {
             f"hyperparameters.{setting.quantity}": setting.value,
             "data.seed": recipe.data.seed + setting.seed,
-            "start": {},  # from scratch at every scale: start weights have a fixed shape
+            "start": {},  # from scratch, because start weights have a fixed shape
         }
         if not setting.ruled:
-            # With its own batch and duration as base, the rule changes nothing else.
+            # With this batch and run length as base, the rule changes nothing.
             changes["scaling.base.batch_tokens"] = round(recipe.base.batch_tokens * scale.batch)
             changes["scaling.base.tokens"] = round(recipe.base.tokens * scale.tokens)
         try:
@@ -111,7 +111,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the loss."""
+        """A hash of everything in the recipe that affects the loss. Names and reasons do not."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -125,7 +125,7 @@ class RecipeTrial:
 
 
 def recipe_models(recipe: Recipe, prepare: Prepare) -> RecipeFamily:
-    """Return the family of a recipe, whose text ``prepare`` tokenises.
+    """Return the family of a recipe. ``prepare`` tokenises its text.
 
     Raises:
         InputError: if the recipe cannot be trained.

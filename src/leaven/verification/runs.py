@@ -1,7 +1,7 @@
-"""Run many training runs and save each result when it ends, so that no run is repeated.
+"""Execute many training runs and save each result at once, so that no run is repeated.
 
-The key of a run is a hash of everything that determines its loss. Several checks can therefore share a folder, and a
-check that was stopped or killed resumes with the missing runs.
+The key of a run is a hash of everything that determines its loss. So several checks can share a folder, and a check
+that was stopped or killed resumes with the missing runs.
 """
 
 import json
@@ -61,8 +61,8 @@ class RunStore:
     ) -> None:
         """Set up without starting workers.
 
-        ``on_run`` is called with the number of finished runs and the number of all runs. ``stop`` is called again and
-        again, and the runs stop once it returns true.
+        ``on_run`` is called with the number of finished runs and the number of all runs. ``stop`` is called
+        repeatedly, and the runs stop once it returns true.
         """
         self.folder, self._workers, self._on_run, self._stop = folder, workers, on_run, stop
         self._resources = ExitStack()
@@ -76,7 +76,7 @@ class RunStore:
         self._resources.close()
 
     def run(self, trials: Iterable[CheckTrial]) -> Callable[[CheckTrial], Outcome]:
-        """Run all trials that have no result yet, the longest first. Return a function from a trial to its outcome.
+        """Run the trials that have no result yet, the longest first. Return a function from a trial to its outcome.
 
         Raises:
             InputError: if the folder is in use or cannot be created, or a run's process dies twice.
@@ -98,7 +98,7 @@ class RunStore:
                 except BrokenProcessPool:
                     if key in died:
                         raise InputError(
-                            "the process of a run died twice, perhaps out of memory; give fewer --workers"
+                            "the process of a run died twice; possible cause: out of memory; give fewer --workers"
                         ) from None
                     died.add(key)
                     queue.append(key)
@@ -125,8 +125,8 @@ class RunStore:
         return document
 
     def _open(self) -> WorkerPool:
-        """Lock the folder, read its results and start the workers, unless that is done. Lines of the file that have
-        no outcome are ignored."""
+        """Return the workers. The first call locks the folder, reads its results and starts the workers. Lines of the
+        file that have no outcome are ignored."""
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
             for entry in storage.read_json_lines(self.folder / LINES).documents:

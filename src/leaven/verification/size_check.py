@@ -1,5 +1,5 @@
-"""Size checks train small models of several widths and depths for some steps, and compare what they measure at each
-size."""
+"""Size checks: train small models of several widths and depths for some steps, and compare measurements over the
+sizes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -30,11 +30,11 @@ Measured = TypeVar("Measured")
 
 @dataclass(frozen=True)
 class SizeAxis:
-    """A series of scales in which either only the width or only the depth grows."""
+    """A series of scales in which only the width or only the depth grows."""
 
     name: str  # width | depth
     scales: tuple[RunScale, ...]
-    where: str = ""  # follows the name in a table, e.g. " at depth 16"
+    where: str = ""  # text after the name in a table, e.g. " at depth 16"
 
     @property
     def title(self) -> str:
@@ -49,19 +49,19 @@ class SizeAxis:
 class SizeCheck(ABC, Generic[Measured]):
     """A check that trains for a few steps. Subclasses define how a model is measured and how a module is judged."""
 
-    family: SmallModels | ForeignFamily
+    family: SmallModels | ForeignFamily  # makes the models
     widths: Sequence[int]
     depths: Sequence[int]
     steps: int  # training steps
     seeds: int = 3
     lr_factor: float = 1.0  # multiplies every lr
-    changed: Sequence[str] = ()  # what differs from the user's recipe, for the settings
+    changed: Sequence[str] = ()  # differences from the user's recipe, listed in the document's settings
 
     name: ClassVar[str]
     quantity: ClassVar[str]  # what the judged numbers are
-    start: ClassVar[CheckStart]  # initial values for which exponents show at small sizes
-    parts: ClassVar[tuple[str, ...]]  # the quantities that are measured
-    drawn: ClassVar[tuple[str, ...]]  # the parts that have curves
+    start: ClassVar[CheckStart]  # initial values at which small models show the exponents of large ones
+    parts: ClassVar[tuple[str, ...]]  # the names of the quantities that are measured
+    drawn: ClassVar[tuple[str, ...]]  # those of the parts that have curves
 
     @classmethod
     def of(
@@ -79,8 +79,9 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        If no widths are given, widths that fit the recipe are chosen. ``source`` and ``alpha`` are only for
-        factories, and ``grow_heads`` is only for recipes. ``options`` are steps, seeds and lr_factor.
+        If no widths are given, widths that fit the recipe are chosen. ``source`` (of text) and ``alpha`` (the rule
+        multiplies branches by depth^-alpha) are only for factories. ``grow_heads`` is only for recipes. ``options``
+        are steps, seeds and lr_factor.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
@@ -90,7 +91,7 @@ class SizeCheck(ABC, Generic[Measured]):
             raise InputError("a slope needs at least two sizes; give more --widths or --depths")
         if isinstance(subject, str):
             if grow_heads:
-                raise InputError(f"{subject}: --grow-heads is for recipes; change the factory")
+                raise InputError(f"{subject}: --grow-heads is only for recipes; change the factory")
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)
@@ -106,7 +107,7 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model and return a mapping from the label of each module to its measurements."""
+        """Train a model, and return the measurements of each module by its label."""
 
     @abstractmethod
     def judge(
@@ -119,9 +120,9 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> VerdictRow:
         """Return the row that says whether a module passes.
 
-        ``lines`` has the measurements of the module for each size and, within a size, for each seed. ``means`` maps
-        each of the ``parts`` to its geometric mean over seeds at each size, and ``slopes`` maps it to its slope over
-        the sizes.
+        ``lines`` has the measurements of the module for each size and, within a size, for each seed. For each of the
+        ``parts``, ``means`` has the geometric means over seeds, one for each size, and ``slopes`` has the slope of
+        log2 of the means over log2 of the size.
         """
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
@@ -170,7 +171,7 @@ class SizeCheck(ABC, Generic[Measured]):
                     row = row.model_copy(update={"undecided": True, "note": note})
                 rows.append(row)
                 curves += [curve(module, axis.title, part, axis.sizes, values[part]) for part in self.drawn]
-        more = ["--seeds 3"]  # options for a check that was undecided
+        more = ["--seeds 3"]  # options for a clearer result
         for option, sizes in (("--widths", sorted(set(self.widths))), ("--depths", sorted(set(self.depths)))):
             if len(sizes) == 2:
                 more.append(f"{option} {sizes[0]},{sizes[1]},{2 * sizes[1]}")

@@ -1,9 +1,8 @@
-"""Derive small models from a recipe of any size, with initial values for checks of a few steps.
+"""Make small models from a recipe of any size, with initial values for checks of a few steps.
 
-The exponents of a rule do not depend on the sizes at which they are measured, as long as the model keeps its
-proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit such widths,
-its head dimension is reduced and its d_ff is rounded. The vocabulary and the sequence length are reduced, because
-larger values would only take more time.
+The exponents of a scaling rule do not depend on the sizes at which they are measured, as long as the model keeps its
+proportions. So a check without --widths trains models of widths 64 to 512. If the recipe does not fit these widths,
+its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence length are limited to save time.
 """
 
 from collections.abc import Callable
@@ -21,17 +20,18 @@ from leaven.training.optimizer import Optimizer
 from leaven.verification.batches import Batches
 from leaven.verification.model_instance import ModelInstance, RunScale, own_label
 
-WIDTH, TIMES = 64, (1, 2, 4, 8)
+WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
 VOCABULARY, SEQ_LEN = 4096, 256
-"""Upper limits for the small models. No scaling rule depends on these two sizes."""
+"""The largest vocabulary and sequence length of the small models. No scaling rule depends on them."""
 
 LARGEST_GROUP = 8
-"""The largest number of heads per kv head. With a head dimension of 8, it gives a width of 64."""
+"""The largest number of query heads per kv head. With a head dimension of 8, it gives a width of 64."""
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return a recipe at or near width 64, and texts that name the other changes, such as "d_head 128 -> 64"."""
+    """Return (recipe, changes): the recipe at or near width 64, and texts such as "d_head 128 -> 64" for the other
+    changes."""
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
@@ -56,8 +56,7 @@ def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
 
 
 def _fitted(shape: ModelShape) -> ModelShape:
-    """Return the shape at width 64. If the shape does not fit this width, use a nearby width and similar
-    proportions."""
+    """Return the shape at width 64 or, if it does not fit this width, at a nearby width in similar proportions."""
     try:
         return shape.scaled(WIDTH, DEPTHS[0])
     except ValueError:
@@ -92,21 +91,22 @@ def _proportions(shape: ModelShape) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class CheckStart:
-    """Initial values for a short check."""
+    """The initial values of the models of a short check."""
 
-    hidden: float  # std of hidden weights, times sqrt(width)
-    residual: float  # multiplier of the branches
+    hidden: float  # standard deviation of hidden weights, times sqrt(width)
+    residual: float  # multiplier of the residual branches
 
 
 def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Recipe:
-    """Return the recipe with its base (the scale at which its values apply) at a width and depth, and with initial
-    values at which small models already show the exponents of large ones.
+    """Return the recipe with initial values at which small models already show the exponents of large models.
 
-    The embedding starts at RMS 1. With a smaller one, the stream at depth 2 would consist mostly of branches, whose
-    sum falls as L^(1/2 - alpha), and gradients inside blocks would have the same error. The readout starts at
-    1/width. With a larger one, the first gradient of the final norm's gain would be of order 1/width^2, and the
-    logits would keep their initial values for longer. A tied readout is reduced by its multiplier
-    (:func:`calibrated_table`).
+    The returned recipe has its base (the scale at which its values apply unchanged) at ``width`` and ``depth``.
+
+    The embedding starts at RMS 1. If it started smaller, the residual stream at depth 2 would consist mostly of
+    branches, whose sum falls with the depth L as L^(1/2 - alpha), and gradients inside blocks would fall in the same
+    way. The readout starts at 1/width. If it started larger, the first gradient of the final norm's gain would be of
+    order 1/width^2, and the logits would keep their initial values for longer. A tied readout is reduced by its
+    multiplier (:func:`calibrated_table`).
 
     Raises:
         InputError: if the width does not fit the recipe.
@@ -128,9 +128,8 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
 def calibrated_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a :func:`calibrated` recipe.
 
-    A tied matrix is both embedding and readout, so it cannot start at 1 for the one and at 1/width for the other. It
-    starts at 1. Its forward multiplier, the factor on the logits, is divided by the base's width at every scale. This
-    does not change any exponent.
+    A tied matrix is both embedding and readout, so it cannot start at 1 and at 1/width. It starts at 1, and its
+    factor on the logits is divided by the base's width at every scale. This does not change any exponent.
     """
     table = parameter_table(recipe)
     rows = tuple(
@@ -142,12 +141,12 @@ def calibrated_table(recipe: Recipe) -> ParameterTable:
 
 @dataclass(frozen=True)
 class SmallModels:
-    """The models of a :func:`calibrated` recipe at any width and depth, with the same members as
-    :class:`leaven.verification.foreign.ForeignFamily`."""
+    """Makes the models of a :func:`calibrated` recipe at any width and depth, as
+    :class:`leaven.verification.foreign.ForeignFamily` does for a user's factory."""
 
     recipe: Recipe
     batches: Batches
-    grow_heads: bool = False  # widen by larger heads instead of more heads
+    grow_heads: bool = False  # wider models have larger heads instead of more heads
     table: Callable[[Recipe], ParameterTable] = calibrated_table
     takes_ratios = True  # whether the rule can adapt to another batch or duration
 
@@ -161,8 +160,8 @@ class SmallModels:
 
     @property
     def alpha(self) -> float:
-        """The exponent alpha with which the rule multiplies residual branches by depth^-alpha. 1 if the rule has
-        none."""
+        """The exponent alpha of the rule, which multiplies residual branches by depth^-alpha. 1 if the rule has no
+        alpha."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
 

@@ -1,9 +1,9 @@
 """Sweeps: is the best value of a hyperparameter at one scale also the best at other scales?
 
 The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. A sweep trains models on a
-grid of values of one hyperparameter, with several seeds for each value, at two or more scales. One scale is the base,
-and the others are compared with it. Values are base values, which the rule converts to each scale. So if the rule is
-right, the best value is the same at all scales.
+grid of values of one hyperparameter, with several seeds for each value, at two or more scales. The first scale is the
+base, with which the others are compared. Values are base values, which the scaling rule converts to each scale. So if
+the rule is right, the best value is the same at all scales.
 
 A sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
@@ -13,11 +13,11 @@ A sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.214
 - The noise is the spread of the loss between seeds.
 
 A flat optimum shifts easily at no cost, and at a steep optimum a small shift is expensive. So both shift and regret
-are judged, by the ends of their 95% bootstrap intervals, so that a check does not pass by noise:
+are judged. Noise must not let a check pass, so their 95% bootstrap intervals are compared with their limits:
 
-- It passes if the upper end of the regret is within its limit, or if both ends of the shift and the lower end of the
-  regret are within theirs.
-- It fails if the lower end of the regret is above the limit, or the whole interval of the shift is beyond its limit.
+- The check passes if the upper end of the regret is within its limit. It also passes if both ends of the shift and
+  the lower end of the regret are within their limits.
+- It fails if the lower end of the regret is above its limit, or the whole interval of the shift is beyond its limit.
 - Otherwise it is undecided, which does not count as passed.
 
 If the best value of a scale is at the edge of its grid, the grid of this scale is extended by one step, up to
@@ -40,7 +40,7 @@ from leaven.verification.runs import RunStore
 from leaven.verification.verdict import curve, verdict
 
 REGRET_LIMIT = 0.01
-"""The limit on the regret, in nats per token. Published scaling laws give losses to a hundredth."""
+"""The limit on the regret, in nats per token: the accuracy to which published scaling laws give losses."""
 
 EXTENSIONS = 3
 """The largest number of times that a grid is extended."""
@@ -55,11 +55,11 @@ class SweptValue:
     key: Quantity
     label: str  # in tables and messages
     option: str  # command-line option for the grid
-    octaves: tuple[int, ...]  # the default grid around the family's own value
+    octaves: tuple[int, ...]  # the default grid: log2 of multiples of the value of the recipe or factory
     shift_limit: float  # allowed shift in octaves: half a step of the default grid
 
     def grid(self, family: ModelFamily) -> list[float]:
-        """Return the default grid, in the family's unit."""
+        """Return the default grid for a family: base values of a recipe, multiples for a factory."""
         return [family.value(self.key) * 2.0**octave for octave in self.octaves]
 
 
@@ -83,11 +83,12 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each scale.
 
-    The other scales are compared with the first one. ``grid`` contains values in the family's unit.
+    ``family`` makes the models. The other scales are compared with the first one. ``grid`` has base values of a
+    recipe, or multiples of a factory's value.
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
-            scale, or if the folder is in use.
+            scale, or if another command uses the folder of ``store``.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     swept, scales, values = SWEPT[quantity], list(dict.fromkeys(scales)), sorted(set(grid))
@@ -141,7 +142,7 @@ def _wider(
 ) -> list[float]:
     """Return the grid of a scale with one more value beyond the edge at which the best value lies.
 
-    Return the grid unchanged if the best value is not at an edge, or if the new value would be invalid.
+    The grid stays the same if the best value is inside, or if the new value would be invalid.
     """
     if not losses.edge:
         return grid
@@ -169,7 +170,7 @@ def losses_of(
 
 
 def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale, LossGrid]:
-    """Return the losses at the base (the first scale) and at the scales that differ from it only along ``axis``."""
+    """Return the losses at the base (the first scale) and at scales that differ from the base only in ``axis``."""
     base = next(iter(losses))
     others = [name for name in AXES if name != axis]
     return {s: grid for s, grid in losses.items() if all(getattr(s, name) == getattr(base, name) for name in others)}
@@ -201,8 +202,8 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of the document: for each scale, the loss over the values and the optimum. For each axis, the
-    best value over the axis."""
+    """Yield the curves of the document: for each scale, the loss over the values, and the optimum; for each axis, the
+    best value over the size of the axis."""
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())

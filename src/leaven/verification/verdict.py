@@ -12,8 +12,8 @@ from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
     """Return the document of a check. ``more`` are its other fields.
 
-    The check passes if no row failed and at least one row passed. ``fault`` names the row that failed by the most. An
-    undecided row is named only if all failed rows are undecided.
+    The check passes if no row failed and at least one row passed. ``fault`` names the row that failed by the most; a
+    row that failed clearly comes before undecided rows.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(
@@ -28,7 +28,7 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return b of the least-squares fit log2 y = a + b log2 x. Return None if a value of y is not positive and
+    """Return b of the least-squares fit log2 y = a + b log2 x, or None if a value of y is zero, negative or not
     finite."""
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
@@ -37,7 +37,7 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the geometric mean over seeds. It is 0 if a value is 0, and NaN if a value is not finite."""
+    """Return the geometric mean of the values of all seeds: 0 if a value is 0, NaN if a value is not finite."""
     array = np.asarray(values, dtype=float)
     if not np.isfinite(array).all():
         return math.nan
@@ -47,9 +47,9 @@ def geometric_mean(values: Sequence[float]) -> float:
 def curve(
     module: str, axis: str, quantity: str, x: Sequence[float], by_seed: Sequence[Sequence[float]]
 ) -> VerdictCurve:
-    """Make a curve with a point for each x: the geometric mean over seeds, and the lowest and highest value.
+    """Return the curve with a point for each x: the geometric mean over seeds, and the lowest and highest value.
 
-    ``by_seed`` has, for each x, the values of all seeds. Results that are not finite become None.
+    ``by_seed`` has, for each x, the values of all seeds. Means and values that are not finite become None.
     """
     drawn = {"y": map(geometric_mean, by_seed), "low": map(min, by_seed), "high": map(max, by_seed)}
     finite = {name: [v if math.isfinite(v) else None for v in values] for name, values in drawn.items()}

@@ -1,20 +1,20 @@
 """The answer of a search: which point is the best, what its loss is, and which points are run to confirm it.
 
-1. The best few points (the finalists) are run again with fresh seeds, which the search did not use, because the
-   lowest of many noisy losses is partly luck. The point with the lowest mean of these runs is chosen. A point that
-   diverges with any seed cannot be chosen. If there is only one finalist and it diverges, the points of the search
-   are compared by their predicted losses, as in 2.
-2. The chosen point must be better than the start by more than the noise, over the seeds that both were run with.
-   Otherwise the start is the answer: the search found nothing better. Without confirmation runs (3.) the point must
-   be better by 2.5 times the noise, because the noise is only about one standard deviation of the difference then.
-   Without any runs with fresh seeds, the point with the lowest predicted loss is chosen in the same way.
+1. The lowest of many noisy losses is partly luck. So the best few points (the finalists) are run again with fresh
+   seeds, which the search did not use. The point with the lowest mean of these runs is chosen. A point that diverges
+   with any seed cannot be chosen. If there is only one finalist and it diverges, or if there are no runs with fresh
+   seeds, the point of the search with the lowest predicted loss is chosen.
+2. The chosen point must be better than the start by more than the noise (the standard deviation of the loss between
+   seeds), over the seeds that both were run with. Otherwise the start is the answer: the search found nothing better.
+   Without confirmation runs (3.) the point must be better by 2.5 times the noise, because one time the noise is only
+   about one standard deviation of the difference.
 3. The lowest of several means is partly luck, too: for three equal points with two runs each, it is too low by 0.6
    standard deviations of a run. So a point chosen among several is run again with new seeds, and so is the start.
-   These confirmation runs decide: in them, too, the point must be better than the start by more than the noise. The
-   reported loss and gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
+   Over these confirmation runs, too, the point must be better than the start by more than the noise. The reported
+   loss and gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
 
-The answer is a pure function of the trials. Points are compared by a surrogate fitted to all trials. The noise floor
-is pooled over all points that were run with several seeds. ``sensitivity.py`` says what each value is worth.
+The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
+all trials. ``sensitivity.py`` says what each value is worth.
 """
 
 import math
@@ -49,12 +49,12 @@ Array = NDArray[np.float64]
 
 RERUNS = 2  # runs with fresh seeds of each of the best few points
 CONFIRMATIONS = 2  # further runs of the chosen point, and of the start
-ALONE = 2.5  # times the noise: the least gain over the start of a point without confirmation runs
-MEASURED = 2  # degrees of freedom of a noise that is known well enough to judge a gain
+ALONE = 2.5  # times the noise: the gain that a point without confirmation runs must exceed
+MEASURED = 2  # the fewest degrees of freedom of a measured noise that gains are compared with
 ELSEWHERE = "lower the recipe's learning rate, which is not searched, to half or a quarter"
 
 Point = tuple[float, ...]  # octaves from the start
-Losses = Mapping[int, float]  # by seed
+Losses = Mapping[int, float]  # of the runs at one point, by seed
 
 
 def answer(
@@ -69,18 +69,18 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a value is computed at the best point. Only this value is changed, to each setting that the
-    trials tried, and the standard deviation of the predicted losses is taken. The importance is this standard
-    deviation divided by the sum of those of all values. This is first-order fANOVA with the surrogate in place of a
-    random forest. Optuna's importance (PED-ANOVA) is also reported. If the number of values is close to the number of
-    trials, Optuna's hardly correlates with the true importance (docs/concepts/search.md).
+    The importance of a value is computed around the best point: only this value is changed, to each setting that was
+    tried. The importance is the standard deviation of the predicted losses, divided by the sum of the standard
+    deviations of all values. This is first-order fANOVA with the surrogate in place of a random forest. Optuna's
+    importance (PED-ANOVA) is also reported. If there are about as many values as trials, Optuna's importance hardly
+    correlates with the true one (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
-        over: whether the search has ended. Before its end, the answer has a best point only if points have been run
-            again with fresh seeds.
-        by_surrogate: how points without fresh runs are compared: by the surrogate's predictions if true, by their
-            losses if false.
+        over: whether the search has ended. Before that, the answer has a best point only if some points have been
+            run again with fresh seeds.
+        by_surrogate: whether points without fresh runs are compared by the surrogate's predictions rather than by
+            their losses.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
         earlier: trials of an earlier search that informed this one.
     """
@@ -137,9 +137,9 @@ def _outlook(seen: "_Fitted", axes: Axes, point: Array) -> Outlook:
 def _fewest_measured(seen: "_Fitted", point: Point, best: Best) -> tuple[Best, Array]:
     """Return the rerun point that equals the best ``point`` within the noise and changes the fewest values.
 
-    It is returned as a Best and in octaves (D,). It may be the best point itself. A point counts as rerun if it has
-    ``RERUNS`` or more fresh runs, of which none diverged. All runs of the start count as fresh, because the start was
-    not chosen by its losses.
+    The result is this point as a Best, and its octaves (D,). It may be the best point itself. A point counts as rerun
+    if it has ``RERUNS`` or more fresh runs, of which none diverged. All runs of the start count as fresh, because the
+    start was not chosen by its losses.
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -161,7 +161,7 @@ def _fewest_measured(seen: "_Fitted", point: Point, best: Best) -> tuple[Best, A
 
 @dataclass(frozen=True)
 class _Fitted:
-    """The trials with a result, in the order of their results, and the trust region fitted to them."""
+    """The trials with a result, in the order in which they ended, and the trust region fitted to them."""
 
     trials: tuple[StudyTrial, ...]
     paths: tuple[str, ...]  # of the searched values
@@ -176,10 +176,10 @@ class _Fitted:
     def to(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "_Fitted":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        With at least ``MEASURED`` degrees of freedom, the floor is the measured noise. With fewer, the measured noise
-        may be far too small. Then a noise is fitted to the losses, and the floor is the measured noise or the
-        geometric mean of the measured and the fitted noise, whichever is larger. Without a measurement, it is the
-        fitted noise.
+        The floor is the measured noise if it has at least ``MEASURED`` degrees of freedom. With fewer, it may be far
+        too small, so a noise is fitted to the losses. Then the floor is the larger of two numbers: the measured
+        noise, and the geometric mean of the measured and the fitted noise. Without a measurement, it is the fitted
+        noise.
         """
         paths = tuple(axes.limits)
         ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
@@ -201,8 +201,8 @@ class _Fitted:
         """The predicted losses of the points that were run, up to a constant. Outliers and diverged points are left
         out.
 
-        The surrogate's prediction for a point is corrected by the residuals of the runs at this point: the part of
-        their mean that is not noise between seeds is added.
+        To the surrogate's prediction, the mean residual of the runs at this point is added, without the share of it
+        that is noise between seeds.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -250,13 +250,14 @@ def in_doubt(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> b
 def finalists(
     trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
 ) -> list[dict[str, float]]:
-    """Return the candidates for runs with fresh seeds, the most promising first. A point has octaves by path.
+    """Return the points to run with fresh seeds, the most promising first. A point maps each path to its octaves.
 
     In a trust-region search, trials are ranked by their predicted losses (:attr:`_Fitted.predicted`), in this order:
 
     1. the best trial;
-    2. the point with the lowest predicted loss, with only those of its changes that are worth more than the noise;
-    3. the same point with all its changes (it may never have been run, like the point of 2.);
+    2. the point with the lowest predicted loss of all, with only those of its changes that are worth more than the
+       noise; it may never have been run;
+    3. the same point with all its changes;
     4. the other trials;
     5. outliers, to which the surrogate was not fitted.
 
@@ -268,7 +269,7 @@ def finalists(
     if not ended.any():
         return []
     if by_surrogate:
-        # The start has its runs already.
+        # The start is left out, because it has several runs already.
         ranked = [x for x in sorted(seen.predicted, key=lambda x: seen.predicted[x]) if any(x)]
         lowest, outliers = seen.region.predicted, ended & ~np.isfinite(without_outliers(seen.losses))
         fewest = fewest_changes(seen.region, lowest, seen.floor)
@@ -285,8 +286,8 @@ class Confirmation:
 
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
-    fresh: int  # how many of these losses were not used to choose the point: all or none
-    gain: float | None  # nats below the start, measured with runs not used to choose the point; None without any
+    fresh: int  # how many of these losses were not used to choose the point (all of them, or 0)
+    gain: float | None  # nats below the start, from runs not used to choose the point; None without such runs
 
     @property
     def loss(self) -> float:
@@ -316,8 +317,8 @@ def confirm(
         if better is None or better > noise:
             return Confirmation(chosen, tuple(confirmed.values()), len(confirmed), better)
         chosen = runs.start
-    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):  # the next best point has no confirmation runs
-        chosen = runs.start
+    elif runs.refuted(noise) or not runs.ahead(chosen, ALONE * noise):
+        chosen = runs.start  # without confirmation runs, the point is not far enough ahead
     if chosen == runs.start:
         losses = runs.start_again
         return Confirmation(chosen, tuple(losses.values()), len(losses), 0.0)
@@ -337,8 +338,8 @@ def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float 
 
 @dataclass(frozen=True)
 class _Runs:
-    """The losses of a search, grouped by the purpose of the run, then by point and seed. A diverged run has an
-    infinite loss."""
+    """The losses of a search, by the purpose of the run, the point and the seed. A diverged run has an infinite
+    loss."""
 
     start: Point
     at_start: Losses  # runs of the start during the search; empty if one diverged and other points did not
@@ -346,7 +347,7 @@ class _Runs:
     choosing: Mapping[Point, Losses]  # runs of the best few points with fresh seeds
     confirming: Mapping[Point, Losses]  # confirmation runs
     candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
-    predicted: Mapping[Point, float]  # losses of points, used if no point has usable runs with fresh seeds
+    predicted: Mapping[Point, float]  # losses of points; empty if candidates are compared by runs with fresh seeds
 
     @classmethod
     def of(
@@ -384,12 +385,11 @@ class _Runs:
         return cls(start, at_start, again, choosing, confirming, found, {} if rerun else predicted)
 
     def alone(self, chosen: Point) -> bool:
-        """Return whether this is the only point that was run with fresh seeds."""
+        """Return whether ``chosen`` is the only point that was run with fresh seeds."""
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation runs have ended and are not better than the start by more than
-        ``noise``."""
+        """Return the points whose confirmation runs have ended without a gain over the start above ``noise``."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -398,7 +398,8 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Return the point with the lowest mean or predicted loss, without the points that :meth:`refuted` returns.
+        """Return the point with the lowest mean or predicted loss. Points that :meth:`refuted` returns do not
+        count.
 
         Return the start if this point is not better by more than ``noise``, or if there is no such point. Return
         None if the start has no run either.
@@ -417,7 +418,7 @@ class _Runs:
     def ahead(self, chosen: Point, least: float) -> bool:
         """Return whether the loss at ``chosen`` is below the start's by more than ``least`` nats.
 
-        If the start has no runs to compare with, the result is true for every other point.
+        If the start has no runs, the result is true for every other point.
         """
         if chosen == self.start or not self.at_start:
             return chosen != self.start
@@ -429,8 +430,8 @@ class _Runs:
 def gain(start: Losses, there: Losses) -> float:
     """Return by how many nats the loss of a point (``there``) is below the loss of the start.
 
-    The difference is averaged over the seeds that both were run with. Without common seeds, it is the difference of
-    the two means.
+    The difference is averaged over the seeds that both points were run with. Without common seeds, it is the
+    difference of the two means.
     """
     if both := start.keys() & there.keys():
         return statistics.fmean(start[seed] - there[seed] for seed in sorted(both))
@@ -450,31 +451,30 @@ def advice_when_all_diverged(
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    The only other evidence is how long each run lasted. So a divergence model is fitted in which a run counts as
-    diverged only if it is shorter than half of the longest run. The model shows which value made runs diverge
-    soonest; the advice names this value if it is not a learning rate.
+    The advice also names the value that made runs diverge soonest, if it is not a learning rate. To find it, a
+    divergence model is fitted that counts a run as diverged only if it lasted less than half as long as the longest.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])
     rates = learning_rates([d.path for d in dimensions])
-    start = "the start's too" if (~points.any(1)).any() else "but none was of the start"
+    start = "including the start" if (~points.any(1)).any() else "but the start was not tried"
     found = f"all {len(diverged)} trials diverged, {start}" if len(diverged) > 1 else "the only trial diverged"
     advice = elsewhere
     if rates.any():
         lowered = max(-points[:, rates].max(1).min(), 0.0)  # octaves that the search has tried already
         factor = 2.0 ** (lowered + 1)
-        names, value = "the learning rates", ""
+        names, value, before = "the learning rates", "", "they were"
         if rates.sum() == 1:
             rate = dimensions[int(np.argmax(rates))]
-            names = short_path(rate.path)
+            names, before = short_path(rate.path), "it was"
             value = f", {format_number(float(rate.centre) / factor)}" if rate.centre else ""
-        tried = f" (1/{2**lowered:.3g} of it diverged)" if lowered >= DOWN else ""
-        advice = f"start from {names} at 1/{factor:.3g} of what it was{value} or lower{tried}"
+        tried = f" (1/{2**lowered:.3g} diverged, too)" if lowered >= DOWN else ""
+        advice = f"start from {names} at 1/{factor:.3g} of what {before}{value} or lower{tried}"
     tokens = np.array([trial.tokens for trial in diverged])
     early = divergence.fit(points, tokens < tokens.max() / 2)
     if early.slopes.any():
         down, i = divmod(int(np.argmax(early.slopes)), len(dimensions))
         if not rates[i]:
-            moved = "another" if dimensions[i].levels else "lowered" if down else "raised"
+            moved = "changed" if dimensions[i].levels else "lowered" if down else "raised"
             advice += f"; runs diverged soonest where {short_path(dimensions[i].path)} was {moved}"
     return f"{found}: {advice}"

@@ -9,7 +9,7 @@ from leaven.tuning.study_document import StudyTrial
 # Two-sided 95% quantiles of Student's t by degrees of freedom.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306)
 _Z95 = 1.959964
-WILD = 5.0  # times the median spread: points above it are left out of the noise
+WILD = 5.0  # times the median spread of all points: a point with a larger spread is left out of the noise
 GIVEN = 10**6  # degrees of freedom of a noise that the user gives
 
 
@@ -24,8 +24,8 @@ def t95(degrees: int) -> float:
 
 
 def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
-    """Return the pooled standard deviation within groups and its degrees of freedom: (None, 0) if no group has two
-    values."""
+    """Return the pooled standard deviation within groups, and its degrees of freedom. If no group has two values,
+    return (None, 0)."""
     repeats = [group for group in groups if len(group) > 1]
     degrees = sum(len(group) - 1 for group in repeats)
     if not degrees:
@@ -36,15 +36,15 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
     """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
 
-    Runs with equal point, seed and loss are the same run and count once. Diverged runs do not count. Runs of
-    different points with the same seed share init and data order, and therefore a part of their noise; running more
-    points does not average this part out. So if there are several seeds, the degrees of freedom are at most the
-    number of seeds minus one.
+    The noise is the standard deviation of the loss between runs of one point. Runs with equal point, seed and loss
+    are the same run and count once. Diverged runs do not count. Runs with the same seed share init and data order,
+    and therefore a part of their noise, which more points do not average out. So if there are several seeds, the
+    degrees of freedom are at most the number of seeds minus one.
 
-    A point is left out if its runs differ much more than the runs of other points do: it is at the divergence
-    boundary, where the spread is not noise. If all points had equal noise, one point in 150 would be left out (for
-    three points with two runs and one with three). The point with the most runs, if it has more than two, always
-    stays: it is the start, which was repeated to measure the noise.
+    A point whose runs differ much more than those of other points is left out: it is at the divergence boundary,
+    where the spread is not noise. (With equal noise everywhere, this leaves out one point in 150 if three points have
+    two runs and one has three.) The point with the most runs always stays if it has more than two: it is the start,
+    which was repeated to measure the noise.
     """
     points: dict[Hashable, set[tuple[int, float]]] = {}
     for point, seed, loss in runs:
@@ -64,9 +64,9 @@ def noise_between_seeds(
 ) -> tuple[float | None, int]:
     """Return the noise between seeds and its degrees of freedom. ``given`` is the noise that the user gave, or None.
 
-    ``paths`` are the searched values. Noise is measured at points that were run again. The run for which such a point
-    was chosen during the search does not count, because the point was chosen for the low loss of that run. All runs
-    of the start count. Pruned trials have no final loss and do not count.
+    ``paths`` are the searched values. Noise is measured at points that were run again. Of these points, the runs of
+    the search itself do not count, because their low losses are the reason why the points were run again. All runs of
+    the start count. Pruned trials have no final loss and do not count.
     """
     if given is not None:
         return given, GIVEN

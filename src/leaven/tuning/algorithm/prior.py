@@ -1,11 +1,12 @@
 """Knowledge from before a search, as distributions of the surrogate's coefficients (``surrogate.Prior``).
 
-- An *expectation* says where the optimum of each value is, m_i +- w_i steps from the start, from laws and published
-  runs. The slope at the start then follows from the curvatures H, which are unknown: b = -H m + e with
-  e_i ~ N(0, (w_i h)^2).
-- An *earlier search*, of another size or space, gives the posterior of its own surrogate. The losses of the two
-  searches differ. So a further standard deviation is added to each coefficient: one of ``DIFFERENCES``, times h. The
-  evidence decides which.
+b is the slope at the start, H the matrix of curvatures, and h the typical curvature, as in ``surrogate.py``.
+
+- An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start.
+  So b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
+- An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. Because the
+  losses of two searches differ, the standard deviation of each coefficient is widened by one of ``DIFFERENCES``,
+  times h. The evidence decides which.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from leaven.tuning.algorithm.surrogate import (
     interaction,
 )
 
-DIFFERENCES = 0.3, 0.8  # of the coefficients of two searches, in units of h
+DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two searches, in units of h
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +37,7 @@ class EarlierTrials:
 
 
 def of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior that expects the optimum of each value at ``centre`` +- ``width`` (D,) steps from the
-    start."""
+    """Return the prior that expects the optimum at ``centre`` (D,) +- ``width`` (D,) steps from the start."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -53,8 +53,8 @@ def of_expectations(centre: Array, width: Array) -> Prior:
 def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
     """Return the priors that follow from the trials of an earlier search, one prior for each of ``DIFFERENCES``.
 
-    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). This search has only the first ``d`` columns. If
-    the noise is unknown, it is fitted to the lowest losses: without noise, few trials would be trusted far too much.
+    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). This search has only the first ``d`` = D columns.
+    If the noise is None, it is fitted to the lowest losses: without noise, few trials would be trusted far too much.
     """
     if noise is None:
         lowest = np.argsort(losses)[:FITTED]
@@ -74,8 +74,8 @@ def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> li
 
 
 def _kept(columns: int, d: int) -> NDArray[np.int_]:
-    """Return the indices of the coefficients that concern only the first ``d`` of the ``columns`` columns: slopes,
-    curvatures and, if there are any, interactions."""
+    """Return the indices of the coefficients (slopes, curvatures, interactions) that concern only the first ``d`` of
+    the ``columns`` columns."""
     kept = [np.arange(d), columns + np.arange(d)]
     if columns <= MOST_WITH_INTERACTIONS:
         _, j = np.triu_indices(columns, 1)

@@ -1,18 +1,17 @@
 """What each value is worth around the best point, and what a larger budget or two values alone would gain.
 
-Two points are called equal only with good evidence: a point is *within the noise* of another if its predicted loss
-plus one standard deviation (two if many multipliers move) exceeds the loss of the other by less than the noise floor.
+A point A is *within the noise* of a point B if A's predicted loss plus one standard deviation (two if many values
+move) exceeds B's loss by less than the noise floor, the smallest difference of losses that counts.
 
 The gain that is still possible is estimated with quadratics that are drawn from the posterior of the surrogate. Each
-quadratic says how far the loss at the best point is above its own minimum in the trust region. The estimate is the
-median of these differences. With few values (at most ``DESIGNED``) it is too high: the prior has one typical
-curvature for all values, and expects the same gain from values that have little effect. But with few values, the
-search itself shows how fast it converges. So the estimate is then limited to what the second half of the trials has
-gained.
+of them says how far the loss at the best point is above its minimum in the trust region. The estimate is the median
+of these differences. For few values (at most ``DESIGNED``) it is too high: the prior has one typical curvature, and
+so expects the same gain from values with little effect. But then the search itself shows how fast it converges, so
+the estimate is limited to what the second half of the trials has gained.
 
 After n trials, the regret of a regression is about 1 / n. So n further trials gain half of the gain that is still
 possible. On landscapes with a known optimum, the mean of this estimate is within a factor of two of the true gain for
-9 and 25 values, and several times too high for 2 to 4 values. For a single search it is a guess
+9 and 25 values, and several times too high for 2 to 4 values. For a single search the estimate is a guess
 (docs/concepts/search.md).
 """
 
@@ -26,28 +25,27 @@ from leaven.tuning.algorithm.trust_region import DESIGNED, RISK, TRUST, Array, A
 from leaven.tuning.study_document import Coordinate, Dimension, SlicePoint
 
 SURE = 1.0  # standard deviations added to a predicted loss before points are called equal
-TOGETHER = 2.0  # the same if many multipliers move, because the errors of the surrogate add up
+TOGETHER = 2.0  # the same if many values move, because the errors of the surrogate add up
 SLICE = 21  # number of points of a slice
-WIDE, FINE = 2.0, 1 / 32  # steps: half the width in which the flat region is searched, and the resolution
+WIDE, FINE = 2.0, 1 / 32  # steps from the best point within which the flat region is searched; its resolution
 BEYOND = 0.5  # steps by which a slice extends beyond the values that were tried
-DRAWS = 48  # quadratics
-LEAST = 8  # trials of the search; with fewer, half of them say nothing
-PER_VALUE = 3  # trials: with 16 trials of 9 values, the pair brought only half of the predicted share
+DRAWS = 48  # quadratics drawn from the posterior
+LEAST = 8  # the fewest trials of the search from which a further gain is estimated
+PER_VALUE = 3  # the fewest trials for each value: the pair of 16 trials of 9 values had half of the predicted share
 CANDIDATES = 12  # values among which the best pair is searched: those with the largest gains alone
 
 
 def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
-    """Return the predicted loss at ``x`` minus that at ``best``, and the standard deviation of the difference."""
+    """Return (difference, its standard deviation): the predicted loss at ``x`` minus that at ``best``."""
     here, there = now.belief(np.array([x, best]))
     return float(here - there), float(now.deviation(x[None], best)[0])
 
 
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
-    """Simplify the point ``best``: reset its values to the start one by one, beginning with the value that costs
-    least.
+    """Return the point ``best`` with as many values as possible reset to the start.
 
-    A value is reset only if the point then stays within the noise (``floor``) of ``best`` and is not likely to
-    diverge.
+    They are reset one by one, beginning with the value that costs least. A value is reset only if the point then
+    stays within the noise (``floor``) of ``best`` and is not likely to diverge.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -69,8 +67,8 @@ def coordinates(
     best: Array,
     optunas: Array,
 ) -> tuple[Coordinate, ...]:
-    """Return what the trials at ``points`` (n, D) with ``losses`` (n,) say about each value around the point ``best``
-    (D,). The most important value comes first. ``optunas`` (D,) are Optuna's importances."""
+    """Return what the trials at ``points`` (n, D) with ``losses`` (n,) show about each value around ``best`` (D,).
+    The most important value comes first. ``optunas`` (D,) are Optuna's importances."""
     tried = points[np.isfinite(losses)].T
     spread = now.along(best, tried)[0].std(1)
     shares = spread / (spread.sum() or 1.0)
@@ -95,7 +93,7 @@ def coordinates(
         dimension, x = dimensions[i], float(best[i])
         below, above = np.flatnonzero(~equal[i, :middle]), np.flatnonzero(~equal[i, middle + 1 :])
         lower, upper = below[-1] + 1 if len(below) else 0, middle + (above[0] if len(above) else middle)
-        # The name of the limit that the best value has reached, if it has moved.
+        # The name of the limit that the best value has reached, or "".
         within = min(x - dimension.low, dimension.high - x) >= FINE * dimension.scale
         end = "" if x == 0 or within else dimension.ends[x > 0]
         slices = zip(*(curve[i, : len(dimension.levels) or SLICE] for curve in curves), strict=True)
@@ -120,7 +118,7 @@ def coordinates(
 def further_gain(
     now: Region, axes: Axes, points: Array, losses: Array, *, searched: NDArray[np.bool_], best: Array
 ) -> float | None:
-    """Return the gain in nats that is expected if as many trials are run again. Return None after too few trials.
+    """Return the expected gain in nats of as many further trials as have been run, or None after too few trials.
 
     Args:
         now: the trust region after trials at ``points`` (n, D) with ``losses`` (n,).
@@ -149,11 +147,11 @@ def further_gain(
 
 
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
-    """Find the two numbers that together bring the largest share of the predicted gain if only they are moved.
+    """Find the two values that alone bring the largest share of the predicted gain. Return (index, index, share).
 
-    All other values stay at the start, choices too. Return the indices of the two, and the share (at most 1). Return
-    None if fewer than three numbers are searched, if there are fewer than ``PER_VALUE`` trials for each value, or if
-    the gain is not above the noise.
+    All other values stay at the start. Choices are not considered. The share is at most 1. Return None if fewer than
+    three numbers are searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not
+    above the noise.
 
     Args:
         points: (n, D), the trials. The two values stay between the settings that were tried.

@@ -7,20 +7,20 @@ a bad trial as from a good one. With x in steps from the start (octaves divided 
 
     b_i ~ N(0, h^2),   h_ii ~ N(h, h^2),   h_ij ~ N(0, (r h)^2),   error ~ N(0, noise^2 + (k (y - lowest))^2),
 
-where h is the typical curvature: the optimum is about one step from the start along each value. The minimum stays at
-the start along directions in which no trial has moved. The interactions h_ij are fitted if there are few values
-(``MOST_WITH_INTERACTIONS`` columns); more values have too many pairs for the trials of a search. r = 8 / D^2, but at
-most 1/2: interactions are common, but with more values each of them has fewer trials.
+where y is the loss of a trial, h the typical curvature, noise the standard deviation of the loss between seeds, and
+lowest the lowest loss. This prior expects the optimum about one step from the start along each value. Along
+directions in which no trial has moved, the minimum stays at the start. The interactions h_ij are fitted only for up
+to ``MOST_WITH_INTERACTIONS`` columns: more values have too many pairs for the trials of a search. r = 8 / D^2, but at
+most 1/2, where D is the number of values: interactions are common, but with more values each has fewer trials.
 
-A loss far above the lowest one says little about the bottom of the basin, because a basin is quadratic only there:
-the error grows with the excess over the lowest loss. h is chosen to maximise the evidence (the likelihood with a, b
-and h_ij integrated out). The noise is given, not fitted in this way: a noise fitted to few trials is often too large,
-and hides the basin. The model is a Gaussian process with a quadratic kernel and a mean function; Rasmussen and
-Williams 2006, sections 2.1, 2.7 and 5.4.1. docs/log.md compares the constants with others.
+A loss far above the lowest one says little about the optimum, because the loss is quadratic only near the optimum. So
+the error grows with the excess over the lowest loss; k is ``MODEL_ERROR``. h is chosen to maximise the evidence (the
+likelihood with a, b and h_ij integrated out). The noise is given, because a noise fitted in this way to few trials is
+often too large and hides the optimum. The model is a Gaussian process with a quadratic kernel and a mean function;
+Rasmussen and Williams 2006, sections 2.1, 2.7 and 5.4.1. docs/log.md compares the constants with others.
 
-What is known before the search, from laws or from an earlier study (``prior.py``), enters as other distributions of
-the coefficients. Each is compared with the one above by its evidence, so knowledge that the trials contradict is
-dropped.
+Knowledge from before the search, from laws or from an earlier study (``prior.py``), gives further priors of the
+coefficients. The prior with the highest evidence is used, so knowledge that the trials contradict is dropped.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-FLATTEST = 0.5  # share of h: the least curvature along a value that a minimum is computed with
-MODEL_ERROR = 0.1  # k
+FLATTEST = 0.5  # share of h: a minimum is computed with at least this curvature along each value
+MODEL_ERROR = 0.1  # k in the error of a trial
 MOST_WITH_INTERACTIONS = 12
-LOWER_HALF = 1.7  # standard deviation of normal losses over that of their lower half
-LEAST_NOISE = 1e-3  # of the standard deviation of the losses: the least noise that is assumed
+LOWER_HALF = 1.7  # ratio of the standard deviation of normal losses to that of their lower half
+LEAST_NOISE = 1e-3  # share of the standard deviation of the losses: the least noise that is assumed
 FITTED = 64  # the most trials to which a noise is fitted, because the time grows with their cube
-SWEEPS = 100  # of the coordinate descent at most
+SWEEPS = 100  # the most sweeps of the coordinate descent
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Quadratic:
 
     slope: Array  # (D,)
     hessian: Array  # (D, D)
-    least: float  # the least curvature along a column that a minimum is computed with
+    least: float  # a minimum is computed with at least this curvature along each column
 
     def __call__(self, x: Array) -> Array:
         """Return the values (m,) of the function at points (m, D)."""
@@ -77,14 +77,14 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Prior:
-    """A prior: a normal distribution of the coefficients of the terms of :func:`_features`, in units of h."""
+    """A normal prior of the P coefficients of the quadratic (the terms are in :func:`_features`), in units of h."""
 
     mean: Array  # (P,)
     root: Array  # R, (P, P): the covariance is R R^T
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior without knowledge: the optimum is about one step from the start along each value."""
+        """Return the prior without knowledge, which expects the optimum about one step from the start."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
@@ -93,21 +93,21 @@ class Prior:
 class Surrogate:
     """The posterior distribution of the quadratic given the finished trials, made by ``fit``.
 
-    The coefficients of the terms of :func:`_features`, (P,), have the mean ``_mean`` and the covariance
-    h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
+    The P coefficients of the quadratic (the terms are in :func:`_features`) have the mean ``_mean`` and the
+    covariance h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
     """
 
     curvature: float  # h, loss per step squared
-    noise: float  # standard deviation of the loss between seeds, as it was assumed
-    informed: bool  # whether a distribution with knowledge explains the trials best
+    noise: float  # the assumed standard deviation of the loss between seeds
+    informed: bool  # whether a prior with knowledge has the highest evidence
     _mean: Array  # (P,)
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
-    _left: Array  # (at most n,): posterior over prior standard deviation along each direction
+    _left: Array  # (at most n,): ratio of the posterior to the prior standard deviation along each direction
     _interactions: bool
 
     def value(self, x: Array) -> Array:
-        """Return the posterior mean of the loss at points (m, D), up to the constant ``a``, (m,)."""
+        """Return the posterior mean (m,) of the loss at points (m, D), up to the constant ``a``."""
         return np.asarray(self._features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
@@ -128,7 +128,7 @@ class Surrogate:
         return self._quadratic(self._mean + self._root @ (drawn - known))
 
     def as_prior(self) -> Prior:
-        """Return the posterior distribution as a prior of another search."""
+        """Return this posterior as a prior for another search."""
         known = np.eye(len(self._mean)) - (self._directions * (1 - self._left)) @ self._directions.T
         return Prior(self._mean / self.curvature, self._root @ known)
 
@@ -152,7 +152,7 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r: the prior standard deviation of an interaction, as a share of h, if there are ``d`` columns."""
+    """Return r for ``d`` columns: the prior standard deviation of an interaction, as a share of h."""
     return min(0.5, 8 / d**2)
 
 
@@ -176,12 +176,12 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
     noise = max(noise, LEAST_NOISE * spread)
-    # Divided by the error of their trial, all rows have errors of size 1.
+    # Each row is divided by the standard deviation of its error, so that all errors have the same size.
     weights = 1 / np.hypot(noise, MODEL_ERROR * (losses - losses.min()))
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide by the errors, and project out the constant a."""
+        """Divide by the size of the errors, and project out the constant a."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -204,15 +204,15 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
         informed = len(found) < len(knowledge)
         surrogate = Surrogate(h, noise, informed, mean, prior.root, directions.T, left, interactions)
         found.append((float(evidence[i]), surrogate))
-    return max(found, key=lambda pair: pair[0])[1]  # of equals the first, which has knowledge
+    return max(found, key=lambda pair: pair[0])[1]  # at a tie the first, which has knowledge
 
 
 def fitted_noise(points: Array, losses: Array) -> float:
-    """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
+    """Return the noise (its standard deviation) under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
-    Noise and curvature scale h are fitted together, by the evidence. Because losses far above the minimum may not
-    follow a quadratic, the noise of the lower half of the losses is an upper limit. This takes about 100 n^3
-    operations, so it is for a few dozen trials.
+    Noise and curvature h are fitted together, by the evidence. Losses far above the minimum may not follow a
+    quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation of the lower half of the losses.
+    The function takes about 100 n^3 operations, so it is for a few dozen trials.
     """
     n, d = points.shape
     spread = float(np.std(losses))

@@ -1,37 +1,36 @@
-"""Trust-region search: steps in octaves around the best point so far.
+"""Trust-region search: propose points near the best point so far.
 
-Loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. Random search over a
-box and Gaussian processes fail there; points near the best one work (Mlodozeniec et al. 2025, arXiv 2512.22382). Two
-simple methods also fail. If a noisy trial is accepted only when it beats the best of many trials, soon no trial is
-accepted. If the radius shrinks with every failure, it soon reaches its minimum. So:
+The loss over per-module multipliers is nearly convex inside a region that ends where runs diverge. Random search over
+a box and Gaussian processes fail there; points near the best one work (Mlodozeniec et al. 2025, arXiv 2512.22382).
+Two simple methods also fail. If a noisy trial is accepted only when it beats the best of many trials, soon no trial
+is accepted. If the radius shrinks with every failure, it soon reaches its minimum. So:
 
-1. A quadratic surrogate is fitted to all finished trials (``surrogate.py``). A model of the divergence boundary is
-   fitted to all trials, finished and diverged (``divergence.py``).
+1. A surrogate (a quadratic regression of the loss) is fitted to all finished trials (``surrogate.py``). A model of
+   the divergence boundary is fitted to all trials, finished and diverged (``divergence.py``).
 2. The incumbent (the best point so far) is the first trial, until the surrogate predicts that another trial is better
    by more than the noise.
-3. A proposal starts at the surrogate's minimum, at most ``TRUST`` octaves from the incumbent along each multiplier,
-   and adds a step. The step is half the uncertainty of the minimum: the difference between the minimum of a surrogate
-   drawn from the posterior and the minimum of the posterior mean. So multipliers with a known optimum stay,
-   multipliers with little effect move far, and simultaneous proposals differ. The last proposal of a search is the
-   minimum itself. If few values are searched (``DESIGNED``), the first proposals move one value each by about a step.
-   A random half of the choices take a level that has never been run or, if all levels have been run, the best level
-   of the drawn surrogate. The other choices take the best level of the posterior mean.
-4. If the proposal is likely to diverge, the multipliers that cause this move less, and the choices that cause it are
-   undone.
+3. A proposal is the surrogate's minimum within ``TRUST`` steps of the incumbent along each value, plus a random move.
+   The move is half of the difference between the minimum of a surrogate drawn from the posterior and the minimum of
+   the posterior mean: half of the uncertainty of the minimum. So values with a known optimum stay, values with little
+   effect move far, and simultaneous proposals differ. The last proposal of a search is the minimum itself. If at most
+   ``DESIGNED`` values are searched, each of the first proposals moves one value by about a step. A random half of the
+   choices take a level that has never been run or, if all have been run, the best level of the drawn surrogate. The
+   other choices take the best level of the posterior mean.
+4. If the proposal is likely to diverge, the values that cause this move less, and the choices that cause it keep the
+   incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
    rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
    proposals spread further out instead. The first trial that finishes replaces the start.
 
-Distances are in steps: one step is ``scale`` octaves of its multiplier. ``Region`` takes and returns octaves.
-Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, so
-it is extended while the best point lies at its edge, up to the bounds of the space.
+One step along a value is ``scale`` octaves (one octave doubles a multiplier). ``Region`` takes and returns octaves.
+Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
+to the bounds of the space. So it grows while the best point lies at its edge.
 
-All trials of a search share a seed, and with it the init and the data order, so they differ by less than the noise
-between seeds (``noise``). But an improvement that holds for one seed only is useless. So the surrogate assumes at
-least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The cost of these rules
-is small (docs/concepts/search.md). During the search this noise is pooled over all runs of repeated points. The
-answer leaves out the runs for whose low loss a point was chosen to be run again
-(``noise.noise_between_seeds``).
+All trials of a search share a seed, and with it the init and the data order. So they differ by less than the noise,
+the standard deviation of the loss between seeds. But an improvement that holds for one seed only is useless. So the
+surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The
+cost of these rules is small (docs/concepts/search.md). During the search the noise is pooled over all runs of
+repeated points. The answer leaves some of these runs out (``noise.noise_between_seeds``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,16 +50,17 @@ from leaven.tuning.study_document import Dimension
 
 Array = NDArray[np.float64]
 
-TRUST = 1.0  # steps: octaves divided by the scale of the value
-RADIUS, WIDEST = 0.5, 1.2  # share of the uncertainty by which a proposal moves; at most, while all trials diverge
+TRUST = 1.0  # steps along each value from the incumbent, within which the surrogate is minimised
+RADIUS = 0.5  # share of the uncertainty by which a proposal moves
+WIDEST = 1.2  # the largest such share while all trials diverge
 DESIGNED = 5  # values: if at most so many are searched, each is first moved alone
-DESIGN = 0.8, 1.2  # steps, then
+DESIGN = 0.8, 1.2  # steps: the range of these first moves
 EXPLORED = 0.5  # probability that a choice explores its levels in a proposal
-FARTHEST = 1.5  # steps, the longest move of a multiplier: draws have long tails
+FARTHEST = 1.5  # steps: replaces TRUST in computing the random move, because draws have long tails
 RISK = 0.1  # the highest accepted probability that a proposal diverges
 OUTLIER = 10.0  # a loss further above the median than this times (median - lowest) counts as diverged
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
-CLOSER, CLOSEST = 0.9, 0.05  # factor of the radius for each such divergence, and the least radius
+CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each of these divergences, and the smallest radius
 ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 
 
@@ -68,10 +68,11 @@ ROUNDS = 3  # rounds without a gain above the noise after which a search stops
 class Axes:
     """The searched hyperparameters: the bounds, scale and start of each, by name.
 
-    A point is written in one of two ways. Stores and objectives use ``params`` (Optuna's word): log2 multipliers by
-    name, and the index of the level for a choice. The models use ``octaves``: an array (D,) of differences from the
-    start, in the order of the names. For a choice the difference is the index of the level minus the index of the
-    start's level, modulo the number of levels. The values of the recipe at a point are in ``tuning/point.py``.
+    A point (a setting of all D hyperparameters) is written in two ways. Stores and objectives use ``params``,
+    Optuna's word: log2 multipliers by name, and the index of the level for a choice. The search algorithm uses
+    ``octaves``: an array (D,) of differences from the start, in the order of the names. For a choice the difference
+    is the index of the level minus the index of the start's level, modulo the number of levels. ``tuning/point.py``
+    converts a point to a recipe.
     """
 
     limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
@@ -81,9 +82,9 @@ class Axes:
     near: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     # The params of the start, for all names in the order of ``limits``; default 0.
     start: Mapping[str, float] = field(default_factory=dict)
-    # Where laws expect the optimum: octaves from the start, and their standard deviation.
+    # Where laws expect the optimum: its octaves from the start, and their standard deviation.
     expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    earlier: EarlierTrials | None = None
+    earlier: EarlierTrials | None = None  # trials of an earlier search
 
     @classmethod
     def of(cls, dimensions: Sequence[Dimension], earlier: EarlierTrials | None = None) -> "Axes":
@@ -128,7 +129,7 @@ class Axes:
 
     @cached_property
     def knowledge(self) -> list[Prior]:
-        """Return the surrogate's priors: what laws or an earlier study say before the first trial."""
+        """The surrogate's priors from laws and an earlier search."""
         features = Features(np.zeros(len(self.limits)), self.scale, self.levels)
         found = []
         if self.earlier is not None:
@@ -156,7 +157,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Features:
-    """The input columns of the models.
+    """Convert points to the F input columns of the surrogate and of the divergence model.
 
     A number has one column: its distance from ``origin`` in steps of ``scale`` octaves. A choice has one column for
     each level except the start's; the column is 1 if the point has this level, otherwise 0.
@@ -168,7 +169,7 @@ class Features:
 
     @property
     def owner(self) -> NDArray[np.int_]:
-        """The axis that each column belongs to, (F,)."""
+        """The index of the hyperparameter of each column, (F,)."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
     @property
@@ -183,7 +184,7 @@ class Features:
         return np.where(level > 0, x[..., owner] == level, steps)
 
     def point(self, columns: Array) -> Array:
-        """Return the point (D,) that the input ``columns`` (F,) stand for: the inverse of :meth:`of`."""
+        """Return the point (D,) with these ``columns`` (F,): the inverse of :meth:`of`."""
         owner, level = self.owner, self.level
         x = np.zeros(len(self.levels))
         number = level == 0
@@ -197,15 +198,15 @@ class Features:
 class Region:
     """A trust region, which proposes points and predicts losses. Points are in octaves from the start."""
 
-    incumbent: Array  # (D,)
-    radius: float
-    surrogate: Surrogate  # over ``features``
-    divergence: DivergenceModel  # over ``features``
-    since: int  # trials after the incumbent
+    incumbent: Array  # (D,), the best point so far
+    radius: float  # share of the uncertainty by which a proposal moves
+    surrogate: Surrogate  # its inputs are the columns of ``features``
+    divergence: DivergenceModel  # the same inputs
+    since: int  # number of trials after the incumbent
     low: Array  # (D,), the lower ends of the box
     high: Array  # (D,), the upper ends
-    features: Features  # around the start, or the first trial that finished if the start diverged
-    never: NDArray[np.bool_]  # (F,), columns that are 0 in all trials
+    features: Features  # the origin is the start or, if the start diverged, the first trial that finished
+    never: NDArray[np.bool_]  # (F,), whether a column is 0 in all trials
 
     @property
     def predicted(self) -> Array:
@@ -213,7 +214,7 @@ class Region:
         return self._within(self._lowest(self.surrogate.mean, self._levels(self.surrogate.mean)))
 
     def proposal(self, rng: np.random.Generator, *, last: bool = False) -> Array:
-        """Return a point to try next, (D,). ``last`` says whether it is the last one of the search."""
+        """Return a point to try next, (D,). ``last`` says whether this is the last proposal of the search."""
         if last:
             return self.predicted
         d, number = len(self.incumbent), self.features.level == 0
@@ -230,10 +231,10 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the search has stalled.
+        """Return whether the last ``ROUNDS`` rounds of trials gained less than the noise, and the predicted further
+        gain is below the noise, too.
 
-        It has if the last ``ROUNDS`` rounds of trials gained less than the noise, and the predicted further gain is
-        below the noise, too. A round has half as many trials as there are values, but at least 10.
+        A round has half as many trials as there are values, but at least 10.
         """
         here, there = self.belief(np.array([self.incumbent, self.predicted]))
         quiet = self.since >= ROUNDS * max(10, len(self.incumbent) // 2)
@@ -248,9 +249,9 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return the mean and standard deviation of the change in loss when one value of ``base`` is replaced.
+        """Return (mean, standard deviation) of the change in loss when one value of ``base`` (D,) is replaced.
 
-        Element (i, j) of both results (D, m) is for ``base`` (D,) with its value i set to ``x[i, j]``.
+        Element (i, j) of both results (D, m) is for ``base`` with its value i set to ``x[i, j]``.
         """
         d, m = x.shape
         points = np.repeat(np.tile(base, (d, 1))[:, None], m, 1)  # (D, m, D)
@@ -264,16 +265,16 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the risks of divergence, (D, m). Element (i, j) is for ``base`` (D,) with its value i set to
+        """Return the probabilities of divergence, (D, m). Element (i, j) is for ``base`` (D,) with its value i set to
         ``x[i, j]``."""
         d = len(base)
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice, (D,), at the incumbent's numbers.
+        """Return the best level of each choice, (D,), with all numbers as in the incumbent.
 
-        The best level has the lowest loss under ``quadratic`` if the other choices keep the start's level. With
-        ``unseen_first``, levels that have never been run are preferred to all others.
+        The best level has the lowest loss under ``quadratic`` while the other choices keep the start's level. With
+        ``unseen_first``, levels that have never been run are preferred.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
@@ -286,8 +287,8 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) at which ``quadratic`` is lowest. Each number stays in the box and within ``reach``
-        steps of the incumbent. The choices have the levels ``levels`` (D,)."""
+        """Return the columns (F,) at which ``quadratic`` is lowest, with each number in the box and within ``reach``
+        steps of the incumbent, and the choices at ``levels`` (D,)."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -295,16 +296,16 @@ class Region:
         return quadratic.minimum(here, low, high)
 
     def _within(self, wanted: Array) -> Array:
-        """Return the point (D,) that the columns ``wanted`` (F,) stand for, made safe.
+        """Return the point (D,) with the columns ``wanted`` (F,), limited to the box and made safe.
 
-        Its numbers are limited to the box. If the point is likely to diverge, the values that cause this move towards
-        the incumbent; a choice that causes it keeps the incumbent's level.
+        If the point is likely to diverge, the numbers that cause this move towards the incumbent. Choices that cause
+        it keep the incumbent's level.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
         wanted = np.where(number, np.clip(wanted, low, high), wanted)
         safe = self.divergence.shorten(wanted, here, RISK)
-        # A level cannot be reached in part: the choice keeps the incumbent's.
+        # A choice cannot move in part, so it keeps the incumbent's level.
         refused = ~number & (safe != wanted)
         keeps = np.isin(self.features.owner, self.features.owner[refused])
         found = self.features.point(np.where(keeps, here, safe))
@@ -337,7 +338,7 @@ def region(
     seen = features.of(points)
     if noise is None:
         noise = pooled_noise(zip(map(np.ndarray.tobytes, seen), seeds, losses, strict=True))[0] or 0.0
-    knowledge = () if left else axes.knowledge  # which is around the start
+    knowledge = () if left else axes.knowledge  # the knowledge is about distances from the start
     surrogate = fit_surrogate(seen[ended], losses[ended], noise, knowledge)
     divergence = fit_divergence(seen, ~ended)
     believed = np.where(ended, surrogate.value(seen), np.inf)
@@ -355,7 +356,7 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the region after ``tried`` trials that all diverged (see 5. at the top of this file)."""
+    """Return the region after ``tried`` trials that all diverged (5. at the top of this file)."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -376,8 +377,8 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return for each name whether it is a learning rate to lower, (D,). If the global learning rate is searched,
-    only that one is; otherwise, all learning rates of modules and of depth points are."""
+    """Return which ``names`` are learning rates to lower after a divergence, (D,). If the global learning rate is
+    searched, only that is; otherwise, those of all modules and depth points are."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -1,4 +1,4 @@
-"""The budget of a search: how many more runs it allows, and how many are reserved for confirmation."""
+"""The budget of a search: how many more runs it allows, and how many it reserves for confirming the best points."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from leaven.tuning.service.search_plan import Evaluation
 
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation
-FEW = 24  # runs: a smaller budget runs one finalist once
-# (points that are run again with fresh seeds, runs of each): the forms of a confirmation, from cheap to expensive
+FEW = 24  # runs: a smaller budget runs only one finalist, once
+# The forms of a confirmation, from cheap to expensive: (finalists, runs of each). Finalists are the best points of a
+# search, which are run again with fresh seeds.
 FINALS = ((0, 0), (1, 1), (1, RERUNS), (2, RERUNS), (3, RERUNS))
 
 
@@ -26,7 +27,7 @@ class Budget:
     trials: int | None = None  # runs of any purpose
     flops: float | None = None  # FLOPs of all runs
     hours: float | None = None  # in which at least one run was active: pauses do not count, parallel runs count once
-    run_flops: float | None = None  # FLOPs of one run; if unknown, the first run starts alone: it may use everything
+    run_flops: float | None = None  # FLOPs of one run; None: the first run starts alone, as it may use everything
 
     def __post_init__(self) -> None:
         if not self._given:
@@ -47,7 +48,7 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """The number of runs that the budget allows, or infinity if that is not known before the first run."""
+        """The number of runs that the budget allows, or infinity if it is unknown before the first run."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
@@ -56,9 +57,9 @@ class Budget:
         return FINALS[:2] if self.size < FEW else FINALS
 
     def finals(self, runs: Sequence["Evaluation"], now: float) -> tuple[int, int]:
-        """Return how many finalists to run again, and how many times each.
+        """Return (finalists, runs of each) for the confirmation.
 
-        It is the most expensive form of a confirmation that both the reserved and the remaining budget allow.
+        The result is the most expensive of the ``FINALS`` that both the reserved and the remaining budget allow.
         """
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
@@ -68,7 +69,7 @@ class Budget:
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {runs_to_confirm(*final) for final in self._finals}
         if any(run.rerun_for not in {"", self.label} for run in runs):
-            # A smaller budget has confirmed other finalists: even a single new one is compared with them.
+            # A smaller budget has confirmed other finalists. Even a single new finalist is compared with them.
             costs.add(runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
@@ -77,7 +78,7 @@ class Budget:
         return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
     def _limits(self, runs: Sequence["Evaluation"], now: float) -> Iterator[tuple[float, float, float]]:
-        """Yield for each limit: the limit, how much of it is used, and how much of it one run costs."""
+        """Yield (limit, amount used, cost of one run) for each limit, in the unit of the limit."""
         if self.trials is not None:
             yield self.trials, len(runs), 1
         if self.flops is not None:
@@ -88,7 +89,7 @@ class Budget:
                     "the budget is in FLOPs, but the objective returns no FLOPs; set the budget in trials or hours"
                 )
             cost = max([*whole, self.run_flops or 0.0]) or self.flops
-            # A run that died has no count of FLOPs and may have cost as much as one that finished.
+            # A run whose process died has no count of FLOPs, and may have cost as much as a finished run.
             yield self.flops, sum(spent) + cost * sum(not run.finished for run in runs), cost
         if self.hours is not None:
             hours = busy(runs, now) / 3600
@@ -96,8 +97,8 @@ class Budget:
 
 
 def runs_to_confirm(finalists: int, each: int) -> int:
-    """Return how many runs it takes to run each finalist ``each`` times and to confirm the best of them."""
-    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # of the chosen point and of the start
+    """Return the number of runs that run each finalist ``each`` times and then confirm the best one."""
+    return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
 def busy(runs: Sequence["Evaluation"], now: float) -> float:

@@ -1,10 +1,10 @@
 """Leases: find out which of the commands that work on a study are alive. A command is one running search.
 
-A command's id consists of its host, its process and a number, because a process may run several searches. The kernel
-knows whether a process of the same machine and boot is alive. Every command also increases a counter in the store,
+A command's id consists of its host, its process and a number, because a process may run several searches. Within one
+machine and boot, the kernel knows whether the process is alive. Every command also increases a counter in the store,
 its heartbeat. A command of another machine counts as dead if its counter has not changed for ``lease_seconds`` by the
-observer's clock. The clocks of two machines are never compared. A live command that was counted as dead, for example
-because its machine slept, finds its trials closed and drops them.
+observer's clock. The clocks of two machines are never compared. A command may be counted as dead although it is
+alive, for example because its machine slept. It then finds its trials closed and drops them.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 from optuna.storages import BaseStorage
 
-BEATS = 4  # heartbeats in a lease
+BEATS = 4  # heartbeats in ``lease_seconds``
 LEAVING = 2.0  # seconds to wait for the heartbeat thread at the end
-_BEAT = "beat:"  # prefix of the study's attributes with the counters; the id follows
+_BEAT = "beat:"  # prefix of the names of the counters in the store; the id of the command follows
 
 _numbers = itertools.count()
 _here: set[str] = set()  # ids of running searches of this process
@@ -35,7 +35,7 @@ def node(pid: int, number: int = 0) -> str:
 
 
 def gone(owner: str) -> bool:
-    """Return whether the owner of a trial has certainly ended. The owner is the id of a command.
+    """Return whether the command with the id ``owner`` has certainly ended.
 
     This is certain only for commands of this machine since its last boot; for all others the result is False. A
     zombie counts as ended.
@@ -57,7 +57,7 @@ class Leases:
     ) -> None:
         self.node = node(os.getpid(), next(_numbers))
         self._store, self._study, self._seconds, self._clock = store, study, seconds, clock
-        self._seen: dict[str, tuple[int, float]] = {}  # by owner: the counter, and seconds since it changed
+        self._seen: dict[str, tuple[int, float]] = {}  # by owner: its counter, and the age of this count in s
         self._looked = clock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True)
@@ -74,8 +74,8 @@ class Leases:
 
     def dead(self, owners: set[str]) -> set[str]:
         """Return those of the ``owners`` that are dead. Call this method regularly: it adds up the time between calls
-        in which the heartbeat of an owner has not changed."""
-        # Capped, so that a pause of this process or of the store does not count against the others.
+        during which the heartbeat of an owner has not changed."""
+        # Capped, so that a pause of this process or of the store does not make other commands count as dead.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
         others = owners - {self.node}
@@ -93,7 +93,7 @@ class Leases:
         count = 0
         while not self._done.is_set():
             count += 1
-            # The store may come back. If it does not, the loop of the search reports that.
+            # An unreachable store is ignored here: the loop of the search reports it.
             with suppress(Exception):
                 self._store.set_study_system_attr(self._study, _BEAT + self.node, count)
             self._done.wait(self._seconds / BEATS)
@@ -106,7 +106,7 @@ def _machine() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # another system; without a network card the number is random, and only heartbeats tell
+    except OSError:  # another system; without a network card this id is random, so only heartbeats count
         return f"{uuid.getnode():x}"
 
 
@@ -116,7 +116,7 @@ def _started(pid: int) -> str:
     A pid and its start time distinguish a process from a later one with the same pid.
     """
     try:
-        # On Linux the kernel keeps the time since the boot; what psutil adds to it moves when the clock is set.
+        # On Linux the kernel keeps the time since the boot. psutil adds the boot time, which changes with the clock.
         boot, process = psutil.boot_time() if psutil.LINUX else 0.0, psutil.Process(pid)
         seconds = process.create_time() - boot
         ended = process.status() in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}

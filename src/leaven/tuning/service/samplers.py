@@ -1,4 +1,4 @@
-"""Optuna's samplers as methods of a search, within a box that grows, and Optuna's importances."""
+"""Optuna's samplers as methods of a search, which sample a growing box, and Optuna's importances."""
 
 import math
 import warnings
@@ -18,17 +18,17 @@ Distributions = dict[str, BaseDistribution]
 
 METHODS = ("trust-region", "random", "grid", "tpe", "cma", "gp")
 BEST, EDGE = 4, 1 / 4  # an end of the box moves when the best 4 trials all lie in the outer quarter of the box there
-LEAST = 3 * BEST  # trials before an end first moves
-FURTHER = 1 / 2  # of the initial width: how far an end moves
-FEWEST = 10  # trials for PED-ANOVA, whose best tenth must have one trial at least
+LEAST = 3 * BEST  # the fewest trials before an end moves
+FURTHER = 1 / 2  # share of the initial width by which an end moves
+FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at least one trial
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D).
+    """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D) with
+    ``losses`` (n,), in the order in which the trials ended.
 
-    The box begins as ``axes.box``. One of its ends moves outwards when the best ``BEST`` trials all lie in the
-    quarter of the box next to this end. By chance this happens at one end in 256. Points and losses are in the order
-    in which the trials ended.
+    The box begins as ``axes.box``. An end moves outwards when the best ``BEST`` trials all lie in the quarter of the
+    box next to this end. By chance this happens at one end in 256.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -59,8 +59,8 @@ def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
     """Return the Optuna sampler that proposes points, set up for many dimensions and few trials.
 
     CMA-ES is separable, because a few hundred trials do not determine a full covariance in 90 dimensions. Its start
-    and initial width equal the trust region's. A trust-region search does not use this sampler. A grid search uses it
-    after all points of the grid have run (``search_plan.py``).
+    and initial width equal the trust region's. A trust-region search proposes points itself, without this sampler. A
+    grid search samples at random after all points of the grid have run (``search_plan.py``).
     """
 
     def optunas(seed: int) -> BaseSampler:
@@ -76,10 +76,10 @@ def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                     return optuna.samplers.CmaEsSampler(
                         x0=dict(axes.start),
-                        sigma0=RADIUS / (2 * _farthest(axes)),  # as a part of the box
+                        sigma0=RADIUS / (2 * _farthest(axes)),  # share of the box
                         seed=seed,
                         use_separable_cma=int((axes.levels == 0).sum()) > 1,
-                        warn_independent_sampling=False,  # for choices, which it leaves to sample_independent
+                        warn_independent_sampling=False,  # choices are left to sample_independent
                     )
             case _:
                 return optuna.samplers.RandomSampler(seed=seed)
@@ -94,8 +94,8 @@ class SeededSampler(BaseSampler):
     With a single random stream, two commands with the same seed would repeat each other's proposals, and so would a
     command that resumes. The store contains the whole space, but the sampler gets only the box, which is a function
     of the finished trials. If ``everywhere`` is true, the box covers the whole space, symmetric around the start.
-    This is for CMA-ES, which stays near the start by itself. CMA-ES does not support choices: half of its proposals
-    take the choices of the best trial, and the others take random choices.
+    This is for CMA-ES, which stays near the start by itself. CMA-ES does not support choices: in each proposal, a
+    choice takes the level of the best trial with probability 1/2, and otherwise a random level.
     """
 
     def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:
@@ -152,7 +152,8 @@ class SeededSampler(BaseSampler):
 
 
 def run_index(trial: FrozenTrial) -> int:
-    """Return the index of a run of the search, from the name of its job. Any other trial has its number."""
+    """Return the index in the name ``search:INDEX`` of a trial's job. If the job has another name, return the trial's
+    number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
@@ -166,9 +167,9 @@ def _farthest(axes: Axes) -> float:
 def ped_anova(points: Array, losses: Array) -> Array:
     """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
 
-    For each value, PED-ANOVA compares its distribution in the best tenth of the trials with its distribution in all
-    trials (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With too few trials all
-    importances are 0. Optuna's other two methods need scikit-learn.
+    PED-ANOVA compares the distribution of a value in the best tenth of the trials with its distribution in all trials
+    (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With fewer than ``FEWEST`` finite
+    losses all importances are 0. Optuna's other two methods need scikit-learn.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

@@ -21,7 +21,7 @@ from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, Searc
 from leaven.tuning.service.search_plan import SearchPlan, ended_runs, known_runs
 from leaven.tuning.service.stores import open_store
 
-OCTAVES = 1000.0  # the largest log2 multiplier: 2**1024 overflows
+OCTAVES = 1000.0  # the largest log2 multiplier, because 2**1024 overflows
 FINEST = 1e-9  # octaves, the smallest scale
 MOST = 10**12  # the largest count of trials or workers
 
@@ -32,9 +32,9 @@ class SearchTrial:
 
     number: int
     params: dict[str, float]  # log2 multipliers
-    loss: float  # infinite if it diverged; the predicted loss if it was pruned
-    finalist: int | None = None  # index of the finalist that this trial reruns
-    purpose: str = "search"  # search | noise | rerun
+    loss: float  # infinite if the trial diverged; the predicted loss if it was pruned
+    finalist: int | None = None  # index of the finalist (one of the best points) that this trial reruns
+    purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
     seed: int = 0
 
 
@@ -44,9 +44,9 @@ class SearchResult:
 
     params: dict[str, float]  # log2 multipliers
     loss: float  # mean of the runs that were not used to choose the point, if there are any
-    interval: tuple[float, float]  # 95%, from the noise of all repeated points; infinite without fresh runs
+    interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
     fresh: int  # number of runs that were not used to choose the point
-    noise: float | None  # standard deviation between runs of one point
+    noise: float | None  # standard deviation of the loss between runs of one point; None if it was not measured
     stalled: bool  # whether the search stopped early because some rounds gained less than the noise
     trials: tuple[SearchTrial, ...]  # in the order of their results
 
@@ -91,26 +91,27 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
             levels, which the objective gets as an index. While every run diverges, values named ``lr`` or ``*.lr``
             are lowered.
-        start: log2 multipliers to start from; default 0.
+        start: log2 multipliers at which the search starts; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
             :class:`leaven.tuning.service.budget.Budget` for these and ``run_flops``.
         method: one of ``leaven.tuning.service.samplers.METHODS``.
-        scales: octaves from the start to a typical optimum; default 1.
-        near: the initial box, in octaves from the start; default the whole space. All methods except ``grid`` extend
-            the box while the best points lie at its edge.
+        scales: octaves (units of log2) from the start to a typical optimum, by name; default 1.
+        near: the box in which the search begins, in octaves from the start; default the whole space. All methods
+            except ``grid`` extend the box while the best points lie at its edge.
         expected: where the optimum of a value is expected: its distance from the start in octaves, and the standard
-            deviation of this distance. Only the trust region uses it, and drops it if the trials contradict it.
+            deviation of this distance. Only ``trust-region`` accepts an expectation, and drops it if the trials
+            contradict it.
         earlier: trials of an earlier search over the same values, for example for a smaller model. Their points are
-            in octaves from the start of this search. The trust region uses them in the same way as ``expected``.
+            in octaves from the start of this search. ``trust-region`` uses them in the same way as ``expected``.
         noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
         storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
             stored study, even while other commands work on it.
         name: the name of the study in its storage.
-        stop: a function that is polled. Once it returns true, no further run starts, and the answer is computed from
-            the finished runs.
+        stop: a function that is called repeatedly. Once it returns true, no further run starts, and the answer is
+            computed from the finished runs.
         watch: callbacks for the start and end of each run of this call, called from the calling thread.
-        lease_seconds: how long a process of another machine may be silent before its runs are retried here.
+        lease_seconds: how long a process of another machine may be silent before other commands retry its runs.
 
     Raises:
         InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if
@@ -210,7 +211,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class SearchArguments(BaseModel):
-    """The arguments of ``search`` whose type and range are checked. See ``search`` for what they mean."""
+    """The arguments of ``search``, with checks of their types and ranges. :func:`search` explains them."""
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
@@ -235,7 +236,7 @@ class SearchArguments(BaseModel):
         """Return the validated arguments.
 
         Raises:
-            InputError: if one is invalid. An example of the message is
+            InputError: if an argument is invalid, for example
                 ``trials = 0: input should be greater than or equal to 1``.
         """
         try:

@@ -1,22 +1,21 @@
-"""The loop of a search: it joins the study in a store, runs the trials that the plan (``search_plan.py``) asks for in
-threads, and writes their results to the store.
+"""Run a search: join its study in a store, run the trials that the plan (``search_plan.py``) asks for in threads, and
+write their results to the store.
 
 All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. So any
 number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
 starts one:
 
-- The command that creates the study stores its settings. Every command that joins the study compares its own with
-  them (:func:`join_study`).
+- The command that creates the study stores its settings. Every command that joins the study compares its own settings
+  with the stored ones (:func:`join_study`).
 - Each trial is created with its owner (a command) and its ``job``, a name for the work that it does. There is no
-  queue: the next job follows from the existing trials, so a crash cannot lose it. If two commands create a trial for
-  the same job at once, the trial with the lower number runs and the other is a duplicate; every Optuna store numbers
-  trials in order.
+  queue: the next job follows from the existing trials, so a crash cannot lose a job. If two commands create a trial
+  for the same job at once, the trial with the lower number runs and the other one is closed as a duplicate.
 - Every command counts up a heartbeat in the store. A command of another machine whose heartbeat has not changed for
-  ``lease_seconds`` is dead (``leases.py``). Other commands retry its trials.
+  ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
 - A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run
   has failed. A trial that its owner released (Ctrl-C) does not count as dead.
-- A run that diverged is stored with the worst finite loss so far, for Optuna's samplers, and with a mark; leaven
-  reads its loss as infinite (``log.py``).
+- A run that diverged is stored with a mark, and with the worst finite loss so far for Optuna's samplers. leaven reads
+  its loss as infinite (``search_plan.py``).
 """
 
 import math
@@ -47,14 +46,14 @@ from leaven.tuning.service.samplers import METHODS, distributions, sampler
 from leaven.tuning.service.search_plan import Evaluation, SearchPlan, TrialRequest, jobs_of, runs_of
 from leaven.tuning.service.stores import StoreGone
 
-HUGE = 1e50  # the largest loss: its fourth power must be finite in the surrogate
-NEVER_ENDED = 1e6  # the score of a divergence before there is any finite loss
-POLL = 0.5  # seconds between reads of the store for trials of other commands
+HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
+NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
+POLL = 0.5  # seconds between looks at the trials of this and of other commands
 
-ABOUT = "leaven:about"  # an attribute of a study: recipe, space, method and so on, by name
-EXPECTED, EARLIER = "expected", "earlier"  # settings: what is known before the search
+ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
+EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
 OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-LONGEST = 512  # characters of a study's name, in Optuna's tables
+LONGEST = 512  # characters of a study's name in Optuna's tables
 PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 
@@ -62,11 +61,11 @@ class Proposal(dict[str, float]):
     """The argument of an objective: a dict of log2 multipliers by name, with attributes.
 
     - ``number``: the number of the trial.
-    - ``seed``: 0 during the search, so that all trials share init and data order; 1, 2, ... in runs that measure the
-      noise or confirm the best points.
-    - ``origin``: the number of the first trial of this run. It differs from ``number`` if this trial is a retry. Use
-      it to name checkpoints, so that a retry finds them.
-    - ``baseline``: the best finished trial with a curve, for an objective that prunes; None in runs that must finish.
+    - ``seed``: 0 in the search, so that all trials share init and data order; 1, 2, ... in runs that measure noise or
+      confirm the best points.
+    - ``origin``: the number of the first trial of this run, which differs from ``number`` in a retry. Use ``origin``
+      to name checkpoints, so that a retry finds them.
+    - ``baseline``: the best finished trial with a curve, for an objective that prunes; None if this run must finish.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
@@ -91,11 +90,11 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """An error that an objective raises if its process died. The run is retried once."""
+    """The error that an objective raises if its process died. The run is retried once."""
 
 
 class TrialReleased(Exception):
-    """An error that an objective raises to stop early. The next command runs the trial again."""
+    """The error that an objective raises to give its trial back. The trial is run again later."""
 
 
 class SearchObserver(Protocol):
@@ -109,7 +108,7 @@ Objective = Callable[[Any], float | Outcome]  # of a Proposal, which is a dict[s
 
 
 class SearchLoop:
-    """The loop of a search: it starts the runs of the plan in threads and writes their results to the store."""
+    """Starts the runs of a plan in threads and writes their results to the store."""
 
     def __init__(  # noqa: PLR0917 - one of each
         self,
@@ -135,8 +134,8 @@ class SearchLoop:
     def run(self) -> list[Evaluation]:
         """Run the trials of the plan, and return all runs of the study.
 
-        The method returns when the plan is complete and no command is running a trial, or when ``stop`` has returned
-        true and the trials of this command have ended.
+        This ends when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
+        the trials of this command have ended.
         """
         with self._leases:
             try:
@@ -146,7 +145,7 @@ class SearchLoop:
                     request = self._plan.next(runs, self._turn, time.time()) if self._free and not stopping else None
                     if request is not None:
                         self._begin(request, runs)
-                    elif self._ended:  # after all workers have work again, because the callback may be slow
+                    elif self._ended:  # after all workers have got work, because the callback may be slow
                         if self._watch is not None:
                             self._watch.ended(self._ended)
                         self._ended = []
@@ -169,7 +168,7 @@ class SearchLoop:
             return runs
 
     def _look(self) -> list[Evaluation]:
-        """Close the trials of dead processes, then return all runs."""
+        """Close the trials of dead commands, then return all runs."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(log.OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -194,9 +193,9 @@ class SearchLoop:
     def _create(self, request: TrialRequest) -> tuple[int, dict[str, float]] | None:
         """Create the trial of a request, and return its number and point.
 
-        Return None if another command already runs a trial for the same job, or has closed this one.
+        Return None if another command already runs a trial for the same job, or has closed the new trial.
         """
-        # In one call, so that a trial never exists without the name of its job.
+        # A template creates the trial in one call, so that no trial exists without the name of its job.
         template = create_trial(
             state=TrialState.RUNNING,
             params=request.point or {},
@@ -218,7 +217,7 @@ class SearchLoop:
             return None
         if request.point is not None:
             return number, request.point
-        # A new Study object, because Optuna caches the trials in it.
+        # A new Study object, because Optuna caches trials in a Study.
         study = optuna.Study(self._study.study_name, self._store, sampler=self._study.sampler)
         trial, point = optuna.Trial(study, trial_id), {}
         with suppress(UpdateFinishedTrialError):  # another command took this process for dead and closed the trial
@@ -265,7 +264,7 @@ class SearchLoop:
             # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
             state = TrialState.PRUNED
-        # Not Optuna's tell, which first checks that the trial is running: another command may close it in between.
+        # Not Optuna's tell, which checks the trial before it writes: another command may close the trial in between.
         self._store.set_trial_state_values(trial_id, state, [loss])
         self._ended.append(number)
 
@@ -273,7 +272,7 @@ class SearchLoop:
         return self._store.get_trial_id_from_study_id_trial_number(self._study_id, number)
 
     def _close(self, number: int, *, released: bool = False) -> None:
-        """Mark a trial as failed, unless another command has ended it. A released trial does not count as a death."""
+        """Mark a trial as failed if no other command has ended it. A ``released`` trial does not count as a death."""
         with suppress(UpdateFinishedTrialError):
             if released:
                 self._store.set_trial_user_attr(self._trial_id(number), log.RELEASED, True)
@@ -281,8 +280,7 @@ class SearchLoop:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return the result of an objective as an Outcome. A loss above ``HUGE`` or below -``HUGE`` becomes infinite,
-    which means a divergence.
+    """Return the result of an objective as an Outcome. A loss beyond +-``HUGE`` becomes infinite, a divergence.
 
     Raises:
         InputError: if the loss is not a number.
@@ -302,15 +300,16 @@ def _outcome(result: object) -> Outcome:
 
 
 def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if there is no such method, if the axes have knowledge from before the search that the method
-    does not use, or if the name of the study does not fit in every kind of store."""
+    """Raise InputError if the method does not exist or ignores the prior knowledge in ``axes``, or if the name of the
+    study is empty or too long for a store."""
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
         raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
     if method != "trust-region" and (axes.expected or axes.earlier):
         raise InputError(
-            f"method {method} uses no knowledge from before the search; leave that out, or use method trust-region"
+            f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, "
+            "or use method trust-region"
         )
     if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
         raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
@@ -336,22 +335,22 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[optuna.Study, Axes, float | None]:
-    """Return the study called ``name``, its axes and its noise. If there is no such study, create it.
+    """Return (study, axes, noise) of the study called ``name``, which is created if it does not exist.
 
-    A new study gets this command's settings and knowledge. The axes of a stored study have the knowledge with which
-    it was created, because laws and the earlier study may have changed in between.
+    A new study gets this command's settings and prior knowledge. A stored study keeps the knowledge with which it was
+    created, because laws and the earlier study may have changed since then; the returned axes contain it.
 
     Args:
         what: the name of the study in messages.
         instead: what to do if the study has other settings, in messages.
         own_noise: whether ``noise`` must equal the noise of the stored study. If false, a study that was created with
-            the trials of an earlier one keeps its stored noise.
+            the trials of an earlier study keeps its stored noise.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
     Raises:
-        InputError: if the study was created by another program, with other settings, or without knowledge of a kind
-            that this command gives.
+        InputError: if the study was created by another program, with other settings, or without the kind of prior
+            knowledge that this command gives.
     """
     here: dict[str, Any] = {
         "method": method,
@@ -387,7 +386,7 @@ def join_study(
             raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
     for key, option in OPTIONS.items():
         if key in created and key not in there:
-            raise InputError(f"{what} was created without {option}; leave that out, or use another study")
+            raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
     expected = {key: (low, high) for key, (low, high) in there.get(EXPECTED, {}).items()}
     earlier = there.get(EARLIER)
     if earlier is not None:
@@ -398,11 +397,11 @@ def join_study(
 def optuna_study(
     store: BaseStorage, name: str, sampler: optuna.samplers.BaseSampler, settings: dict[str, Any], what: str
 ) -> optuna.Study:
-    """Return the Optuna study called ``name``. If there is none, create it with the settings.
+    """Return the Optuna study called ``name``, which is created with these settings if it does not exist.
 
     The study is looked up first, because a failed attempt to create it adds a line to a journal. If several commands
-    start at once, one of them creates the study and then writes its settings. If that command dies in between,
-    another writes the settings. All commands use the settings that are stored in the end.
+    start at once, one of them creates the study and then writes its settings. If this command dies before it has
+    written them, another command writes its own.
     """
 
     def load() -> optuna.Study:
@@ -411,7 +410,7 @@ def optuna_study(
     try:
         study = load()
     except KeyError:
-        with suppress(DuplicatedStudyError):  # another was quicker
+        with suppress(DuplicatedStudyError):  # another command was quicker
             optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
         study = load()
     until = time.monotonic() + PATIENCE

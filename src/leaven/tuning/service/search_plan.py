@@ -1,12 +1,16 @@
-"""The trials of a study in its store (the trial log), and the next run of a search as a function of them.
+"""Read the runs of a search from the trials in its store, and decide the next run from them.
 
-1. Runs whose process died are retried.
-2. The starting point is run with several seeds, which measures the noise. A grid search then runs its points.
-3. The search proposes points until only the part of the budget that is reserved for confirmation is left, or until
-   several rounds gained less than the noise.
-4. When the search is over, the best few points (the finalists) are run again with fresh seeds. The first of these
-   trials stores how many finalists there are, which all commands use.
-5. The best finalist and the start are run again to confirm the gain (``algorithm/answer.py``).
+A run is one training at one point with one seed. It has several trials in the store if its process died. The next run
+is the first of these:
+
+1. the retry of a run whose process died;
+2. the start with several seeds, to measure the noise (the standard deviation of the loss between seeds); in a grid
+   search, then the points of the grid;
+3. the next proposal of the search, until only the budget that is reserved for confirmation is left, or until several
+   rounds gained less than the noise;
+4. one of the best few points (the finalists), again, with a fresh seed; the first of these trials stores how many
+   finalists there are, and all commands use this number;
+5. the best finalist or the start, again, to confirm the gain (``algorithm/answer.py``).
 """
 
 import itertools
@@ -35,17 +39,19 @@ from leaven.tuning.algorithm.trust_region import Array, Axes, Region, region
 from leaven.tuning.service.budget import Budget
 from leaven.tuning.study_document import Dimension, StudyTrial
 
-# User attributes of a trial, next to the fields of an Outcome.
+# Names of user attributes of a trial. Others are the fields of an Outcome.
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
 EXPECTED = "expected"  # the predicted final loss of a pruned trial
-LIVES = 2  # attempts of a run whose process dies
+LIVES = 2  # attempts of a run before it has failed
 
-REPEATS = {24: 3, 12: 2, 0: 1}  # runs of the start by the least budget, unless the noise is given
-SMALL = 16  # runs: a smaller budget confirms only a gain that would not be accepted otherwise
-SURE = 2  # least degrees of freedom of the noise before runs are pruned
-DEATHS, DIVERGENCES = 8, 100  # the search ends after so many without a finished run
+# Least size of the budget: runs of the start. If the user gives the noise, the start is run once.
+REPEATS = {24: 3, 12: 2, 0: 1}
+SMALL = 16  # runs: a smaller budget confirms only gains that are not accepted without confirmation
+SURE = 2  # the fewest degrees of freedom of the noise with which runs are pruned
+# A search without a complete run ends after so many failed runs if no other run ended, or so many diverged runs.
+DEATHS, DIVERGENCES = 8, 100
 
 Params = dict[str, float]  # log2 multipliers by name
 
@@ -55,7 +61,7 @@ class TrialRequest:
     """A run to start."""
 
     purpose: str  # search | noise | rerun
-    name: str  # name of the job
+    name: str  # of the job, by which commands find out whether the run was started already
     seed: int = 0
     point: Params | None = None  # None if the study's Optuna sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the trial
@@ -72,8 +78,7 @@ class Evaluation:
 
     @cached_property
     def state(self) -> str:
-        """One of the states of a :class:`StudyTrial`: failed if the process of every attempt died, waiting if the run
-        is to be retried, stopped if it was pruned."""
+        """The state of the run, as in :class:`StudyTrial`."""
         if self.last.state is TrialState.FAIL:
             return "failed" if self.deaths >= LIVES else "waiting"
         if self.last.state not in {TrialState.COMPLETE, TrialState.PRUNED}:
@@ -112,7 +117,7 @@ class Evaluation:
 
     @property
     def ended(self) -> float | None:
-        """When the last attempt ended or was found dead, in Unix time. Optuna's own times are local to a machine."""
+        """When the last attempt ended or was found dead, in Unix time."""
         if ENDED in self.last.user_attrs or self.state == "running":
             return self.last.user_attrs.get(ENDED)
         return self.last.datetime_complete.timestamp() if self.last.datetime_complete else None
@@ -129,7 +134,7 @@ class Evaluation:
 
     @cached_property
     def record(self) -> StudyTrial:
-        """This run as a StudyTrial, the form of study.json. Its ``values`` are empty; study.py adds them."""
+        """This run as a StudyTrial, the form of study.json, with empty ``values`` (study.py adds them)."""
         ran, names = self.last.user_attrs, self.axes.start
         seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
         drawn = len(self.last.params) == len(names)
@@ -181,8 +186,7 @@ def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
 def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
     """Return the trial of each job, by the name of the job.
 
-    It is the trial with the lowest number. A later one is a duplicate, which is there if two commands create a trial
-    for the job at once.
+    If two commands created a trial for the same job at once, the trial with the lowest number counts.
     """
     jobs: dict[str, FrozenTrial] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
@@ -220,10 +224,11 @@ class NothingFound(InputError):
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the runs whose points are known before the search: runs of the start and of a grid.
+    """Return the runs that are known before the search: those of the start and of a grid.
 
     Raises:
-        InputError: if the grid has more points than the budget has trials, or the budget has no number of trials.
+        InputError: if the smallest grid has more points than the budget has trials, or the budget has no number of
+            trials.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -238,8 +243,7 @@ def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = No
 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
-    """Return the points of the finest grid that has at most ``trials`` points. The points nearest to the start come
-    first.
+    """Return the points of the finest grid that has at most ``trials`` points, the points nearest to the start first.
 
     Raises:
         InputError: if even a grid of two points along each dimension has more than ``trials`` points.
@@ -262,15 +266,16 @@ def grid(axes: Axes, trials: int) -> list[Params]:
 
 @dataclass
 class SearchPlan:
-    """The plan of a search, which decides the next run from the runs so far."""
+    """The plan of a search: decides the next run from the runs so far."""
 
     axes: Axes
     method: str
     seed: int
     budget: Budget
-    noise: float | None  # nats between runs of one point, if the user has given it
+    noise: float | None  # nats, the standard deviation between runs of one point, if the user gave it
     stop_at_noise: bool  # whether to stop when some rounds gained less than the noise
-    _known: tuple[list[int], Region] | None = field(default=None, init=False)  # the last trust region
+    # The last trust region, and the numbers of its trials.
+    _known: tuple[list[int], Region] | None = field(default=None, init=False)
 
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
         """Return the next run, or None if the search is complete or must wait for a running trial.
@@ -316,22 +321,22 @@ class SearchPlan:
         return request
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
-        """Return the trust region. It is cached until another trial ends, because every free worker needs it and with
-        2,000 trials of 90 values it takes seconds to compute."""
+        """Return the trust region, which is cached until another trial ends: with 2,000 trials of 90 values it takes
+        seconds to compute."""
         numbers = [run.last.number for run in ended_runs(runs)]
         if self._known is None or self._known[0] != numbers:
             self._known = numbers, region_of(runs, self.axes, self.noise)
         return self._known[1]
 
     def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
-        """Return whether the budget allows ``more`` runs of the search."""
+        """Return whether the budget allows ``more`` runs besides those that are reserved for confirmation."""
         return self.budget.left(runs, now) >= more + (self.budget.reserved(runs, now) if self._confirms(runs) else 0)
 
     def _confirms(self, runs: Sequence[Evaluation]) -> bool:
         """Return whether to make runs with fresh seeds, because they may change the answer or measure its loss.
 
-        They are of no use if all runs diverged, if there is no noise, or if the trust region is still at the start. A
-        small budget is not spent on them if the gain is accepted without them, or if the noise is unknown.
+        The result is false if all runs diverged, if there is no noise, or if the best point is still the start. Under
+        a small budget it is also false if the gain is accepted without such runs, or if the noise is unknown.
         """
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
@@ -343,10 +348,10 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and in_doubt(records(runs), self.axes, self.noise))
 
     def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next run of a finalist with a fresh seed. There are ``few`` finalists with ``each`` runs.
+        """Return the next run of a finalist with a fresh seed: ``few`` finalists get ``each`` runs.
 
-        A finalist that diverges cannot be the answer, and the next best point takes its place. Return None if all
-        runs have been started, if the budget is used, or if there are no more points.
+        The next best point takes the place of a finalist that diverges. Return None if all these runs have been
+        started, if the budget is used, or if there are no more points.
         """
         reruns: dict[int | None, list[Evaluation]] = {}
         for run in runs:
@@ -372,10 +377,7 @@ class SearchPlan:
         return None
 
     def _finalists(self, runs: Sequence[Evaluation]) -> list[Params]:
-        """Return the points that may be finalists, the most promising first.
-
-        Pruned trials are left out, and the start is too, because it has been run with several seeds already.
-        """
+        """Return the points that may be finalists, the most promising first, without the start and pruned points."""
         trials = records(runs)
         excluded = [trial.octaves for trial in trials if trial.state == "stopped"]
         excluded.append(dict.fromkeys(self.axes.start, 0.0))
@@ -402,7 +404,7 @@ class SearchPlan:
         return noise_between_seeds(records(runs), list(self.axes.start), self.noise)
 
     def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers with which a point, given in octaves, was run."""
+        """Return the log2 multipliers of the run at ``point``, which is in octaves."""
         return next(
             dict(run.last.params)
             for run in runs
@@ -410,10 +412,10 @@ class SearchPlan:
         )
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the best run so far, with which a run at ``point`` is compared in order to prune it.
+        """Return the best run so far, for pruning a run at ``point`` that falls behind its loss curve.
 
         Only runs with the same choices can be compared, because a choice (such as the schedule) changes the shape of
-        the loss curve. Return None if there is no such run, or while the noise is not known well enough.
+        the loss curve. Return None if there is no such run, or while too few runs measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(runs)
@@ -442,8 +444,8 @@ class SearchPlan:
         return found
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether the search, unless the user stopped it, ended with budget left, because several rounds
-        gained less than the noise."""
+        """Return whether a search that has ended, and was not stopped, has budget left: it stopped early because
+        several rounds gained less than the noise."""
         return self._room([run for run in runs if run.rerun_for != self.budget.label], now)
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
@@ -457,7 +459,7 @@ class SearchPlan:
                 Dimension(name, 0.0, 0.0, 0.0, levels=("",) * n)
                 for name, n in zip(self.axes.limits, self.axes.levels, strict=True)
             ]
-            return advice_when_all_diverged(trials, named, "give it a start at which the objective is finite")
+            return advice_when_all_diverged(trials, named, "give a start at which the objective is finite")
         if "failed" in states:
             return f"no run ended: {states.count('failed')} died, each of them twice; possible cause: out of memory"
         return "stopped before any run ended; run it again to resume"

@@ -1,8 +1,8 @@
 """Stores of studies: Optuna storages in a file or on a server that retry each call while the store is unreachable.
 
-If a call succeeds just before the connection breaks, its retry has no second effect. A new trial carries a ticket, by
-which a retry finds it, and a retry may set a trial to the state that it already has. All other calls can be repeated,
-except for taking a trial off Optuna's queue, which leaven does not use.
+A call may succeed just before the connection breaks. Then its retry has no second effect: a new trial carries a
+ticket, by which the retry finds the trial, and setting a trial to its present state is not an error. All other calls
+can be repeated, except for taking a trial off Optuna's queue, which leaven does not use.
 """
 
 import errno
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import URL, Connection
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts
-BUSY_SECONDS = 60  # for which SQLite waits while another process writes
-OPENINGS = 20  # attempts to open a new database while others create its tables
-LOCK_SECONDS = 30  # to wait for a lock; a process that holds it longer is suspended or has lost its disk
-GRACE_SECONDS = 3  # after which Optuna's lock counts as left by a killed process
+BUSY_SECONDS = 60  # how long SQLite waits while another process writes
+OPENINGS = 20  # attempts to open a new database while other processes create its tables
+LOCK_SECONDS = 30  # how long to wait for a lock; a process that holds it longer is suspended or has lost its disk
+GRACE_SECONDS = 3  # age from which Optuna's lock counts as left by a killed process
 RECORD, SQLITE = b'{"op_code":', b"SQLite format 3"  # the first bytes of a journal and of a database
-TICKET = "leaven:ticket"  # a system attribute of every trial: which call created it
+TICKET = "leaven:ticket"  # a system attribute of every trial: the id of the call that created the trial
 
-# Without these, libpq waits for hours for a server that was switched off, and a command that stops within a
-# transaction, or whose machine fails, blocks the others.
+# Without these, libpq waits for hours for a server that was switched off. A command that stops within a transaction,
+# or whose machine fails, would block the other commands.
 POSTGRESQL = {
     "connect_timeout": "10",
     "keepalives_idle": "30",
@@ -49,8 +49,8 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """The error raised if a store was unreachable for longer than ``patience_seconds``. The same command resumes
-    later."""
+    """The error raised if a store was unreachable for longer than ``patience_seconds``. Run the same command again to
+    resume."""
 
 
 def open_store(
@@ -58,14 +58,14 @@ def open_store(
     waited: Callable[[float], None] = lambda seconds: None,
     patience_seconds: float = 300,
 ) -> BaseStorage:
-    """Open the Optuna storage at ``where``. While its server or file cannot be reached, its calls are tried again.
+    """Return the Optuna storage at ``where``. Its calls are retried while the server or file cannot be reached.
 
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
         waited: a function that is called after each failed attempt with the seconds since the first one. If it raises
             an exception, there is no further attempt.
-        patience_seconds: for how long a call is tried again before it raises StoreGone.
+        patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
         InputError: if ``where`` is not a supported store.
@@ -138,8 +138,7 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's database storage. If Optuna itself retries the creation of a trial, the retry finds the trial that
-        the first attempt created."""
+        """Optuna's database storage, which does not create a trial twice if Optuna itself retries the creation."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -168,7 +167,7 @@ def _database(url: "URL") -> BaseStorage:
             raise InputError(f"{_name(url)}: {error}") from None
         time.sleep(random.uniform(0.05, 0.5))
     if lite:
-        # Optuna reads rows and then changes them in one transaction, which must lock the file from its start.
+        # Optuna reads rows and then changes them in one transaction, which must lock the file from the beginning.
         event.listen(storage.engine, "begin", _begin_alone)
         event.listen(storage.engine, "connect", _begin_nothing)
         storage.engine.dispose()
@@ -193,7 +192,7 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 
 def _away(error: Exception) -> bool:
-    """Return whether an error means that the store cannot be reached. Other errors mean that the call was wrong.
+    """Return whether an error means that the store cannot be reached, rather than that the call was wrong.
 
     When a PostgreSQL server stops, Optuna raises a StorageInternalError, whose cause (or the cause's context) is an
     OperationalError of SQLAlchemy. For files the error is an OSError.
@@ -213,7 +212,7 @@ def _reason(error: Exception) -> str:
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """Return the journal in a file. If there is none, create it.
+    """Return Optuna's journal in a file, which is created if it does not exist.
 
     Raises:
         InputError: if the file cannot be created or read, or is not a journal.
@@ -245,20 +244,20 @@ def open_journal(path: Path) -> JournalStorage:
 class Journal(JournalFileBackend):
     """Optuna's journal. If a kill or a full disk has left an incomplete line at the end, the next write cuts it off.
 
-    Once the file has existed, it is never created again: if it is missing, its disk may be unmounted for a while.
+    A missing file is an error here and not created again, because its disk may be unmounted for a while.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
         try:
             yield from super().read_logs(log_number_from)
-        except ValueError as error:  # a stale page of a network disk, or an incomplete line was cut off: retry
+        except ValueError as error:  # a stale page of a network disk, or a line that was cut off: retry
             raise OSError(errno.EIO, "a line cannot be read", self._file_path) from error
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
         path = Path(self._file_path)
-        path.stat()  # raises OSError if its disk is away
+        path.stat()  # raises OSError if the disk is unmounted
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs).encode()
-        # The first lock is released as soon as its holder dies; Optuna's own protects from a dashboard that writes.
+        # The first lock is released when its holder dies. Optuna's own lock protects from a dashboard that writes.
         with storage.lock(path.with_name(f"{path.name}.flock"), LOCK_SECONDS):
             optunas = JournalFileOpenLock(self._file_path, GRACE_SECONDS)
             optunas.acquire()
@@ -266,7 +265,7 @@ class Journal(JournalFileBackend):
                 # This may cut off an incomplete line, which no reader has used: Optuna waits for its end.
                 storage.append(path, lines, sync=True, create=False)
             finally:
-                with suppress(RuntimeError):  # another process has taken this one, which was suspended, for dead
+                with suppress(RuntimeError):  # this process was suspended, and another one broke its lock
                     optunas.release()
 
 

@@ -7,8 +7,8 @@ What ``leaven tune`` does from start to end:
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``), which asks the plan (``search_plan.py``) for
    the next run and trains it in a worker process (``training/trial.py``), until the budget is used.
 3. The noise between seeds is measured by running the start 3 times (fewer times with fewer than 24 trials), and by
-   every other point that is run again. The last trials run the best points with fresh seeds, if the budget
-   has room for them, and only these runs choose the answer (``algorithm/answer.py``).
+   every other point that is run again. If the budget allows, the last trials run the best points with fresh seeds,
+   and only these runs choose the answer (``algorithm/answer.py``).
 4. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
 5. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
    and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
@@ -62,11 +62,11 @@ from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
 CHECKPOINTS = "checkpoints"
-OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files left by a study that was killed as it began
-ANSWERED = "leaven:answered"  # an attribute of the study: a command has run it to its end
+OURS = ("journal.log*", ".*.tmp", CHECKPOINTS)  # files that a study may leave if it is killed before its first write
+ANSWERED = "leaven:answered"  # an attribute of a study: a command has run the search to its end
 POLL = 0.25  # seconds between looks at whether to stop
-NOTE_AFTER = 5.0  # seconds without the store before the screen says so, and a command that is stopping gives up
-SAVING = 0.1  # the largest share of the time to spend on study.json, which takes seconds with thousands of trials
+NOTE_AFTER = 5.0  # seconds without the store after which the screen says so, and a stopping command gives up
+SAVING = 0.1  # the largest share of the time for writing study.json, which takes seconds with thousands of trials
 
 
 class Screen(Protocol):
@@ -100,13 +100,13 @@ def check_request(
     :meth:`Study.run`.
 
     Raises:
-        InputError: if the method does not fit the budget, if there is no budget, or if it is too small for one trial.
+        InputError: if there is no budget, or if one trial or the smallest grid does not fit into the budget.
     """
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
     known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
     if flops is not None and flops < one:
         raise InputError(
-            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least that"
+            f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least this number"
         )
 
 
@@ -116,14 +116,14 @@ class Study:
     Args:
         out: the folder.
         store: the URL of a database; by default the study is in a journal in the folder.
-        durations: run lengths in tokens to compare in each trial; the trial's loss is the loss of the longest.
+        durations: run lengths in tokens, which each trial compares. Its loss is the loss of the longest run.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
-        from_study: the folder of an earlier study whose trials and noise inform this one.
+        from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or is not a
-            study's. On entering: if the store is missing or contains something else. The folder is unchanged in
-            these cases.
+        InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or belongs to
+            something else. On entering: if the store is missing or contains another study. The folder is unchanged
+            then.
     """
 
     def __init__(  # noqa: PLR0917 - the first ones are natural by position
@@ -144,13 +144,13 @@ class Study:
         cooldowns = sum(branch.data.tokens - cooldown_start(branch) for branch in branches)
         self._run_flops = flops_per_token(recipe.model) * (longest.data.tokens + cooldowns)
         if durations:
-            space = space.without(BATCH, "durations are whole batches, and at most sizes they are not")
-            space = space.without(TOKENS, "the durations are given").without(DECAY, "durations need wsd")
+            space = space.without(BATCH, "each of the --durations must be a whole number of batches")
+            space = space.without(TOKENS, "--durations sets the run lengths").without(DECAY, "--durations needs wsd")
             space = space.below(WARM_UP, min(durations))
         if TOKENS in space.paths and max(tokens.epochs(recipe.data.tokens).values()) <= 1:
             raise InputError(
-                f"--space {TOKENS}: no text is repeated, so that more tokens are always better and cost more; "
-                "leave it out, or compare durations with --durations"
+                f"--space {TOKENS}: no text is repeated, so more tokens are always better and cost more; leave this "
+                "value out, or compare run lengths with --durations"
             )
         if method == "grid":
             space = space.within_near()
@@ -164,7 +164,7 @@ class Study:
         self._where: str | Path = store or out / "journal.log"
         self._name = f"--study {store or out}"
         self._over = False  # whether ``run`` has run the search to its end
-        self._stalled = False  # whether it ended early because some rounds gained less than the noise
+        self._stalled = False  # whether the search ended early because some rounds gained less than the noise
         self.nothing = ""  # why there is no best point, after a run of this command that found none
         self._screen: Screen = NoScreen()
         self._stop: Callable[[], bool] = lambda: False
@@ -228,9 +228,9 @@ class Study:
         self._store.remove_session()
 
     def _waited(self, seconds: float) -> None:
-        """Report that the store is unreachable; raise StoreGone if the user stops the command meanwhile.
+        """Report that the store is unreachable, or raise StoreGone if the user stops the command meanwhile.
 
-        A single failed call does not count: a command that is stopping repeats it, and then prints its document.
+        During the first ``NOTE_AFTER`` seconds nothing happens: a call that fails once is simply retried.
         """
         if seconds <= NOTE_AFTER:
             return
@@ -253,7 +253,8 @@ class Study:
     ) -> StudyDocument:
         """Run trials until the budget, which all commands share, is used and the best point is confirmed.
 
-        The method ends early if the search stalls (``stop_at_noise``) or if ``stop`` returns true.
+        The search ends early if ``stop`` returns true or, with ``stop_at_noise``, if several rounds gained less than
+        the noise.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
@@ -292,7 +293,7 @@ class Study:
     def _workers(self, count: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
         """Yield the objective of the search, which trains in ``count`` processes with one thread each."""
         with ExitStack() as held:
-            # A pool breaks as a whole when a process dies, so each worker has one.
+            # A pool breaks as a whole when a process dies, so each worker has its own pool.
             pools = [held.enter_context(WorkerPool(1)) for _ in range(count)]
             leaving = threading.Event()
             held.callback(leaving.set)
@@ -310,7 +311,7 @@ class Study:
         try:
             recipe = recipe_at(self.recipe, proposal, self.recipe.data.seed + proposal.seed)
             branches_of(recipe, self._durations, self._tokens)
-        except ValueError:  # not a recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
+        except ValueError:  # an invalid recipe: lr x weight_decay above 1, or a warm-up beyond the shortest duration
             return Outcome(math.inf)
         future = pool.submit(
             train_trial,
@@ -330,7 +331,7 @@ class Study:
             raise WorkerDied from None
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder for this attempt at a run. If an earlier attempt left a checkpoint, move it
+        """Return the checkpoint folder for this attempt at a run, with the checkpoint of an earlier attempt moved
         there.
 
         Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
@@ -338,7 +339,7 @@ class Study:
         """
         folder = self.out / CHECKPOINTS / f"{proposal.origin:06d}-{proposal.number:06d}"
         for last in sorted(folder.parent.glob(f"{proposal.origin:06d}-*"))[-1:]:
-            with suppress(OSError):  # another attempt has it by now, or it is gone: start again
+            with suppress(OSError):  # another attempt has moved it, or it is gone: train from the start
                 last.rename(folder)
         return folder
 
@@ -353,8 +354,8 @@ class Study:
         self._screen.started(proposal.number, f"w{proposal.worker + 1}")
 
     def ended(self, numbers: Sequence[int]) -> None:
-        """Write the results. This is skipped if the last write took so long that writing would use more than
-        ``SAVING`` of the time. Nothing is lost then, because the store has the trials."""
+        """Write the results, unless writing would use more than ``SAVING`` of the time. The store has the trials in
+        any case."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -371,7 +372,7 @@ class Study:
     def state(self) -> StudyDocument:
         """Return the study's document: the answer of its search, and all its trials.
 
-        Its ``best`` is None until a command has run the search to its end. After that it stays set, also while a
+        Its ``best`` is None until a command has run the search to its end. After that, ``best`` stays set while a
         command with a larger budget runs.
         """
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
@@ -419,7 +420,7 @@ def write_results(out: Path, space: Space, state: StudyDocument) -> None:
         return
     start = space.recipe
     for file, point, fewest in (("best.toml", state.octaves, False), ("fewest.toml", state.fewer, True)):
-        if point is None:  # remove the one of an earlier answer
+        if point is None:  # remove the file of an earlier answer
             (out / file).unlink(missing_ok=True)
             continue
         reasons = {path: reason(path, state, space, fewest=fewest) for path in space.paths}
@@ -428,8 +429,8 @@ def write_results(out: Path, space: Space, state: StudyDocument) -> None:
 
 
 def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:
-    """Return the reason, for ``[why]``, of the value at ``path`` in the best recipe. If ``fewest`` is true, return
-    that of the recipe with the fewest changes."""
+    """Return the reason, for ``[why]``, of the value at ``path`` in best.toml or, if ``fewest`` is true, in
+    fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None
@@ -448,7 +449,7 @@ def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = Fals
     if not point[path]:
         parts += ["as at the start"]
     elif fewest:
-        parts += [f"{start} at the start"]
+        parts += [f"the start has {start}"]
     else:
         each = next(coordinate for coordinate in state.coordinates if coordinate.path == path)
         # Sorted, because 1 - beta falls where beta rises.
@@ -456,5 +457,5 @@ def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = Fals
         if numbers := sorted(end for end in ends if not isinstance(end, str)):
             parts += [f"as good between {format_number(numbers[0])} and {format_number(numbers[1])}"]
         doubt = "" if each.worth else ", not known to be more than the noise"
-        parts += [f"{start} at the start costs {signed(each.gain)} +-{each.gain_deviation:.4f}{doubt}"]
+        parts += [f"the start's {start} costs {signed(each.gain)} +-{each.gain_deviation:.4f} nats{doubt}"]
     return "; ".join(parts)
