@@ -288,16 +288,20 @@ class SpikeGuard(Callback):
             self.detector.load_state_dict(state["guard"])
 
     def _respond(self, anomaly: Anomaly) -> None:
-        trainer, recipe = self.trainer, self.training.recipe
+        """Respond to an anomaly: roll back, or end the run.
+
+        The run ends if ``on_spike`` is ``stop``, if it is ``skip`` and too many steps in a row were skipped, or if
+        ``max_rollbacks`` rollbacks did not help.
+        """
+        trainer, recipe, stability = self.trainer, self.training.recipe, self.training.recipe.stability
         trainer.checkpoints.log_outcome(wait=True)
-        every = trainer.checkpoints.every_tokens
-        oldest = oldest_checkpoint(trainer.rewinds, anomaly, recipe.batches, recipe.stability, every)
-        rewind = rollback(trainer.rewinds, anomaly, recipe.batches, recipe.stability, oldest)
-        tokens, limit = recipe.batches.tokens_at_step(anomaly.step), recipe.stability.max_rollbacks
-        values: dict[str, Any] = {"step": anomaly.step, "tokens": tokens, "why": anomaly.why}
-        values |= {"onset": anomaly.onset, "numbers": anomaly.numbers}
-        if recipe.stability.on_spike != "rollback":
+        values: dict[str, Any] = {"step": anomaly.step, "tokens": recipe.batches.tokens_at_step(anomaly.step)}
+        values |= {"why": anomaly.why, "onset": anomaly.onset, "numbers": anomaly.numbers}
+        if stability.on_spike != "rollback":
             trainer.fail(values)
-        if rewind.attempt > limit:
-            trainer.fail(values | {"why": f"{anomaly.why}; {limit} rollbacks did not help"})
-        trainer.roll_back(rewind, values | asdict(rewind) | {"attempts": limit})
+        every = trainer.checkpoints.every_tokens
+        oldest = oldest_checkpoint(trainer.rewinds, anomaly, recipe.batches, stability, every)
+        rewind = rollback(trainer.rewinds, anomaly, recipe.batches, stability, oldest)
+        if rewind.attempt > stability.max_rollbacks:
+            trainer.fail(values | {"why": f"{anomaly.why}; {stability.max_rollbacks} rollbacks did not help"})
+        trainer.roll_back(rewind, values | asdict(rewind) | {"attempts": stability.max_rollbacks})

@@ -40,10 +40,25 @@ from leaven.training.outcome import Baseline, Outcome
 from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
-from leaven.tuning.service import search_plan as log
 from leaven.tuning.service.leases import Leases
 from leaven.tuning.service.samplers import METHODS, distributions, sampler
-from leaven.tuning.service.search_plan import Evaluation, SearchPlan, TrialRequest, jobs_of, runs_of
+from leaven.tuning.service.search_plan import (
+    BEGAN,
+    DIVERGED,
+    ENDED,
+    JOB,
+    OWNER,
+    PREDICTED,
+    PURPOSE,
+    RELEASED,
+    RETRY_OF,
+    SEED,
+    Evaluation,
+    SearchPlan,
+    TrialRequest,
+    jobs_of,
+    runs_of,
+)
 from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
@@ -170,7 +185,7 @@ class SearchLoop:
     def _look(self) -> list[Evaluation]:
         """Close the trials of dead commands, then return all runs."""
         trials = self._study.get_trials(deepcopy=False)
-        running = {t.number: t.user_attrs.get(log.OWNER) for t in trials if t.state is TrialState.RUNNING}
+        running = {t.number: t.user_attrs.get(OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
         if taken := [number for number, owner in running.items() if owner in dead]:
             for number in taken:
@@ -184,7 +199,7 @@ class SearchLoop:
             return
         number, point = created
         best = self._plan.baseline(runs, point) if request.purpose == "search" else None
-        origin = int(request.attributes.get(log.RETRY_OF, number))
+        origin = int(request.attributes.get(RETRY_OF, number))
         proposal = Proposal(point, number, request.seed, origin, best, worker=self._free.pop())
         self._pending[self._pool.submit(self._objective, proposal)] = proposal
         if self._watch is not None:
@@ -201,12 +216,12 @@ class SearchLoop:
             params=request.point or {},
             distributions=distributions(self._plan.axes) if request.point else {},
             user_attrs={
-                log.OWNER: self._leases.node,
-                log.PURPOSE: request.purpose,
-                log.SEED: request.seed,
-                log.BEGAN: time.time(),
+                OWNER: self._leases.node,
+                PURPOSE: request.purpose,
+                SEED: request.seed,
+                BEGAN: time.time(),
                 # Two commands that have read the same trials choose the same name, and only one of them runs the job.
-                log.JOB: request.name,
+                JOB: request.name,
                 **request.attributes,
             },
         )
@@ -248,13 +263,13 @@ class SearchLoop:
     def _record(self, number: int, outcome: Outcome) -> None:
         about = {key: getattr(outcome, key) for key in ("tokens", "flops", "seconds", "branches", "worker")}
         about |= {"curve": [point for point in outcome.curve if math.isfinite(point[1])]}
-        about |= {log.DIVERGED: outcome.diverged, "stopped": outcome.stopped}
-        about |= {log.EXPECTED: outcome.loss} if outcome.stopped else {}
+        about |= {DIVERGED: outcome.diverged, "stopped": outcome.stopped}
+        about |= {PREDICTED: outcome.loss} if outcome.stopped else {}
         trial_id = self._trial_id(number)
         for key, value in about.items():
             if value:
                 self._store.set_trial_user_attr(trial_id, key, value)
-        self._store.set_trial_user_attr(trial_id, log.ENDED, time.time())
+        self._store.set_trial_user_attr(trial_id, ENDED, time.time())
         loss, state = outcome.loss, TrialState.COMPLETE
         if outcome.diverged:
             # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
@@ -275,7 +290,7 @@ class SearchLoop:
         """Mark a trial as failed if no other command has ended it. A ``released`` trial does not count as a death."""
         with suppress(UpdateFinishedTrialError):
             if released:
-                self._store.set_trial_user_attr(self._trial_id(number), log.RELEASED, True)
+                self._store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
             self._store.set_trial_state_values(self._trial_id(number), TrialState.FAIL)
 
 

@@ -43,7 +43,7 @@ from leaven.tuning.study_document import Dimension, StudyTrial
 PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
 OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
 BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
-EXPECTED = "expected"  # the predicted final loss of a pruned trial
+PREDICTED = "expected"  # the predicted final loss of a pruned trial
 LIVES = 2  # attempts of a run before it has failed
 
 # Least size of the budget: runs of the start. If the user gives the noise, the start is run once.
@@ -97,7 +97,7 @@ class Evaluation:
         """The loss of a run with a result: infinite if it diverged, predicted if it was pruned."""
         if self.state == "diverged":
             return math.inf
-        return float(self.last.user_attrs[EXPECTED] if self.last.value is None else self.last.value)
+        return float(self.last.user_attrs[PREDICTED] if self.last.value is None else self.last.value)
 
     @property
     def rerun_for(self) -> str:

@@ -3,16 +3,25 @@
 What ``leaven tune`` does from start to end:
 
 1. :class:`Study` checks the arguments and narrows the search space. On entering, it opens the store, which contains
-   all trials, and joins or creates the study in it (``join_study`` in ``search_loop.py``).
-2. :meth:`Study.run` runs the loop of the search (``search_loop.py``), which asks the plan (``search_plan.py``) for
-   the next run and trains it in a worker process (``training/trial.py``), until the budget is used.
-3. The noise between seeds is measured by running the start 3 times (fewer times with fewer than 24 trials), and by
-   every other point that is run again. If the budget allows, the last trials run the best points with fresh seeds,
-   and only these runs choose the answer (``algorithm/answer.py``).
-4. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
-5. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
+   all trials (an Optuna journal or a database, ``stores.py``), and joins or creates the study in it (``join_study``
+   in ``search_loop.py``).
+2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
+   plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
+   or the best points again. It trains the run in a worker process (``training/trial.py``). A trial ends early if it
+   diverges, or if it is so far behind the best trial that it cannot win (``training/early_stopping.py``).
+3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
+   the start 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by every other point that is
+   run again.
+4. The last trials run the best point with fresh seeds: once with 16 to 23 trials, twice with 24 to 63. From 64
+   trials on, the best 2 or 3 points are compared in this way, and 2 more seeds confirm the chosen one beside the
+   start. These runs choose the answer. Its loss is their mean, and its 95% interval is mean +- t x noise /
+   sqrt(runs) (``algorithm/answer.py``).
+5. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
+6. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
    and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start
    (centre.toml) and the checkpoints of running trials.
+7. ``leaven tune`` prints a line for each trial, and at the end the answer: the best values, their loss with its
+   interval, the noise, the values that mattered, and the commands to type next.
 """
 
 import json
