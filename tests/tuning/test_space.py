@@ -1,5 +1,6 @@
 """Search spaces of recipes."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,10 @@ def test_clipping_keeps_its_form(tiny: Recipe) -> None:
     clip = recipe_at(running, {"hyperparameters.grad_clip": -1.0}).hyperparameters.grad_clip
     assert (clip.mode, clip.limit) == ("running", 1.0)
     assert ends(tiny, "hyperparameters.grad_clip") == pytest.approx([0.01, 100])
+
+
+def test_the_docs_state_the_bounds_of_every_value() -> None:
+    page = Path("docs/concepts/spaces.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| ([\d.e-]+)[^|]* \| ([\d.e-]+)[^|]* \| ±(\d+) \| (.*) \|$", page, re.MULTILINE)
+    stated = {name: (float(low), float(high), float(near), why) for name, low, high, near, why in rows}
+    assert stated == {name: (each.low, each.high, each.near, each.why) for name, each in BOUNDS.items()}
