@@ -207,7 +207,7 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
     if wider:
         raise ValueError(
-            f'init = "{init}" and rule {rule} both scale the init with the width, and the base has another width; '
+            f'init = "{init}" and rule {rule} both scale the init with the width, in which base and model differ; '
             f"{instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
