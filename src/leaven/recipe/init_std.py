@@ -213,6 +213,6 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
             f'init = "{init}" draws the last matrix of a branch with std {INITS[init].outputs.text}, and rule {rule} '
-            f"multiplies the branch by L^-alpha: the depth L would count twice, since base and model differ in depth; "
+            f"multiplies the branch by L^-alpha: the depth would count twice, since base and model differ in depth; "
             f"{instead}"
         )

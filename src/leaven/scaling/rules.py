@@ -12,7 +12,7 @@ NAME`` prints one. All tables differ from the papers in these points:
 - **Decay of gains and biases.** The hyperparameter ``decay_norm_and_bias`` decides whether they decay. It is off by
   default, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
 
-``complete-d-p`` differs from its Table 1 in one more cell, the eps of the final norm, where the table has 1. The
+``complete-d-p`` differs from its Table 1 in one cell, the eps of the final norm, where the table has 1. The
 gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its eps
 must fall, too. The difference is small as long as eps is much smaller than the gradient.
 """
