@@ -103,7 +103,7 @@ def explain(error: ValidationError) -> str:
         case "extra_forbidden":
             return f"{where}: no such key; {_suggestion(keys)}"
         case "missing":
-            return f"{where}: missing; add it, every recipe needs it"
+            return f"{where}: missing; every recipe needs it"
         case "value_error":
             return f"[{'.'.join(keys)}] {message}" if len(keys) == 1 else f"{where}: {message}"
         case _:
