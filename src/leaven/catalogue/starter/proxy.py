@@ -45,7 +45,8 @@ GPU_FLOPS = 4e14
 NEAR = 1.25
 """Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3
-"""If at least this many lineages are near the target's size, published values are good enough not to tune."""
+"""If at least this many lineages are near the target's size, published values are good, and smaller proxies than
+`SMALLEST` are not worth tuning."""
 
 
 _Size = tuple[int, int, int]  # parameters, width and depth
