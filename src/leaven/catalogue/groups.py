@@ -1,7 +1,7 @@
 """The tables in the file of a published run, such as ``[optim]`` and ``[schedule]``. Each states its source.
 
-Unknown values are left out, never guessed. :class:`leaven.catalogue.run.PublishedRun` offers the values under leaven's
-names.
+Unknown values are left out, never guessed. :class:`leaven.catalogue.run.PublishedRun` offers the values under
+leaven's names.
 """
 
 from typing import Annotated, Any, Literal
@@ -101,7 +101,8 @@ class PublishedArchitecture(PublishedGroup):
     qkv_bias: bool | None = None  # only if it differs from bias
     attention: str | None = None
     layerwise_scaling: LayerwiseScaling | None = None
-    # Experts: the first n_dense_layers layers have one MLP of width d_ff; each later layer has n_experts of width d_expert.
+    # Experts: the first n_dense_layers layers have one MLP of width d_ff; each later layer has n_experts of width
+    # d_expert.
     n_dense_layers: int | None = None
     n_experts: int | None = None
     experts_per_token: int | None = None

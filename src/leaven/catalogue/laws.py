@@ -1,7 +1,7 @@
 """Evaluate empirical laws (``laws.toml``): lr, batch, weight decay or loss of a run, and the best size for a budget.
 
-A law is a fit to training runs. It holds only for its own definition of N, the number of parameters, and in the setting
-in which it was fitted (``conditions``). Outside its fitted range it is a guess.
+A law is a fit to training runs. It holds only for its own definition of N, the number of parameters, and in the
+setting in which it was fitted (``conditions``). Outside its fitted range it is a guess.
 """
 
 import math
@@ -286,8 +286,8 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
     """Return a law's lr converted to another batch by four rules, which disagree. None if the law predicts no lr.
 
     - ``square_root``: for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
-    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018); for AdamW it keeps the timescale of weight
-      decay in tokens
+    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018); for AdamW it keeps the timescale of
+      weight decay in tokens
     - ``surge``: for Adam; the lr rises with the batch up to the gradient noise scale (``noise``, in tokens) and falls
       above it (arXiv 2405.14578)
     - ``own``: with the exponent that was fitted to the law's own data; None if there is no such exponent

@@ -23,7 +23,8 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are near, the weight of a vote reaches 0 at this factor beyond the farthest voter."""
+"""If fewer than `NEAREST` lineages are near, the weight of a vote reaches 0 at this factor beyond the farthest
+voter."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, relative to log2(parameters): published choices hardly depend on the tokens.
@@ -66,8 +67,8 @@ def nearest(
 
     Only runs within ``factor`` of the size are returned, or all runs if there are none. The order is: the nearest run
     of each lineage, then all other runs. Within both groups, runs with the same ``stack`` (norm placement, QK-norm,
-    optimizer) come first, nearer runs before others. Only runs whose lr is comparable to that of the stack's optimizer
-    (by default AdamW) are returned; a muP lr is not.
+    optimizer) come first, nearer runs before others. Only runs whose lr is comparable to that of the stack's
+    optimizer (by default AdamW) are returned; a muP lr is not.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind

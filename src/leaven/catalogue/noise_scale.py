@@ -45,8 +45,8 @@ def steps_over_least(batch: float, critical: float) -> float:
 def surge_lr(batch: float, noise: float) -> float:
     """Return the best lr of Adam at ``batch``, divided by the best lr at the batch ``noise``, the noise scale.
 
-    The lr grows about as the square root of the batch up to the noise scale, and falls above it (Li et al. 2024, arXiv
-    2405.14578).
+    The lr grows about as the square root of the batch up to the noise scale, and falls above it (Li et al. 2024,
+    arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

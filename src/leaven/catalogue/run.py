@@ -30,7 +30,8 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates can be compared with this optimizer's: Adam and AdamW, else itself."""
+    """Return the optimizers whose learning rates can be compared with this optimizer's: Adam and AdamW, else
+    itself."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -59,8 +60,8 @@ class Stack(NamedTuple):
 class PublishedRun(Part):
     """A published run, or a run of leaven itself (with :attr:`tuning`).
 
-    The fields contain the values as the source states them. The properties convert them to leaven's names and units; a
-    property is None if its value is not known.
+    The fields contain the values as the source states them. The properties convert them to leaven's names and units;
+    a property is None if its value is not known.
     """
 
     id: str

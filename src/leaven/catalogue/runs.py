@@ -1,7 +1,7 @@
 """Read the published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
 
-To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`; its name is the run's id. Files with a table
-``[tuning]`` are runs of leaven itself, small models whose hyperparameters can be transferred.
+To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`; its name is the run's id. Files with a
+table ``[tuning]`` are runs of leaven itself, small models whose hyperparameters can be transferred.
 """
 
 import difflib

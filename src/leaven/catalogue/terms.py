@@ -69,8 +69,8 @@ def diff_in_terms(
     """Return the values in which two runs or recipes differ; an unknown value is None.
 
     Hyperparameters of a recipe are written for its base, but runs publish what their parameters got. ``resolved``
-    therefore returns, by path, the values that the recipe's scaling rule gives the parameters. Values that only runs or
-    only recipes can state come last.
+    therefore returns, by path, the values that the recipe's scaling rule gives the parameters. Values that only runs
+    or only recipes can state come last.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]

@@ -1,1 +1,2 @@
-"""Connects leaven with other software: scaling rules for any torch model, and conversion of weights and configurations."""
+"""Connects leaven with other software: scaling rules for any torch model, and conversion of weights and
+configurations."""

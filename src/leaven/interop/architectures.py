@@ -23,7 +23,8 @@ from leaven.storage import new_folder
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
-# For each type of a key in config.json: its name in messages, and a function that tests whether a value has this type.
+# For each type of a key in config.json: its name in messages, and a function that tests whether a value has this
+# type.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
     float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
@@ -36,7 +37,8 @@ _PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (r
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint: one of leaven's tensors, or several stacked along the first dimension."""
+    """A tensor in a Hugging Face checkpoint: one of leaven's tensors, or several stacked along the first
+    dimension."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
@@ -65,7 +67,7 @@ class Architecture:
     defaults: Config  # values of keys that are missing in config.json
     ends: Mapping[str, str]  # for each of leaven's modules outside the blocks: its path here
     block: Mapping[str, str]  # for each of leaven's modules inside a block: its path here
-    words: Mapping[str, list[str]] = field(default_factory=dict)  # for each activation its names; the first is written
+    words: Mapping[str, list[str]] = field(default_factory=dict)  # names of each activation; the first is written
     required: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
     heads_together: bool = False  # whether a fused matrix stores query, key and value of one head after another
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
@@ -73,12 +75,14 @@ class Architecture:
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
 
     def whole_name(self, name: str) -> str:
-        """Return the name of a tensor in the full model; older checkpoints use the names of the model without head."""
+        """Return the name of a tensor in the full model; older checkpoints use the names of the model without
+        head."""
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a model shape whose values this architecture does not support, each with a supported value."""
+        """Return the keys of a model shape whose values this architecture does not support, each with a supported
+        value."""
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -222,7 +226,8 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return the names of each of leaven's modules in all architectures. A name is the last part of a module's path."""
+    """Return the names of each of leaven's modules in all architectures. A name is the last part of a module's
+    path."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -234,8 +239,8 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a model shape with the fewest changes, and these changes.
 
-    A model without biases can be stored in an architecture with biases, which are then zero. With ``trained``, the model
-    will be trained there, which changes these biases; so they count as a change.
+    A model without biases can be stored in an architecture with biases, which are then zero. With ``trained``, the
+    model will be trained there, which changes these biases; so they count as a change.
     """
     changes = []
     for architecture in ARCHITECTURES:

@@ -67,8 +67,8 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
     """Return the hooks for all multipliers other than 1, without installing them.
 
     The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
-    use the weight of the unembedding without calling its module. If there is not exactly one final norm, the multiplier
-    scales the input of the unembedding.
+    use the weight of the unembedding without calling its module. If there is not exactly one final norm, the
+    multiplier scales the input of the unembedding.
 
     Raises:
         InputError: if the module that needs a hook is never called, so that the hook would have no effect.
@@ -291,7 +291,8 @@ def _require_scalable(module: nn.Module) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield the parameters into which a factor on the attention logits is folded, as (module, parameter, its factor)."""
+    """Yield the parameters into which a factor on the attention logits is folded, as (module, parameter, its
+    factor)."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):

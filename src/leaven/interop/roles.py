@@ -2,8 +2,8 @@
 module name under which it is tuned, such as ``attention.query``.
 
 Two things are used: the type, name and position of the torch module that contains the parameter, and the shape of the
-matching parameter in a smaller model, which shows the dimensions that grow. If the result is ambiguous, an error names
-the parameter, and the user can classify it with ``roles`` or ``modules``.
+matching parameter in a smaller model, which shows the dimensions that grow. If the result is ambiguous, an error
+names the parameter, and the user can classify it with ``roles`` or ``modules``.
 """
 
 from collections.abc import Mapping
@@ -177,7 +177,8 @@ class Classifier:
     # Branches: each needs one last matrix, which gets its multiplier.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Check that each block has a branch, and each branch exactly one matrix that writes to the residual stream."""
+        """Check that each block has a branch, and each branch exactly one matrix that writes to the residual
+        stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]

@@ -1,5 +1,5 @@
-"""Inspects a torch model: finds its parameters with their modules and blocks, and the matching parameters of a smaller
-model."""
+"""Inspects a torch model: finds its parameters with their modules and blocks, and the matching parameters of a
+smaller model."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -128,8 +128,8 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
     """Return the structure of ``model`` with the ``base_shape`` of each parameter, from the smaller model ``base``.
 
-    Matching parameters have the same name, except for the block's number. Among the blocks of ``base``, the block at the
-    nearest relative depth matches.
+    Matching parameters have the same name, except for the block's number. Among the blocks of ``base``, the block at
+    the nearest relative depth matches.
 
     Raises:
         InputError: if only one of the models has a parameter.

@@ -102,9 +102,9 @@ def parametrize(
     - Factors that the model's own code derives from its width are not detected; remove them. Gemma is refused,
       because it multiplies its embedding by sqrt(width).
     - Gains are assumed to be neutral at 1, so do not draw initial values for norms that multiply by 1 + gain.
-    - The multiplier of a branch is applied when the last matrix of the branch is called as a module. A fused kernel that
-      only reads its weight skips the multiplier. The multiplier of the logits is applied to the output of the final
-      norm.
+    - The multiplier of a branch is applied when the last matrix of the branch is called as a module. A fused kernel
+      that only reads its weight skips the multiplier. The multiplier of the logits is applied to the output of the
+      final norm.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
       the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
@@ -126,8 +126,8 @@ def parametrize(
             wrongly.
         modules: A mapping from parameter names or glob patterns to the module names under which the parameters are
             tuned. ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std`` or
-            ``init``, or is a ``leaven.Hyperparameters``. False keeps the values of the model.
+        initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
+            or ``init``, or is a ``leaven.Hyperparameters``. False keeps the values of the model.
         seed: Seed of the initial values. They depend only on the seed and on the name of the parameter.
 
     Returns:

@@ -214,7 +214,7 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     why = f"a {plain.architecture.name}; its weights are divided by the recipe's multipliers"
     draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
-    draft.set("data.tokenizer", str(tokenizer), "the model's own tokenizer: its embedding was trained for these token ids")
+    draft.set("data.tokenizer", str(tokenizer), "the model's own: its embedding was trained for these token ids")
     duration = tokens or TOKENS_PER_PARAMETER * shape.params
     guess = f"{TOKENS_PER_PARAMETER} tokens per parameter, as from scratch (Chinchilla); fewer may be enough here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
-# The hyperparameters while the batch is smaller than the full batch. fixed: those of the full batch; scaled: those that
-# the scaling rule computes for the smaller batch.
+# The hyperparameters while the batch is smaller than the full batch. fixed: those of the full batch; scaled: those
+# that the scaling rule computes for the smaller batch.
 RampRule = Literal["fixed", "scaled"]
 
 
@@ -41,8 +41,8 @@ class Batch(Part):
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
-    # Sequences per forward pass of a rank; auto: the fastest, timed when the run starts. If it does not divide the batch,
-    # the micro-batches are as equal as possible.
+    # Sequences per forward pass of a rank; auto: the fastest, timed when the run starts. If it does not divide the
+    # batch, the micro-batches are as equal as possible.
     micro_batch: Count | Literal["auto"] = "auto"
 
     @model_validator(mode="after")

@@ -131,8 +131,8 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 def render(recipe: Recipe, template: str = "") -> str:
     """Return the recipe as TOML.
 
-    ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values are
-    kept, and defaults that it omits stay omitted. Without a template every value is written.
+    ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
+    are kept, and defaults that it omits stay omitted. Without a template every value is written.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)

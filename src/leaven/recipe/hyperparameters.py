@@ -23,7 +23,8 @@ class Multipliers(Part):
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
-    # A multiplier m replaces beta by beta ** m, which stays within (0, 1) and divides the half-life of Adam's moment by m.
+    # A multiplier m replaces beta by beta ** m, which stays within (0, 1) and divides the half-life of Adam's moment
+    # by m.
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
@@ -61,7 +62,8 @@ class Clip(Part):
     """How gradients are clipped."""
 
     # global: the norm over all parameters is at most ``limit``; per-module: the norm of each module in each block is;
-    # running: the global norm is at most ``limit`` x its root mean square over recent steps, averaged with Adam's beta2.
+    # running: the global norm is at most ``limit`` x its root mean square over recent steps, averaged with Adam's
+    # beta2.
     mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0  # 0 switches clipping off
 
@@ -75,7 +77,8 @@ class Clip(Part):
 
 
 class Hyperparameters(Part):
-    """The hyperparameters for the scale ``scaling.base``. The scaling rule converts them to the recipe's own scale."""
+    """The hyperparameters for the scale ``scaling.base``. The scaling rule converts them to the recipe's own
+    scale."""
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101).

@@ -187,8 +187,8 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
     }
 )
 
-# Scaling rules that multiply each branch by a power of the depth. They are named here because this package cannot import
-# :mod:`leaven.scaling.rules`; a test compares the two.
+# Scaling rules that multiply each branch by a power of the depth. They are named here because this package cannot
+# import :mod:`leaven.scaling.rules`; a test compares the two.
 SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 

@@ -47,8 +47,8 @@ class Layout(Part):
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
             raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch 2.13 frees the gathered parameters before the second half computes the weights' gradients, which are
-            # then wrong without an error. Gradients sharded after each micro-batch are missing there, too.
+            # torch 2.13 frees the gathered parameters before the second half computes the weights' gradients, which
+            # are then wrong without an error. Gradients sharded after each micro-batch are missing there, too.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} frees '
                 "what the second half needs; set zero = 1"

@@ -87,8 +87,8 @@ class Precision(Part):
 class Stability(Part):
     """What a run does at a loss spike (:mod:`leaven.training.spikes`), and which checkpoints it keeps."""
 
-    # rollback: return to a checkpoint before the spike and skip the data of the spike; skip: do not apply a step whose
-    # loss or gradient norm is an outlier; stop: end the run; off: do nothing.
+    # rollback: return to a checkpoint before the spike and skip the data of the spike; skip: do not apply a step
+    # whose loss or gradient norm is an outlier; stop: end the run; off: do nothing.
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback

@@ -1,4 +1,5 @@
-"""Describe a recipe and its parameter table as plain data for ``leaven show``, and compare its init with published ones."""
+"""Describe a recipe and its parameter table as plain data for ``leaven show``, and compare its init with published
+ones."""
 
 import math
 from collections.abc import Iterator, Sequence

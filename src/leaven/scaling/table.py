@@ -1,7 +1,7 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
-Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier of the
-depth. Nothing else in leaven computes these values.
+Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier of
+the depth. Nothing else in leaven computes these values.
 """
 
 import math
@@ -205,8 +205,9 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     """Return the factors by which weights must be multiplied so that a model without multipliers computes the same.
 
     The result maps names of parameters to factors other than 1. The multiplier of a branch goes into its last matrix.
-    The multiplier of the attention logits goes into the gain of the query norm, or into the query matrix if there is no
-    such norm. The multiplier of the logits goes into the unembedding, or into the final norm if embeddings are tied.
+    The multiplier of the attention logits goes into the gain of the query norm, or into the query matrix if there is
+    no such norm. The multiplier of the logits goes into the unembedding, or into the final norm if embeddings are
+    tied.
     """
     rows = {row.name: row.multiplier for row in table.rows}
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}

@@ -37,8 +37,8 @@ TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
 TOKENS_PER_PARAMETER_FACTOR = 4.0
 # Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
-# Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2 13B,
-# Pythia 12B); BigScience's 104B run at 3.7 did not.
+# Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
+# 13B, Pythia 12B); BigScience's 104B run at 3.7 did not.
 LARGE_INIT = 3.0
 # Warn above this RMS of the initial logits, which raises the first loss above ln V by half its square. The runs that
 # LARGE_INIT names had 1.43 (trained) and 2.15 (did not).
@@ -76,8 +76,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     """Warn about ratios to the base that are outside the tested range.
 
-    The batch was tested at a fixed number of tokens, so that it changed the number of steps. There is no warning about
-    the batch if the ratio of the numbers of steps is within the tested range.
+    The batch was tested at a fixed number of tokens, so that it changed the number of steps. There is no warning
+    about the batch if the ratio of the numbers of steps is within the tested range.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -127,7 +127,8 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     """Warn if eps / sqrt(v) of a matrix in a block is too large. The estimated ratio is a lower bound.
 
-    It assumes that the gradient norm is 1 (or the clipping limit) and spread evenly over all parameters. Real gradients
+    It assumes that the gradient norm is 1 (or the clipping limit) and spread evenly over all parameters. Real
+    gradients
     in blocks are smaller: most of the norm is in the unembedding, and after the warm-up the norm is mostly below 1.
     """
     clip = recipe.hyperparameters.grad_clip

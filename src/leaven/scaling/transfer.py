@@ -1,8 +1,9 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as written, for the recipe's base; the scaling rule computes the values of each parameter from
-them. Warm-up and batch ramp keep their share of the run, and the start and the increment of a ramp keep their share of
-the batch. Ramps and stages are rounded to whole sequences, so transfer from the base and not from a scale in between.
+The hyperparameters stay as written, for the recipe's base; the scaling rule computes the values of each parameter
+from them. Warm-up and batch ramp keep their share of the run, and the start and the increment of a ramp keep their
+share of the batch. Ramps and stages are rounded to whole sequences, so transfer from the base and not from a scale in
+between.
 
 :func:`transfer_like` puts the hyperparameters of a tuned recipe into another recipe.
 """
@@ -38,7 +39,8 @@ _LARGEST = {
 }
 _LEAST_BETA = 0.01  # with a smaller beta, Adam's moment is just the last gradient
 
-# Fields of the model that may differ between tuned recipe and target: sizes, and fields without effect on tuned values.
+# Fields of the model that may differ between tuned recipe and target: sizes, and fields without effect on tuned
+# values.
 _FREE_FIELDS = {
     "n_layers",
     "d_model",
@@ -139,10 +141,11 @@ def transfer(
 
 
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
-    """Return ``target`` with ``[hyperparameters]`` and ``[scaling]`` of ``tuned``, a recipe that ``leaven tune`` wrote.
+    """Return ``target`` with ``[hyperparameters]`` and ``[scaling]`` of ``tuned``, a recipe that ``leaven tune``
+    wrote.
 
-    Other values that the study searched are transferred, too: the warm-up as a share of the run, the tokens relative to
-    the tokens of the base, the batch relative to the batch with which the study began, and others as they are.
+    Other values that the study searched are transferred, too: the warm-up as a share of the run, the tokens relative
+    to the tokens of the base, the batch relative to the batch with which the study began, and others as they are.
     Everything else stays as in the target.
 
     Raises:
@@ -207,7 +210,8 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the paths of the values that ``leaven tune`` chose: their reasons in ``[why]`` begin with "study NAME"."""
+    """Return the paths of the values that ``leaven tune`` chose: their reasons in ``[why]`` begin with "study
+    NAME"."""
     return {path for path, why in recipe.why.items() if why.startswith("study ")}
 
 

@@ -48,7 +48,8 @@ def findings(
         return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggestion adds, or None if it keeps its own finding or adds a finding "outside"."""
+        """Return how many notes a suggestion adds, or None if it keeps its own finding or adds a finding
+        "outside"."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid

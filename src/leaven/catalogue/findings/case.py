@@ -24,7 +24,8 @@ Suggestion = Mapping[str, Any]
 
 VOTES = 5
 """A finding names at most this many lineages (groups of runs that copied each other's learning rate)."""
-# A run within all these factors of the recipe counts as alike. If a run alike has the unusual value too, it is a note only.
+# A run within all these factors of the recipe counts as alike. If a run alike has the unusual value too, it is a note
+# only.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
@@ -153,7 +154,8 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the matrices inside the blocks that do not end a branch, or 0 if all are 0."""
+        """Return the median init std of the matrices inside the blocks that do not end a branch, or 0 if all are
+        0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -186,8 +188,8 @@ class Case:
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
         """Return the value to write in the recipe so that the matrices inside the blocks get ``wanted``, by path.
 
-        The value has two digits. ``to`` rounds it: ``math.ceil`` if it must not be below ``wanted``, ``math.floor`` if
-        it must not be above.
+        The value has two digits. ``to`` rounds it: ``math.ceil`` if it must not be below ``wanted``, ``math.floor``
+        if it must not be above.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)

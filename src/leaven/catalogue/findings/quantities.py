@@ -1,7 +1,7 @@
 """Compute the value that each check compares, in a recipe and in published runs, and the changes that it suggests.
 
-Each function has the name of its check in ``checks.toml``. It returns the check with these fields filled in, or None if
-the check does not apply to the recipe.
+Each function has the name of its check in ``checks.toml``. It returns the check with these fields filled in, or None
+if the check does not apply to the recipe.
 """
 
 import math
@@ -20,8 +20,8 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # usual for runs of any length
-# For batches of up to this many tokens a higher beta2 is usual: it averages over more steps, and so over about as many
-# tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
+# For batches of up to this many tokens a higher beta2 is usual: it averages over more steps, and so over about as
+# many tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
 _SMALL_BATCH = 2**18
 
 
@@ -39,8 +39,8 @@ def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs.
 
     The lr is outside if it is beyond all their lrs and more than a factor of 3 from their median. Published runs have
-    one lr for all parameters. If matrices inside the blocks and embedding have different lrs, the lr in this range that
-    is nearest to the published median is compared.
+    one lr for all parameters. If matrices inside the blocks and embedding have different lrs, the lr in this range
+    that is nearest to the published median is compared.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -112,8 +112,8 @@ def beta2(check: Check, case: Case) -> Check:
 def weight_decay(check: Check, case: Case) -> Check | None:
     """Compare the weight decay if the scaling rule does not change it.
 
-    A rule that lowers the lr with the width raises the decay by the same factor; then the check ``timescale`` compares
-    lr and decay together.
+    A rule that lowers the lr with the width raises the decay by the same factor; then the check ``timescale``
+    compares lr and decay together.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -121,8 +121,8 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient and divides the sum by the
-    gradient's size. Published decays are for AdamW (also where papers write Adam) and cannot be compared."""
+    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient and divides the sum by
+    the gradient's size. Published decays are for AdamW (also where papers write Adam) and cannot be compared."""
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 

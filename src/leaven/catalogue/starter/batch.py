@@ -19,13 +19,13 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports runs of fewer than
-1,000."""
+"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports runs of fewer
+than 1,000."""
 FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
-"""Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached with
-a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or it is not published how."""
+"""Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
+with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or it is not published how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 
@@ -33,8 +33,8 @@ MOST_INCREMENTS = 16
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
     """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
-    A start is the first batch as a share of the last, and a length is a share of the run. Only the largest run of each
-    model family counts.
+    A start is the first batch as a share of the last, and a length is a share of the run. Only the largest run of
+    each model family counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
@@ -52,7 +52,8 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return the ``ramp`` or the ``stages`` for a recipe's ``[batch]`` that repeat the batch growth of a published run.
+    """Return the ``ramp`` or the ``stages`` for a recipe's ``[batch]`` that repeat the batch growth of a published
+    run.
 
     Every increment or stage comes at the same share of the run. Return None if too little is published.
 
@@ -135,7 +136,8 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose whether and how the batch grows: as in the reference run, else as in most model families of this size."""
+    """Choose whether and how the batch grows: as in the reference run, else as in most model families of this
+    size."""
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
     sequences = batch // seq_len

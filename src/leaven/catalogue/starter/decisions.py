@@ -75,7 +75,8 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws, from 1/2 (all within their fitted range) to 1/4 (none); runs have the rest."""
+        """Return the weight of the laws, from 1/2 (all within their fitted range) to 1/4 (none); runs have the
+        rest."""
         return (1 + self.inside / len(self.laws.by)) / 4
 
     @property

@@ -17,12 +17,13 @@ Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The chosen lr is within the range of the published lrs (converted to this size and batch), widened by this factor."""
+"""The chosen lr is within the range of the published lrs (converted to this size and batch), widened by this
+factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 tokens per parameter on, this is better
+"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 tokens per parameter on this is better
 than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938: 111 M to 1.7 B parameters)."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
@@ -37,8 +38,8 @@ ADAM = {
 def batch_factor(batch: int, published: int | None) -> float:
     """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    The factor is at most `MOST_BY_BATCH` and at least 1 / `MOST_BY_BATCH`, because published batches at one size differ
-    by up to a factor of a hundred. It is 1 if ``published`` is None.
+    The factor is at most `MOST_BY_BATCH` and at least 1 / `MOST_BY_BATCH`, because published batches at one size
+    differ by up to a factor of a hundred. It is 1 if ``published`` is None.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)

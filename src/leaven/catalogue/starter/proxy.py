@@ -1,9 +1,9 @@
 """Choose the proxy to tune before a run, estimate what tuning costs, and decide whether to tune at all.
 
-A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps: its batch and
-its tokens are smaller by the same factor. The scaling rule's factors for batch and tokens then cancel, so the result
-does not depend on ``token_exponent``, the least certain exponent. Hyperparameters are written for the proxy, and the
-rule converts them to the target's width and depth.
+A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps: its batch
+and its tokens are smaller by the same factor. The scaling rule's factors for batch and tokens then cancel, so the
+result does not depend on ``token_exponent``, the least certain exponent. Hyperparameters are written for the proxy,
+and the rule converts them to the target's width and depth.
 """
 
 import math

@@ -1,4 +1,5 @@
-"""Choose the shape of a starter recipe from the proportions of the nearest published runs, in sizes that divide evenly.
+"""Choose the shape of a starter recipe from the proportions of the nearest published runs, in sizes that divide
+evenly.
 
 Symbols: d is d_model, L the number of layers, and f is d_ff, the width of the MLP.
 """
@@ -35,8 +36,8 @@ SMALL_ASPECT = 16.0
 """Largest d / L if no published run is near the size: small models are better deep and narrow (MobileLLM, arXiv
 2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
 RECENT = "2024"
-"""Runs from this year on decide the sequence length and grouped-query attention, which depend more on the year than on
-the size."""
+"""Runs from this year on decide the sequence length and grouped-query attention, which depend more on the year than
+on the size."""
 SEQUENCES_A_BATCH = 64
 """Sequences are shortened until the batch that laws predict has about this many, so that the much smaller batch of a
 proxy (a smaller model to tune) still has several sequences."""
@@ -44,8 +45,8 @@ SHORTEST = 128
 """Tokens of the shortest sequence."""
 _DEEPEST = 200  # layers
 _UNEVEN = (0.0, 0.1, 0.03, 0.1)  # cost of a number of layers, by its remainder modulo 4
-# (least width, unit): from this width on, widths are multiples of this unit. With 1,024 the number of heads of size 128
-# is divisible by 8, the GPUs of a node.
+# (least width, unit): from this width on, widths are multiples of this unit. With 1,024 the number of heads of size
+# 128 is divisible by 8, the GPUs of a node.
 _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
@@ -73,7 +74,8 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual`` whose embedding has at most `VOCABULARY_SHARE` of the parameters."""
+    """Return the vocabulary size nearest to ``usual`` whose embedding has at most `VOCABULARY_SHARE` of the
+    parameters."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -83,8 +85,8 @@ def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[st
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
     If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. An error of 1% in size costs as
-    much as 3% in d / L or 0.6% in f. An odd number of layers costs as much as 10% in d / L, because it cannot be halved
-    for pipeline stages; a number that is divisible by 2 but not by 4 costs as much as 3%.
+    much as 3% in d / L or 0.6% in f. An odd number of layers costs as much as 10% in d / L, because it cannot be
+    halved for pipeline stages; a number that is divisible by 2 but not by 4 costs as much as 3%.
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
@@ -166,7 +168,8 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape nearest to the requested size, with the proportions of the reference run or of the neighbours."""
+    """Return the shape nearest to the requested size, with the proportions of the reference run or of the
+    neighbours."""
     run, arch = near.reference, near.reference.arch if near.reference else None
     stack = _stack_of(run) if run else _STACK
     aspect = middle(near.values(lambda run: run.aspect)).value
@@ -219,7 +222,8 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size: runs from `RECENT` on, or the neighbours if there are none."""
+    """Return the newest run of each lineage near the size: runs from `RECENT` on, or the neighbours if there are
+    none."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

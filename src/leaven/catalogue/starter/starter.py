@@ -2,11 +2,12 @@
 
 The method:
 
-- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning rate,
-  betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target itself if
-  tuning is not worth its cost. The scaling rule then converts them for the target.
-- The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote. The
-  lineages within a factor of 4 of the size vote, but at least the nearest three; runs farther away have less weight.
+- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
+  rate, betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target
+  itself if tuning is not worth its cost. The scaling rule then converts them for the target.
+- The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
+  The lineages within a factor of 4 of the size vote, but at least the nearest three; runs farther away have less
+  weight.
 - Published values are converted before they are averaged: an lr to this size and batch, a batch to these tokens, a
   law's lr to this batch.
 - All laws together weigh as much as all published runs together; laws outside their fitted range weigh less.
@@ -43,7 +44,8 @@ LEAST_HELD_OUT = 64
 MOST_EVALUATED = 1 / 7
 """All evaluations together read at most this share of the run's tokens, and so take about 5% of its time."""
 PROCESSOR_PARAMS = 20_000_000
-"""Models of up to this many parameters get fp32: they are often trained on CPUs, where bf16 is mostly half as fast."""
+"""Models of up to this many parameters get fp32: they are often trained on CPUs, where bf16 is mostly half as
+fast."""
 
 # Tables of a run's file whose values are in other tables of a recipe.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
@@ -99,8 +101,8 @@ def starter(request: StarterRequest) -> Derivation:
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """Return a recipe with the schedule and hyperparameters that `leaven new` chooses for its shape, batch and length,
-    without a proxy or a tuned base."""
+    """Return a recipe with the schedule and hyperparameters that `leaven new` chooses for its shape, batch and
+    length, without a proxy or a tuned base."""
     at = StarterScale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))

@@ -1,7 +1,7 @@
 """Compares a recipe's parameter table with the settings that another trainer would use.
 
-A target is a trainer to which recipes are exported. A loss is a value that is lost in the export: a difference between
-the recipe's table and the settings that the target would give a parameter (:class:`ParameterSettings`).
+A target is a trainer to which recipes are exported. A loss is a value that is lost in the export: a difference
+between the recipe's table and the settings that the target would give a parameter (:class:`ParameterSettings`).
 
 Equivalent settings do not count as different. A matrix whose output is multiplied by c trains like a matrix that is c
 times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where the decay is part of the
@@ -22,8 +22,8 @@ from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import folding, parameter_table
 
 SAME = 1e-6  # relative difference up to which two numbers count as equal
-# Relative difference up to which two initial stds count as equal: recipes have factors such as 1 / sqrt(2 n_layers) with
-# four digits, and the std of a million random numbers varies by 0.07%.
+# Relative difference up to which two initial stds count as equal: recipes have factors such as 1 / sqrt(2 n_layers)
+# with four digits, and the std of a million random numbers varies by 0.07%.
 SAME_START = 1e-3
 
 
@@ -99,7 +99,8 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most common settings of the matrices inside the blocks, for targets with one value for all parameters."""
+        """The most common settings of the matrices inside the blocks, for targets with one value for all
+        parameters."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
@@ -203,8 +204,8 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:
     """Return the nearest model shape that a target supports, and the losses.
 
-    ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first of the list.
-    For ``d_attention``, "d_model" means the default.
+    ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first of the
+    list. For ``d_attention``, "d_model" means the default.
     """
     losses, changes = [], {}
     for key, held in holds.items():

@@ -1,7 +1,8 @@
 """Builds a recipe from the configuration of another trainer.
 
-:class:`Settings` contains the keys or flags of that configuration, with the trainer's defaults. :class:`Draft` collects
-the values of the recipe with their reasons, and estimates the required values that the configuration does not contain.
+:class:`Settings` contains the keys or flags of that configuration, with the trainer's defaults. :class:`Draft`
+collects the values of the recipe with their reasons, and estimates the required values that the configuration does
+not contain.
 """
 
 import math

@@ -1,9 +1,9 @@
 """Exports recipes as configurations of other trainers.
 
-A target is a trainer to which recipes are exported. Its table ``targets/NAME.toml`` lists the supported model shapes, its
-names for schedules, and its Jinja templates. Losses are values of the recipe that the target cannot represent: some are
-in the table or in ``targets/common.toml``, the others are found by comparing the recipe's parameter table with the
-settings that the target would give each parameter (:mod:`.per_parameter`).
+A target is a trainer to which recipes are exported. Its table ``targets/NAME.toml`` lists the supported model shapes,
+its names for schedules, and its Jinja templates. Losses are values of the recipe that the target cannot represent:
+some are in the table or in ``targets/common.toml``, the others are found by comparing the recipe's parameter table
+with the settings that the target would give each parameter (:mod:`.per_parameter`).
 """
 
 import json

@@ -1,8 +1,8 @@
 """Imports a recipe from a list of Megatron-LM arguments.
 
-``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Megatron uses
-the same lr, decay and initial std for all matrices, except for embedding, unembedding and the last matrices of branches;
-the imported recipe has multipliers for these modules, and scaling rule ``standard``.
+``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Megatron
+uses the same lr, decay and initial std for all matrices, except for embedding, unembedding and the last matrices of
+branches; the imported recipe has multipliers for these modules, and scaling rule ``standard``.
 """
 
 import math
@@ -143,14 +143,14 @@ def _kind(given: Settings, draft: Draft) -> None:
 
 
 def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Set multipliers: for the init std of embeddings and of the last matrices of branches, and for the lr of embedding
-    and unembedding."""
+    """Set multipliers: for the init std of embeddings and of the last matrices of branches, and for the lr of
+    embedding and unembedding."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
             draft.set(f"hyperparameters.modules.{module}.{quantity}", value, why)
 
-    multiply("init_std", BRANCH_ENDS, 1 / math.sqrt(2 * n_layers), "Megatron divides the std here by sqrt(2 n_layers)")
+    multiply("init_std", BRANCH_ENDS, 1 / math.sqrt(2 * n_layers), "Megatron divides this std by sqrt(2 n_layers)")
     if "embedding-init-method-std" in given:
         relative = given["embedding-init-method-std"] / given["init-method-std"]
         modules = ["embedding", "positions"] if learned else ["embedding"]

@@ -47,7 +47,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
             draft.unknown.append("layout.dp: the number of processes, here 1; batch and tokens grow with --ranks N")
         _arguments(draft, shape.seq_len, read_json(arguments_path), draft.values.get("layout.dp", 1))
     if (config_path.parent / "parameters.json").exists():
-        draft.unread.append("parameters.json: values of single parameters; the recipe has the values of training_args.json")
+        draft.unread.append(f"parameters.json: values of single parameters; the recipe has those of {ARGUMENTS}")
     return draft.finish(name, shape)
 
 

@@ -1,4 +1,5 @@
-"""Computes the optimizer settings and initial values that each export target (Megatron, ...) would give every parameter.
+"""Computes the optimizer settings and initial values that each export target (Megatron, ...) would give every
+parameter.
 
 The sources are in the table of each target, ``targets/NAME.toml``.
 """
@@ -27,7 +28,8 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the candidates for Megatron: with --lr, and --decoupled-lr for embedding and unembedding; and with --use-mup.
+    """Yield the candidates for Megatron: with --lr, and --decoupled-lr for embedding and unembedding; and with
+    --use-mup.
 
     --use-mup, which implements Table 8 of Yang et al. 2022, is a candidate only if the model is wider than its base.
     """
@@ -109,8 +111,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the settings of litgpt: one parameter group with weight decay, also for gains, fixed initial values, and a
-    rounded attention scale."""
+    """Yield the settings of litgpt: one parameter group with weight decay, also for gains, fixed initial values, and
+    a rounded attention scale."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
@@ -122,8 +124,8 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of all parameters: ``end`` for the last matrices of branches, ``matrix`` for other matrices,
-    and ``vector`` with the recipe's initial values for gains and biases."""
+    """Return the settings of all parameters: ``end`` for the last matrices of branches, ``matrix`` for other
+    matrices, and ``vector`` with the recipe's initial values for gains and biases."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix
