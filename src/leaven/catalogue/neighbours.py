@@ -23,8 +23,8 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are near, the weight of a vote reaches 0 at this factor beyond the farthest
-voter."""
+"""If fewer than `NEAREST` lineages are near, the weight of a vote falls to 0 at this factor x the farthest size
+ratio."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
 # Weight of log2(tokens) in a distance, relative to log2(parameters): published choices hardly depend on the tokens.

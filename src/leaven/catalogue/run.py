@@ -30,8 +30,7 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates can be compared with this optimizer's: Adam and AdamW, else
-    itself."""
+    """Return the optimizers whose learning rates can be compared with this one's: Adam and AdamW, or only itself."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 

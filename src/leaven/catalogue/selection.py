@@ -35,8 +35,7 @@ _PROPERTIES = (
 
 
 class Condition(NamedTuple):
-    """A condition such as ``optim.beta2 >= 0.99``. Runs that do not publish the value never meet it, even with
-    ``!=``."""
+    """A condition such as ``optim.beta2 >= 0.99``. Runs without a published value never meet it, even with ``!=``."""
 
     path: str  # path of the value in a run
     operator: str  # = != < <= > or >=

@@ -75,14 +75,12 @@ class Architecture:
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
 
     def whole_name(self, name: str) -> str:
-        """Return the name of a tensor in the full model; older checkpoints use the names of the model without
-        head."""
+        """Return the name of a tensor in the full model; older checkpoints lack the prefix, such as ``model.``."""
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a model shape whose values this architecture does not support, each with a supported
-        value."""
+        """Return the keys of a model shape with unsupported values, each with a value that is supported."""
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -226,8 +224,7 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return the names of each of leaven's modules in all architectures. A name is the last part of a module's
-    path."""
+    """Return the names that each of leaven's modules has in all architectures: the last parts of its paths."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:

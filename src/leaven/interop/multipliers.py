@@ -291,8 +291,7 @@ def _require_scalable(module: nn.Module) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Yield the parameters into which a factor on the attention logits is folded, as (module, parameter, its
-    factor)."""
+    """Yield (module, parameter, its factor) for the parameters into which a factor on attention logits is folded."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):

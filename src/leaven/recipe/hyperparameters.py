@@ -77,8 +77,7 @@ class Clip(Part):
 
 
 class Hyperparameters(Part):
-    """The hyperparameters for the scale ``scaling.base``. The scaling rule converts them to the recipe's own
-    scale."""
+    """The hyperparameters for the scale ``scaling.base``; the scaling rule converts them to the recipe's scale."""
 
     # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
     # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101).

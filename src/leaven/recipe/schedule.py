@@ -16,7 +16,7 @@ class Schedule(Part):
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # final lr / peak lr
-    # wsd only: share of the run that the final cooldown takes. Its form is 1 - sqrt (Hägele et al. 2024, 2405.18392).
+    # wsd only: share of the run that the final cooldown takes; the lr falls as 1 - sqrt (Hägele 2024, 2405.18392).
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")

@@ -25,8 +25,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """The ratios of a run to its base (the scale for which its hyperparameters are written); all are 1 at the
-    base."""
+    """The ratios of a run to its base, the scale for which its hyperparameters are written."""
 
     width: float = 1.0  # d_model
     depth: float = 1.0  # number of layers

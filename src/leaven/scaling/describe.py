@@ -1,5 +1,5 @@
-"""Describe a recipe and its parameter table as plain data for ``leaven show``, and compare its init with published
-ones."""
+"""Describe a recipe and its parameter table as data for ``leaven show``, and compare its init with published
+inits."""
 
 import math
 from collections.abc import Iterator, Sequence

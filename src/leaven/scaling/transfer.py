@@ -210,8 +210,7 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the paths of the values that ``leaven tune`` chose: their reasons in ``[why]`` begin with "study
-    NAME"."""
+    """Return the paths of the values that ``leaven tune`` chose: their reasons begin with "study NAME"."""
     return {path for path, why in recipe.why.items() if why.startswith("study ")}
 
 

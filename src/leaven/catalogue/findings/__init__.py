@@ -48,8 +48,8 @@ def findings(
         return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggestion adds, or None if it keeps its own finding or adds a finding
-        "outside"."""
+        """Return how many notes a suggestion adds, or None if it keeps its finding or adds a worse one than a
+        note."""
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid

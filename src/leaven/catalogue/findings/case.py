@@ -154,8 +154,7 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the matrices inside the blocks that do not end a branch, or 0 if all are
-        0."""
+        """Return the median init std of the matrices in the blocks that do not end a branch, or 0 if all are 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows

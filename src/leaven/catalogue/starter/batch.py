@@ -19,8 +19,8 @@ BATCH_TOKENS_EXPONENT = 0.46
 """A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
 0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports runs of fewer
-than 1,000."""
+"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports fewer than
+1,000."""
 FEWEST_STEPS = 200
 """If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
@@ -136,8 +136,7 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose whether and how the batch grows: as in the reference run, else as in most model families of this
-    size."""
+    """Choose whether and how the batch grows: as in the reference run, else as in most families of this size."""
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
     sequences = batch // seq_len

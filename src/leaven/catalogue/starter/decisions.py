@@ -75,7 +75,7 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws, from 1/2 (all within their fitted range) to 1/4 (none); runs have the
+        """Return the weight of the laws: 1/2 if all are within their fitted range, 1/4 if none is. Runs have the
         rest."""
         return (1 + self.inside / len(self.laws.by)) / 4
 

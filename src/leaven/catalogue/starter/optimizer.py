@@ -17,14 +17,14 @@ Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The chosen lr is within the range of the published lrs (converted to this size and batch), widened by this
+"""The lr is chosen within the range of the published lrs, converted to this size and batch, widened by this
 factor."""
 LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
 """Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 tokens per parameter on this is better
-than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938: 111 M to 1.7 B parameters)."""
+"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 tokens per parameter on, this was
+better than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B)."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,

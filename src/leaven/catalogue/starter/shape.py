@@ -74,8 +74,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual`` whose embedding has at most `VOCABULARY_SHARE` of the
-    parameters."""
+    """Return the vocabulary size nearest to ``usual`` with at most `VOCABULARY_SHARE` of the parameters."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -168,8 +167,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape nearest to the requested size, with the proportions of the reference run or of the
-    neighbours."""
+    """Return the shape nearest to the requested size, in the proportions of the reference run or the neighbours."""
     run, arch = near.reference, near.reference.arch if near.reference else None
     stack = _stack_of(run) if run else _STACK
     aspect = middle(near.values(lambda run: run.aspect)).value
@@ -222,8 +220,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size: runs from `RECENT` on, or the neighbours if there are
-    none."""
+    """Return the newest run of each lineage near the size: runs from `RECENT` on, else the neighbours."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 

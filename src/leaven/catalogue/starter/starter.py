@@ -44,8 +44,8 @@ LEAST_HELD_OUT = 64
 MOST_EVALUATED = 1 / 7
 """All evaluations together read at most this share of the run's tokens, and so take about 5% of its time."""
 PROCESSOR_PARAMS = 20_000_000
-"""Models of up to this many parameters get fp32: they are often trained on CPUs, where bf16 is mostly half as
-fast."""
+"""Models of up to this many parameters get fp32, because they are often trained on CPUs, where bf16 is mostly
+slower."""
 
 # Tables of a run's file whose values are in other tables of a recipe.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")

@@ -99,8 +99,7 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most common settings of the matrices inside the blocks, for targets with one value for all
-        parameters."""
+        """The most common settings of the matrices in the blocks, for targets with one value for all parameters."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
