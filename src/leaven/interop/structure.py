@@ -198,7 +198,7 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
         if plain and members and listed and not nested and all(any(m.children()) for m in members.values()):
             if len(members) < len(cast(nn.ModuleList | nn.Sequential, module)):
                 raise InputError(
-                    f"{plain} contains the same block twice, but the scaling rules assume separate weights; use a "
+                    f"{plain} contains a block twice, but the scaling rules assume separate weights; use a "
                     "separate block at every position"
                 )
             stacks[plain] = list(members)

@@ -1,7 +1,7 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
 Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier of
-the depth. Nothing else in leaven computes these values.
+the depth (betas are raised to a power instead). Nothing else in leaven computes these values.
 """
 
 import math

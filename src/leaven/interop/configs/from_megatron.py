@@ -174,7 +174,7 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
             label = f"{given.origin}: --rampup-batch-size"
             sizes = [int(as_number(word, label)) * length for word in words]
             ramp = dict(zip(("start_tokens", "increment_tokens", "over_tokens"), sizes, strict=True))
-            why = "--rampup-batch-size, which Megatron-LM ignores since April 2026"
+            why = "--rampup-batch-size, which Megatron-LM since April 2026 parses and ignores"
             draft.set("batch.ramp", ramp, why)
     parts = {path.removeprefix("batch."): value for path, value in draft.values.items() if path.startswith("batch.")}
     parts.pop("micro_batch", None)
