@@ -101,7 +101,10 @@ def test_overrides(tiny_file: Path, override: str, path: tuple[str, ...], value:
             "hyperparameters.grad_clip=-1",
             r"\[hyperparameters.grad_clip\] limit: .* greater than or equal to 0, not -1",
         ),
-        ("hyperparameters.modules.embedding.residual=2", "only attention.out and mlp.out have one"),
+        (
+            "hyperparameters.modules.embedding.residual=2",
+            "only the last matrices of branches have one: attention.out and mlp.out",
+        ),
         ("model.d_model=65", r"d_model 65 is not n_heads x d_head = 2 x 8 = 16; set d_model = 16"),
         ("batch.tokens=16", "a batch of 16 tokens is smaller than one sequence of 32"),
         ("batch.tokens=100", "not a whole number of sequences of 32; use 96 or 128"),

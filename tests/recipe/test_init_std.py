@@ -142,7 +142,7 @@ def test_names_of_inits_and_rules_agree_with_the_tables() -> None:
 
 
 def test_init_std_and_a_named_init_do_not_go_together(tiny_text: str) -> None:
-    with pytest.raises(ValidationError, match="take init_std out"):
+    with pytest.raises(ValidationError, match="remove init_std"):
         Hyperparameters(lr=0.1, init="gpt2", init_std=0.02)
     with pytest.raises(ValidationError, match="init_std: missing; give it, or name .* gpt2, small-init"):
         Hyperparameters(lr=0.1)

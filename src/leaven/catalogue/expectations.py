@@ -1,7 +1,7 @@
-"""Predict the best values of a recipe from laws and published runs, with their uncertainty.
+"""Predict the best lr, batch, weight decay and init std of a recipe from laws and published runs.
 
-A search can begin from this knowledge (``leaven tune --prior laws``). The votes are those of ``leaven new``. Values
-are compared as trained, after the scaling rule, because laws and runs state the values that were applied.
+``leaven tune --prior laws`` starts from these predictions. They come from the same runs and laws as those of ``leaven
+new``, and are compared with the values that the scaling rule gives the parameters.
 """
 
 import math
@@ -18,16 +18,16 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """Where the best value is expected, as a distance from the recipe's value."""
+    """The expected best value of a hyperparameter, relative to the recipe's value."""
 
-    octaves: float
-    deviation: float  # octaves: the standard deviation of the votes of laws and runs
+    octaves: float  # log2(expected value / the recipe's value)
+    deviation: float  # standard deviation of log2 of the values by laws and runs
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
     """Return the expected best learning rate, batch, weight decay and init std, by path.
 
-    Values without votes, and values that are 0 in the recipe, are left out.
+    Values that no run publishes, and values that are 0 in the recipe, are left out.
     """
     near = neighbours(case.params, case.tokens, qk_norm=case.recipe.model.qk_norm)
     at = StarterScale(near, case.recipe.model, case.tokens)

@@ -1,7 +1,7 @@
-"""Define the groups of values in the file of a published run. Each group states its source and how reliable it is.
+"""The tables in the file of a published run, such as ``[optim]`` and ``[schedule]``. Each states its source.
 
-A value that is unknown is left out, never guessed. Fields have the names of the files (``global_batch_tokens``,
-``zero_stage``); :class:`leaven.catalogue.run.PublishedRun` offers the values under leaven's names.
+Unknown values are left out, never guessed. :class:`leaven.catalogue.run.PublishedRun` offers the values under
+leaven's names.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,11 +21,10 @@ Tables = Annotated[tuple[dict[str, Any], ...], Field(strict=False)]
 
 
 class Provenance(Part):
-    """The source of a value, and how the value was obtained: from the source itself, from notes about it, or from
-    memory."""
+    """The source of a value."""
 
     source: Annotated[str, Field(min_length=1)] | Annotated[tuple[_Text, ...], Field(strict=False, min_length=1)]
-    confidence: Confidence
+    confidence: Confidence  # file: read in the source; secondary: read in notes about it; paper-memory: remembered
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -33,14 +32,11 @@ class Provenance(Part):
 
 
 class PublishedGroup(Provenance):
-    """Values from one source.
+    """Values from one source."""
 
-    Fields in ``exceptions`` have another source; fields in ``derived`` were computed from other values.
-    """
-
-    evidence: Evidence | None = None
-    exceptions: dict[str, Provenance] = Field(default_factory=dict)
-    derived: Texts = ()
+    evidence: Evidence | None = None  # kind of the source
+    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # fields with another source
+    derived: Texts = ()  # fields that were computed from other values
 
     def provenance(self, field: str) -> Provenance:
         """Return the source of one field."""
@@ -48,7 +44,7 @@ class PublishedGroup(Provenance):
 
 
 class Lineage(PublishedGroup):
-    """The lineage of a run: runs of one lineage copied one another's learning rate and have one vote together."""
+    """The lineage of a run: a group of runs that copied one another's learning rate, and together have one vote."""
 
     name: str
     note: str | None = None
@@ -70,17 +66,13 @@ class LayerwiseScaling(Part):
 
 
 class PublishedArchitecture(PublishedGroup):
-    """The published architecture, which may have parts that leaven's model does not support.
-
-    Such parts are experts, latent attention, output norms and ALiBi. ``d_head`` is given only if it differs from
-    ``d_model / n_heads``, and ``norm_bias`` and ``qkv_bias`` only if they differ from ``bias``.
-    """
+    """The published architecture, which may have parts that leaven does not train, such as experts."""
 
     n_layers: int | None = None
     d_model: int | None = None
     n_heads: int | None = None
     n_kv_heads: int | None = None
-    d_head: int | None = None
+    d_head: int | None = None  # only if it differs from d_model / n_heads
     d_ff: int | None = None
     vocab_size: int | None = None
     vocab_padded: int | None = None
@@ -102,14 +94,15 @@ class PublishedArchitecture(PublishedGroup):
     tied_embeddings: bool | None = None
     qk_norm: bool | None = None
     qk_norm_width: Literal["head", "model"] = (
-        "head"  # one gain per channel of a head, shared by all heads; or one per channel of all heads
+        "head"  # head: all heads share a gain of size d_head; model: one gain over all heads together
     )
     bias: bool | None = None
-    norm_bias: bool | None = None
-    qkv_bias: bool | None = None
+    norm_bias: bool | None = None  # only if it differs from bias
+    qkv_bias: bool | None = None  # only if it differs from bias
     attention: str | None = None
     layerwise_scaling: LayerwiseScaling | None = None
-    # Experts: the first n_dense_layers have one FFN of width d_ff; each later layer has n_experts of width d_expert.
+    # Experts: the first n_dense_layers layers have one MLP of width d_ff; each later layer has n_experts of width
+    # d_expert.
     n_dense_layers: int | None = None
     n_experts: int | None = None
     experts_per_token: int | None = None
@@ -144,12 +137,9 @@ class PublishedData(PublishedGroup):
 
 
 class BatchRamp(Part):
-    """How the batch of a run grew.
+    """How the batch of a run grew. If this table is missing, it is not known whether the batch grew."""
 
-    The kind ``none`` means that it did not grow. Without a ramp it is not known whether the batch grew.
-    """
-
-    kind: Literal["none", "increments", "linear", "stages"]
+    kind: Literal["none", "increments", "linear", "stages"]  # none: the batch did not grow
     start_samples: int | None = None
     increment_samples: int | None = None
     over_samples: int | None = None
@@ -263,11 +253,7 @@ class PublishedInit(PublishedGroup):
 
 
 class TunedBase(PublishedGroup):
-    """The study in which leaven tuned a base. A run with this group is leaven's own, not a published one.
-
-    ``values`` and ``intervals`` are keyed by the paths of a recipe. Any value within its interval gives a loss within
-    the noise of the best loss, if all other values stay at their best.
-    """
+    """The study in which leaven tuned a small model of its own, whose hyperparameters can be transferred."""
 
     rule: str  # scaling rule for which the values were tuned
     trials: int
@@ -277,8 +263,8 @@ class TunedBase(PublishedGroup):
     loss_runs: int
     start_loss: float  # loss with the values from which the search started, mean over seeds
     start_runs: int
-    values: dict[str, float]
-    intervals: dict[str, _Pair]
+    values: dict[str, float]  # best values, by path of a recipe
+    intervals: dict[str, _Pair]  # by path: values with a loss within the noise of the best, others at their best
     at_end: Texts = ()  # paths of values that are best at the edge of the search: the optimum may lie beyond
 
 

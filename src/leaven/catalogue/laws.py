@@ -1,7 +1,7 @@
-"""Evaluate empirical laws (``laws.toml``): hyperparameters of a run, lr at another batch, best size for a budget.
+"""Evaluate empirical laws (``laws.toml``): lr, batch, weight decay or loss of a run, and the best size for a budget.
 
-A law is a fit to training runs. It is valid only in its own units, with its own definition of N, and in the setting
-in which it was fitted (``conditions``). Outside its fitted range it is a guess.
+A law is a fit to training runs. It holds only for its own definition of N, the number of parameters, and in the
+setting in which it was fitted (``conditions``). Outside its fitted range it is a guess.
 """
 
 import math
@@ -32,7 +32,7 @@ ANY: Range = (0, math.inf)
 
 
 class Point(NamedTuple):
-    """The quantities on which a law may depend."""
+    """A run, described by the quantities on which a law may depend."""
 
     params: float  # N
     tokens: float  # D
@@ -41,13 +41,16 @@ class Point(NamedTuple):
 
 
 class Power(Part):
-    """A power law: coefficient * N^params * D^tokens * C^compute * L^loss * unit, with N and D divided by ``per``."""
+    """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
+
+    N, D, C and L are the fields of :class:`Point`.
+    """
 
     coefficient: float
-    params: float = 0.0
-    tokens: float = 0.0
-    compute: float = 0.0
-    loss: float = 0.0
+    params: float = 0.0  # exponent of N
+    tokens: float = 0.0  # exponent of D
+    compute: float = 0.0  # exponent of C
+    loss: float = 0.0  # exponent of L
     unit: float = 1.0  # converts sequences to tokens: 512 for a law in sequences of 512 tokens
     per: float = 1.0
 
@@ -64,19 +67,22 @@ class Power(Part):
 
 
 class LogLinear(Part):
-    """A law that is linear in ln N: intercept + slope * ln N."""
+    """A law of the form intercept + slope * ln N, where N is the number of parameters."""
 
     intercept: float
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return the value of the law at a point, or None if the formula gives no positive value there."""
+        """Return the value of the law at a point, or None if it would not be positive."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
 
 class LossLaw(Part):
-    """L(N, D) = irreducible + a / N^alpha + b / D^beta: loss in nats per token, where N includes the embeddings."""
+    """A loss law: L = irreducible + a / N^alpha + b / D^beta, in nats per token.
+
+    N is the number of parameters with embeddings, D the number of training tokens.
+    """
 
     irreducible: float
     a: float
@@ -89,18 +95,17 @@ class LossLaw(Part):
         return self.irreducible + self.a / math.pow(params, self.alpha) + self.b / math.pow(tokens, self.beta)
 
     def worth_in_tokens(self, tokens: float, nats: float) -> float:
-        """Return how many times the tokens a run of ``tokens`` tokens would need to lower its loss by ``nats``.
+        """Return the factor by which a run of ``tokens`` tokens must be longer to lower its loss by ``nats``.
 
-        The result is infinite if more tokens cannot lower the loss so far.
+        The result is infinite if no number of tokens lowers the loss that far.
         """
         reducible = self.b / math.pow(tokens, self.beta)
         return math.pow(1 - nats / reducible, -1 / self.beta) if nats < reducible else math.inf
 
     def optimal_params(self, flops: float) -> float:
-        """Return the N with the lowest loss among all N and D with 6 N D = ``flops``.
+        """Return the number of parameters N with the lowest loss for a budget of 6 N D = ``flops`` training FLOPs.
 
-        That N is G (C / 6)^(beta / (alpha + beta)) with G = (alpha a / (beta b))^(1 / (alpha + beta)) (arXiv
-        2203.15556, equation 4).
+        The formula is equation 4 of arXiv 2203.15556.
         """
         both = self.alpha + self.beta
         scale = math.pow(self.alpha * self.a / (self.beta * self.b), 1 / both)
@@ -108,27 +113,27 @@ class LossLaw(Part):
 
 
 class FrontierLine(Part):
-    """The best N for C FLOPs, a line in logarithms through a published point: N = params (C / flops)^exponent."""
+    """A law for the best number of parameters: ``params`` x (budget / ``flops``)^``exponent``."""
 
-    flops: float
-    params: float
+    flops: float  # training FLOPs of a published point
+    params: float  # parameters of that point
     exponent: float
 
     def optimal_params(self, flops: float) -> float:
-        """Return the best N for a budget of training FLOPs."""
+        """Return the best number of parameters for a budget of training FLOPs."""
         return self.params * math.pow(flops / self.flops, self.exponent)
 
 
 class Fitted(Part):
-    """The ranges of a fit, each as (lowest, highest). A lowest value of 0 means that the source does not state it."""
+    """The ranges to which a law was fitted, each as (lowest, highest). (0, inf) means that the source states none."""
 
     params: Range = ANY
     tokens: Range = ANY
-    compute: Range = ANY
+    compute: Range = ANY  # training FLOPs
     tokens_per_param: Range = ANY
 
     def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
-        """Return the axes on which a point lies outside the fitted ranges, the farthest first."""
+        """Return the ranges that a run is outside of, with the factor between run and range, the largest first."""
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -144,17 +149,17 @@ class Fitted(Part):
 
 
 class Sourced(Part):
-    """The fields that all entries of ``laws.toml`` have: name, conditions, source, reliability and fitted range."""
+    """The fields that all entries of ``laws.toml`` have."""
 
     name: str
-    conditions: str
+    conditions: str  # the setting in which the law was fitted
     source: str
-    trust: Trust
+    trust: Trust  # how the constants were checked, see `TRUST`
     doubt: str = ""  # what is uncertain about the constants
     fitted: Fitted = Fitted()
 
     def common_fields(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
-        """Return the fields that a :class:`LawRow` and an :class:`OptimumRow` have in common, for a point."""
+        """Return the fields that :class:`LawRow` and :class:`OptimumRow` share, for a run of this size and length."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -174,22 +179,23 @@ class Law(Sourced):
 
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
-    lr_batch: int | None = None  # the batch for which the lr is valid, if the law does not predict a batch
-    lr_batch_exponent: float | None = None  # the best lr grows with this power of the batch in the law's own data
-    batch: Power | None = None  # tokens
+    lr_batch: int | None = (
+        None  # the batch in tokens for which the lr is valid; None: the batch that the law predicts
+    )
+    lr_batch_exponent: float | None = None  # in the law's data the best lr grows with this power of the batch
+    batch: Power | None = None  # batch in tokens
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time
     loss: LossLaw | None = None
-    tau: Power | None = None  # the best AdamW timescale B / (lr x weight decay x D), as a share of the run
-    says: str = ""  # what a law without a number states about how a value changes
-    form_of: str | None = None  # the law of which this is another form; only that law is counted
+    tau: Power | None = None  # the best AdamW timescale, batch / (lr x weight decay x tokens): a share of the run
+    says: str = ""  # for a law that predicts no number: how a value changes, such as "lr ~ N^-0.23 D^-0.32"
+    form_of: str | None = None  # name of the law of which this is another form; votes count only that law
 
 
 class Frontier(Sourced):
-    """A law about the best N for a budget of C = 6 N D training FLOPs.
+    """A law about the best number of parameters N for a budget of 6 N D training FLOPs, where D is the tokens.
 
-    The approaches of one paper disagree: at Gopher's budget Chinchilla's first approach gives 67B, its third 40B. The
-    fit of the third approach did not converge (Besiroglu et al. 2024); their replication is close to the first
-    approach.
+    Such laws disagree: at Gopher's budget Chinchilla's first approach gives 67B, its third 40B. The fit of the third
+    did not converge; the replication by Besiroglu et al. (2024) is close to the first.
     """
 
     sizes: FrontierLine | LossLaw
@@ -205,7 +211,7 @@ def find_law(name: str) -> Law:
     return next(law for law in LAWS if law.name == name)
 
 
-# The loss laws by which the optima of all frontiers are compared; both are about the text of Chinchilla.
+# The loss laws that predict the loss of every frontier's optimum; both were fitted to Chinchilla's runs.
 APPROACH_3, REPLICATION = (
     frontier.sizes
     for name in ("Chinchilla approach 3", "Besiroglu 2024 replication")
@@ -255,19 +261,16 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best AdamW timescale by Power Lines: tau = B / (lr x weight decay x D), a share of the run.
-
-    B and D are the batch and the run in tokens.
-    """
+    """Return the best AdamW timescale by Power Lines: batch / (lr x weight decay x tokens), a share of the run."""
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the batches in tokens that laws predict, by the names of the laws.
+    """Return the optimal or the critical batches (``kind``) that laws predict, in tokens, by name of the law.
 
-    ``kind`` selects optimal or critical batches. If a law has several forms, only its main form is included.
+    If a law has several forms, only its main form is included.
     """
     return {
         law.law: law.batch_tokens for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
@@ -280,14 +283,14 @@ def critical_batch(laws: Iterable[LawRow]) -> float:
 
 
 def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | None:
-    """Return a law's lr at another batch, by each of four rules that disagree. None if the law predicts no lr.
+    """Return a law's lr converted to another batch by four rules, which disagree. None if the law predicts no lr.
 
     - ``square_root``: for Adam below the critical batch (the SDE of Malladi et al. 2022, arXiv 2205.10287)
-    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018), and for AdamW if weight decay stays the
-      same and its timescale in tokens shall stay the same, too
+    - ``linear``: for SGD below the critical batch (McCandlish et al. 2018); for AdamW it keeps the timescale of
+      weight decay in tokens
     - ``surge``: for Adam; the lr rises with the batch up to the gradient noise scale (``noise``, in tokens) and falls
       above it (arXiv 2405.14578)
-    - ``own``: the exponent that was fitted to the law's own data; None if there is none
+    - ``own``: with the exponent that was fitted to the law's own data; None if there is no such exponent
     """
     if law.lr is None or law.lr_batch_tokens is None:
         return None

@@ -1,17 +1,17 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
 A template is one part or a list of parts. A part has fields as in ``str.format``. If a field is None or unknown, the
-whole part is left out. Besides Python's formats, a field may have one of these (a vote is the value that one group of
-published runs, or one law, suggests):
+whole part is left out. Besides Python's formats, a field may have one of the following. The last three are for votes:
+a vote is the value of one published run or one law, with its name.
 
-- ``q``: a quantity, such as ``1.5 B``
+- ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
 - ``names``: all values, separated by commas
 - ``listed``: all values, separated by bars
 - ``size``: the number of values
 - ``each FORMAT``: the name and value of every vote
-- ``range FORMAT``: the median, lowest and highest vote
-- ``count FORMAT``: how many votes equal the chosen value, and the other votes
+- ``range FORMAT``: the chosen value, and the lowest and the highest vote
+- ``count FORMAT``: the runs that have the chosen value, and the other votes
 - ``if``: nothing is printed for the field; the part is left out if the field is false
 - ``unless``: nothing is printed for the field; the part is left out if the field is true
 """
@@ -27,7 +27,7 @@ from leaven.recipe.units import format_number, format_quantity
 
 
 class _LeftOut(Exception):
-    """Raised while a part is filled in, to leave that part out."""
+    """Raised by a field whose part of the message must be left out."""
 
 
 class _Formatter(string.Formatter):
@@ -97,7 +97,7 @@ def filled(message: str | Sequence[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def parts(section: str, key: str, facts: Mapping[str, Any]) -> list[str]:
-    """Return the filled-in parts of a message of ``catalogue/messages.toml``."""
+    """Return the filled-in parts of a message of ``catalogue/messages.toml``, without those that are left out."""
     return filled(templates()[section][key], facts)
 
 
@@ -107,5 +107,5 @@ def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Pa
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section whose messages have no fields, by key."""
+    """Return the messages of a section without fields, by key."""
     return dict(templates()[section])

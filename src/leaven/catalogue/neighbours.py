@@ -1,9 +1,7 @@
-"""Find the published runs near a model's size, its neighbours, and combine their values.
+"""Find the neighbours of a model, which are the published runs nearest in size, and combine their values.
 
-Starters and findings use the same neighbours. A lineage is a group of runs that copied one another's learning rate;
-it has one vote, the vote of its nearest run. Values are keyed by the paths of a recipe
-(:mod:`leaven.catalogue.terms`). The middle of several values is the median of their logarithms: half a value and
-twice the value are equally far from it.
+A lineage is a group of runs that copied one another's learning rate. It has one vote: the value of its nearest run.
+``leaven new`` and ``leaven recipes check`` use the same neighbours.
 """
 
 import math
@@ -21,29 +19,30 @@ from leaven.documents.catalogue import NearRun
 from leaven.recipe.errors import InputError
 
 FACTOR = 4.0
-"""A run within this factor of a size is near it. Runs farther away say little about lr and batch at that size."""
+"""A run counts as near if its size is within this factor. Other runs say little about lr and batch."""
 NEAREST = 3
-"""At least this many lineages vote, however far away they are, so that no lineage decides alone."""
+"""At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are within `FACTOR`, weights reach 0 at this factor beyond the farthest voter."""
+"""If fewer than `NEAREST` lineages are near, the weight of a vote falls to 0 at this factor x the farthest size
+ratio."""
 LEAST_WEIGHT = 1e-6
-"""Weight of a vote at the edge; not 0, so that a single vote still counts."""
-# In a distance, twice the tokens count an eighth of twice the parameters: published choices hardly depend on tokens.
+"""Smallest weight of a vote; it is not 0, so that a single vote still counts."""
+# Weight of log2(tokens) in a distance, relative to log2(parameters): published choices hardly depend on the tokens.
 _TOKEN_WEIGHT = 0.125
 
 
 def ratio(a: float, b: float) -> float:
-    """Return the factor between two values, at least 1; infinite if exactly one of them is 0."""
+    """Return the larger value divided by the smaller; infinite if exactly one of them is 0."""
     return 1.0 if a == b else math.inf if not a or not b else max(a / b, b / a)
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the factor between the sizes of a run and of a model, at least 1."""
+    """Return the larger of two sizes (of a run, and of a model with ``params`` parameters) divided by the smaller."""
     return ratio(run.params_total, params)
 
 
 def of_size(params: int) -> list[PublishedRun]:
-    """Return the dense runs within `FACTOR` of a size, with any optimizer, from small to large."""
+    """Return the dense runs near a size (within `FACTOR`), with any optimizer, from small to large."""
     return [run for run in load_runs() if run.kind == "dense" and size_ratio(run, params) <= FACTOR]
 
 
@@ -64,17 +63,16 @@ def nearest(
     stack: Stack | None = None,
     kind: Kind = "dense",
 ) -> list[tuple[PublishedRun, float]]:
-    """Return the published runs nearest to a model, each with its distance in octaves of parameters.
+    """Return the published runs nearest to a model, each with its distance: 1 for a factor of 2 in parameters.
 
-    Only runs within ``factor`` of the size are returned; if there are none, all runs are. The nearest run of each
-    lineage comes first, then the other runs. In both parts, runs with the same stack precede others, and nearer runs
-    (in size and in duration) precede runs farther away. Runs whose learning rate cannot be compared are left out
-    (:attr:`PublishedRun.lr_comparable`). If ``stack`` names an optimizer other than Adam, only runs with that
-    optimizer are compared.
+    Only runs within ``factor`` of the size are returned, or all runs if there are none. The order is: the nearest run
+    of each lineage, then all other runs. Within both groups, runs with the same ``stack`` (norm placement, QK-norm,
+    optimizer) come first, nearer runs before others. Only runs whose lr is comparable to that of the stack's
+    optimizer (by default AdamW) are returned; a muP lr is not.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
-            has a learning rate that can be compared.
+            has a comparable lr.
     """
     if params <= 0 or tokens <= 0:
         raise InputError(f"cannot find neighbours of {params} parameters and {tokens} tokens; both must be above 0")
@@ -98,9 +96,9 @@ def nearest(
 
 
 def near_run(run: PublishedRun, distance: float, params: int, factor: float, wanted: Stack) -> NearRun:
-    """Return the row of ``leaven recipes nearest`` for a published run.
+    """Return the row of ``leaven recipes nearest`` for a run.
 
-    ``distance`` is the run's distance, in octaves of parameters, from a model of ``params`` parameters.
+    ``distance`` is its distance (:func:`nearest`) from a model of ``params`` parameters.
     """
     ratio = size_ratio(run, params)
     return NearRun(
@@ -115,11 +113,10 @@ def near_run(run: PublishedRun, distance: float, params: int, factor: float, wan
 
 @dataclass(frozen=True)
 class Votes:
-    """The values of several voters (runs or laws), and the value chosen from them: their middle or the most
-    frequent."""
+    """The values of several published runs or laws, and the value chosen from them."""
 
-    value: Any
-    by: Mapping[str, Any]  # run id or name of a law -> its value
+    value: Any  # the chosen value: the median or the most frequent value
+    by: Mapping[str, Any]  # the value of each run or law, by its id or name
 
     @property
     def low(self) -> float:
@@ -131,19 +128,15 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Choose the most frequent value of several votes, or return None if there are no votes.
-
-    If several values are equally frequent, the first is chosen.
-    """
+    """Return the votes with the most frequent value chosen, the first if several are; None without votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Choose the middle of several votes: the median of the logarithms, weighted if ``weights`` is given.
+    """Return the votes with the median of their logarithms chosen, weighted if ``weights`` is given.
 
-    The weighted median has half of the weight below it. Each vote is placed at the middle of its own weight, and the
-    values between votes are interpolated linearly. So equal weights give the ordinary median, and a vote with weight
-    0 changes nothing.
+    The weighted median has half of the weight below it: each vote stands at the middle of its own weight, and between
+    votes the logarithms are interpolated linearly. Equal weights give the ordinary median.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)
@@ -161,14 +154,11 @@ def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest run of each lineage to a size.
+    """The neighbours of a model: the nearest run of each lineage."""
 
-    A ``reference`` run alone decides every value that it publishes; the neighbours decide the others.
-    """
-
-    params: int
-    ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first, and among these the runs with the same stack
-    reference: PublishedRun | None = None
+    params: int  # size of the model
+    ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first, and among these runs with the same stack first
+    reference: PublishedRun | None = None  # a run that alone decides every value that it publishes
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
@@ -177,10 +167,7 @@ class Neighbours:
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:
-        """Return the runs that vote, the nearest in size first.
-
-        These are all runs within a factor of `FACTOR` of the size, or the nearest `NEAREST` runs if there are fewer.
-        """
+        """Return the runs that vote, nearest in size first: those within `FACTOR`, but at least `NEAREST` runs."""
         by_size = sorted(self.ranked, key=lambda run: size_ratio(run, self.params))
         return tuple(by_size[: max(len(self.close), NEAREST)])
 
@@ -189,10 +176,9 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the known values of the runs that vote, by run id.
+        """Return the published values of the runs that vote, by run id; only the reference run's if it has a value.
 
-        If the reference run has a value, only its value is returned. ``what`` is a path of a recipe, or a function of
-        a run.
+        ``what`` is a path of a recipe such as ``hyperparameters.lr``, or a function that returns a value of a run.
         """
         known = {
             id: value
@@ -204,19 +190,18 @@ class Neighbours:
         return known
 
     def middle(self, by: Mapping[str, float]) -> Votes:
-        """Return the weighted middle of values, which are keyed by run id; nearer runs have more weight."""
+        """Return the votes ``by`` (values by run id) with their weighted median; nearer runs have more weight."""
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the most frequent value at a path; if several are equally frequent, the value of the nearest run."""
+        """Return the votes about a path of a recipe with the most frequent value, or the nearest run's in a tie."""
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
         """Return the weight of each run's vote, by run id.
 
-        A weight is 1 at the model's size and falls to 0 linearly with the logarithm of the size ratio. So no value
-        jumps when a lineage enters the range. All weights are equal if there is a reference, or if no run is within
-        `FACTOR`.
+        A weight is 1 at the model's size and falls linearly with the logarithm of the size ratio, to 0 at `FACTOR`
+        (farther if fewer than `NEAREST` runs are near). All weights are 1 if there is a reference or no run is near.
         """
         if self.reference or not self.close:
             return dict.fromkeys(ids, 1.0)
@@ -235,10 +220,9 @@ class Neighbours:
 def neighbours(
     params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
 ) -> Neighbours:
-    """Return the published runs near a size, one of each lineage: its nearest dense run whose optimizer has learning
-    rates that are comparable to AdamW's.
+    """Return the neighbours of a model: the nearest dense run of each lineage, if its lr is comparable to AdamW's.
 
-    Runs with AdamW, pre-norm and the given QK-norm precede the others.
+    Runs with AdamW, pre-norm and the given QK-norm come first.
     """
     stack = Stack("pre", qk_norm, "adamw")
     ranked = [run for factor in (FACTOR, math.inf) for run, _ in nearest(params, tokens, factor=factor, stack=stack)]

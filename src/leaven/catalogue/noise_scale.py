@@ -1,11 +1,9 @@
 """Gradient noise scale and critical batch: how to measure them, and what a batch costs in steps and tokens.
 
-After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise with a mean
-square of tr(Sigma) / B, so E|G_B|^2 = |G|^2 + tr(Sigma) / B. Measurements at two batch sizes give both unknowns
-(appendix A.1). B_simple = tr(Sigma) / |G|^2 is the batch at which noise and signal are equal. It is close to the
-critical batch if the Hessian is close to a multiple of the identity. It describes only the current weights and grows
-as the loss falls. The ratio of two unbiased estimates is biased, and a single estimate may be negative: average both
-estimates over many pairs, then divide.
+After McCandlish et al. 2018, arXiv 1812.06162. A gradient over B tokens is the true gradient G plus noise: E|G_B|^2 =
+|G|^2 + tr(Sigma) / B. Squared norms at two batch sizes give both unknowns, |G|^2 and tr(Sigma) (appendix A.1). The
+noise scale B_noise = tr(Sigma) / |G|^2 estimates the critical batch. It depends on the current weights, and grows as
+the loss falls. A single estimate of either unknown may be negative: average both over many pairs, then divide.
 """
 
 import math
@@ -29,27 +27,26 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return the tokens needed to reach a loss at batch B, relative to the smallest batch.
+    """Return the tokens that ``batch`` needs to reach a loss, divided by those that a tiny batch needs (section 2.3).
 
-    They are E / E_min = 1 + B / B_crit. Together with :func:`steps_over_least`: (S / S_min - 1) (E / E_min - 1) = 1
-    (section 2.3), and B_crit = E_min / S_min.
+    ``critical`` is the critical batch; both are in tokens.
     """
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return the steps needed to reach a loss at batch B, relative to the largest batch.
+    """Return the steps that ``batch`` needs to reach a loss, divided by those that a huge batch needs (section 2.3).
 
-    They are S / S_min = 1 + B_crit / B.
+    ``critical`` is the critical batch; both are in tokens.
     """
     return 1 + critical / batch
 
 
 def surge_lr(batch: float, noise: float) -> float:
-    """Return the best lr of Adam at batch B, relative to the best lr at B_noise.
+    """Return the best lr of Adam at ``batch``, divided by the best lr at the batch ``noise``, the noise scale.
 
-    It is 2 / (sqrt(B_noise / B) + sqrt(B / B_noise)). Below B_noise the lr grows about as sqrt(B), above B_noise it
-    falls (Li et al. 2024, arXiv 2405.14578).
+    The lr grows about as the square root of the batch up to the noise scale, and falls above it (Li et al. 2024,
+    arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

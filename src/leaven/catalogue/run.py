@@ -1,4 +1,4 @@
-"""One published training run: groups of values with their sources, and the same values under leaven's names."""
+"""One published training run: the tables of its file, and the same values under leaven's names and in its units."""
 
 import math
 from itertools import pairwise
@@ -25,12 +25,12 @@ _DECAYS: dict[str, Decay] = {
 }
 # Keys of sources and of free text, which are not values of the run.
 _NOT_VALUES = {"source", "confidence", "evidence", "exceptions", "derived", "notes", "instabilities"}
-# Both names mean the same: a layer has two residual branches.
+# Two names for the same factor, because a layer has two residual branches.
 _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates can be compared with learning rates of this optimizer."""
+    """Return the optimizers whose learning rates can be compared with this one's: Adam and AdamW, or only itself."""
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -42,7 +42,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether another stack has every value that this one states; Adam and AdamW count as equal."""
+        """Return whether ``other`` has every value that is not None here; Adam and AdamW count as equal."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -57,10 +57,10 @@ class Stack(NamedTuple):
 
 
 class PublishedRun(Part):
-    """A published run, or a run that leaven tuned itself as a base (with :attr:`tuning`).
+    """A published run, or a run of leaven itself (with :attr:`tuning`).
 
-    The groups contain the values as the source states them; the properties have leaven's names and units. A property
-    is None if its value is not known.
+    The fields contain the values as the source states them. The properties convert them to leaven's names and units;
+    a property is None if its value is not known.
     """
 
     id: str
@@ -83,7 +83,7 @@ class PublishedRun(Part):
     parallel: groups.Parallel | None = None
     hardware: groups.Hardware | None = None
     throughput: groups.PublishedThroughput | None = None
-    tuning: groups.TunedBase | None = None  # only for bases that leaven tuned itself
+    tuning: groups.TunedBase | None = None  # only for runs that leaven tuned itself
     instabilities: Annotated[tuple[groups.Instability, ...], Field(strict=False)] = ()
     notes: groups.Texts = ()
 
@@ -139,7 +139,7 @@ class PublishedRun(Part):
 
     @property
     def stage_begins(self) -> list[float] | None:
-        """Return how many tokens the run had consumed before each stage of its batch, or None if not published."""
+        """Return the tokens that the run had consumed before each stage of its batch, or None if not published."""
         begins, steps = [0.0], 0
         for before, stage in pairwise((self.ramp and self.ramp.stages) or ()):
             if "from_tokens" in stage:
@@ -167,11 +167,11 @@ class PublishedRun(Part):
 
     @property
     def lr_comparable(self) -> bool:
-        """Return whether the lr can be compared with other runs: it must be for Adam or AdamW, and not for muP."""
+        """Return whether the lr is for Adam or AdamW in the standard parametrisation, so not for muP."""
         return self.comparable_lr(same_lr_meaning("adamw"))
 
     def comparable_lr(self, optimizers: tuple[Optimizer, ...]) -> bool:
-        """Return whether the run has an lr of one of these optimizers, without a parametrisation such as muP."""
+        """Return whether the lr is for one of these optimizers in the standard parametrisation, so not for muP."""
         schedule = self.schedule
         return bool(schedule and schedule.peak_lr and not schedule.parametrisation) and self.optimizer in optimizers
 
@@ -188,7 +188,8 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up in steps is converted with the final batch, but only if the batch is not known to have grown.
+        A warm-up in steps is multiplied by the final batch; if the batch grew, the result is the published share or
+        None.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -201,7 +202,7 @@ class PublishedRun(Part):
 
     @property
     def warmup_tokens(self) -> float | None:
-        """Return the warm-up in tokens. A warm-up in steps is converted with the batches of those steps."""
+        """Return the warm-up in tokens; a warm-up in steps is converted with the batch of each step."""
         if self.warmup_fraction is not None and self.tokens:
             return self.warmup_fraction * self.tokens
         steps, begins = self.schedule.warmup_steps if self.schedule else None, self.stage_begins
@@ -215,7 +216,7 @@ class PublishedRun(Part):
 
     @property
     def cooldown_share(self) -> float | None:
-        """Return the share of the run that the final cooldown took, or None if no wsd schedule is published."""
+        """Return the share of the run that the final cooldown of a wsd schedule took, or None for other schedules."""
         schedule = self.schedule
         if schedule is None or schedule.shape != "wsd":
             return None
@@ -227,7 +228,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return the decay shape of leaven that is nearest to the published shape."""
+        """Return the decay in leaven's terms, such as "cosine", that is nearest to the published decay."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property
@@ -236,7 +237,7 @@ class PublishedRun(Part):
 
     @property
     def residual_init_std(self) -> float | None:
-        """Return the init std of the matrices that write to the residual stream, at the run's own depth.
+        """Return the init std of the matrices that write to the residual stream.
 
         Return None if it is not known or differs from layer to layer (``mitchell``).
         """
@@ -268,7 +269,7 @@ class PublishedRun(Part):
 
     @property
     def stack(self) -> Stack:
-        """Return norm placement, QK-norm and optimizer, which influence a learning rate more than the size does."""
+        """Return norm placement, QK-norm and optimizer, on which the best lr depends more than on the size."""
         return Stack(self.arch.norm_placement, self.arch.qk_norm, self.optimizer)
 
     def summary(self) -> RunSummary:

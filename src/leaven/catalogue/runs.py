@@ -1,7 +1,7 @@
 """Read the published training runs: one TOML file for each run in ``runs/``, with the sources of all values.
 
-The folder also contains the bases that leaven tuned itself; they have a group ``[tuning]`` and no vote. To add a run,
-add a file. The file's name is the run's id; the groups are defined in :mod:`leaven.catalogue.groups`.
+To add a run, add a file with the tables of :mod:`leaven.catalogue.groups`; its name is the run's id. Files with a
+table ``[tuning]`` are runs of leaven itself, small models whose hyperparameters can be transferred.
 """
 
 import difflib
@@ -23,12 +23,12 @@ def load_runs() -> tuple[PublishedRun, ...]:
 
 
 def own_runs() -> tuple[PublishedRun, ...]:
-    """Return the small runs that leaven tuned itself as bases to transfer from, from the smallest to the largest."""
+    """Return the small runs that leaven tuned itself, from the smallest to the largest."""
     return tuple(run for run in _load(FOLDER) if run.tuning is not None)
 
 
 def find_run(id: str) -> PublishedRun:
-    """Return one run by its id: a published run, or a base that leaven tuned itself.
+    """Return the run with this id: a published run, or a run that leaven tuned itself.
 
     Raises:
         InputError: if there is no such run; the message names the ids most similar to ``id``.
@@ -50,7 +50,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
-    """Return the values in which two runs differ, by dotted path; an unknown value is None."""
+    """Return the values in which two runs differ, one row for each dotted path; an unknown value is None."""
     a, b = run_a.flat(), run_b.flat()
     paths = [*a, *(path for path in b if path not in a)]
     return [

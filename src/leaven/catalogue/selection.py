@@ -20,7 +20,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": operator.ge,
 }
 _CONDITION = re.compile(r"\s*([\w.]+)\s*(!=|<=|>=|=|<|>)\s*(\S.*?)\s*")
-# Properties of a run that a condition can name although they are not paths of its file.
+# Properties of a run that a condition can name, besides the paths of its file.
 _PROPERTIES = (
     "tokens",
     "batch_tokens",
@@ -35,13 +35,10 @@ _PROPERTIES = (
 
 
 class Condition(NamedTuple):
-    """A condition such as ``optim.beta2 >= 0.99``.
+    """A condition such as ``optim.beta2 >= 0.99``. Runs without a published value never meet it, even with ``!=``."""
 
-    A run without that value never meets the condition, not even with ``!=``.
-    """
-
-    path: str
-    operator: str
+    path: str  # path of the value in a run
+    operator: str  # = != < <= > or >=
     text: str  # the value to compare with
 
 
@@ -79,7 +76,7 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
     """Return the runs that meet all conditions, in the given order.
 
     Raises:
-        InputError: if no run has the path of a condition, or the value that it requires.
+        InputError: if no run has the path of a condition, or no run has the word that ``=`` requires.
     """
     known = {run.id: values(run) for run in runs}
     kept = list(runs)
@@ -127,7 +124,7 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return the three known paths most similar to ``path``, in any group if ``path`` names none."""
+    """Return the three known paths most similar to ``path``; if it has no dot, paths whose last key is similar."""
     if "." in path:
         return closest(path, known)
     keys = closest(path, {one.rpartition(".")[2] for one in known})

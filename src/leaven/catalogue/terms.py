@@ -1,4 +1,4 @@
-"""Express published runs and recipes in the same terms, the paths of a recipe, so that they can be compared."""
+"""Read the values of published runs at the paths of a recipe, so that runs and recipes can be compared."""
 
 import tomllib
 from collections.abc import Callable, Iterator
@@ -11,10 +11,7 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return the first batch in tokens, and after how many tokens the batch has its full size.
-
-    Both are None if the batch does not grow.
-    """
+    """Return (first batch in tokens, tokens after which the batch has its full size), or Nones if it never grows."""
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -27,23 +24,20 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name; Adam with L2 decay has a different name from Adam without decay.
-
-    A paper may write Adam and mean AdamW. In a recipe, ``adam`` adds the decay to the gradient, which no published
-    run did.
-    """
+    """Return the optimizer's name. Adam with weight decay gets a name of its own, because ``adam`` in a recipe adds
+    the decay to the gradient, while papers that write Adam mean AdamW."""
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
 
 L2_DECAY = "adam, L2 decay"
-# Values of a run that are not simply read at the first of these paths.
+# Paths of a recipe at which the value of a run must be computed.
 _OF_RUN: dict[str, Callable[[PublishedRun], Any]] = {
     "model.vocab_size": lambda run: run.arch.vocab_padded or run.arch.vocab_size,
     "model.positions": lambda run: "rope" if run.arch.positional == "rotary" else run.arch.positional,
     "schedule.warmup_tokens": lambda run: None if run.warmup_tokens is None else round(run.warmup_tokens),
 }
-# Values of a recipe that are not simply read at the path itself.
+# Paths at which the value of a recipe must be computed.
 _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
     "params": lambda recipe: recipe.model.params,
     "model.rope_theta": lambda recipe: recipe.model.rope_theta if recipe.model.positions == "rope" else None,
@@ -57,7 +51,7 @@ _OF_RECIPE: dict[str, Callable[[Recipe], Any]] = {
 
 _DATA = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
 TERMS: dict[str, list[str]] = _DATA["published"]
-"""The paths of a recipe, each with the paths in a run that state the same value; the first is read."""
+"""Comparable values: for each path of a recipe, the paths of a run that state the same value. The first is read."""
 
 
 def read(source: Any, path: str) -> Any:
@@ -74,9 +68,9 @@ def diff_in_terms(
 ) -> list[RecipeDifference]:
     """Return the values in which two runs or recipes differ; an unknown value is None.
 
-    A recipe is written in base coordinates, but a published run states what its parameters got. ``resolved``
-    therefore returns, by path, the values that a recipe's parameters get. Values that only one side can state come
-    last, under their own paths.
+    Hyperparameters of a recipe are written for its base, but runs publish what their parameters got. ``resolved``
+    therefore returns, by path, the values that the recipe's scaling rule gives the parameters. Values that only runs
+    or only recipes can state come last.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]
@@ -91,21 +85,21 @@ def diff_in_terms(
 
 
 def term(of: PublishedRun | Recipe, path: str) -> Any:
-    """Return the value of a run or recipe at one of `TERMS`, or None if it is not known."""
+    """Return the value of a run or recipe at a path in `TERMS`, or None if it is not known."""
     if isinstance(of, PublishedRun):
         return _OF_RUN[path](of) if path in _OF_RUN else read(of, TERMS[path][0])
     return _OF_RECIPE[path](of) if path in _OF_RECIPE else read(of, path)
 
 
 def terms(of: PublishedRun | Recipe) -> dict[str, Any]:
-    """Return the known values of a run or recipe, by the paths of a recipe."""
+    """Return the known comparable values of a run or recipe, by the paths of a recipe (`TERMS`)."""
     return {path: value for path in TERMS if (value := term(of, path)) is not None}
 
 
 def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of everything that only a run, or only a recipe, can state.
+    """Yield (path, value) of everything that only a run, or only a recipe, can state.
 
-    Usual values (the defaults of a recipe, and what every leaven model has) are left out.
+    The defaults of a recipe, and values of a run that every leaven model has, are left out.
     """
     left_out = _DATA["not_compared"]
     if isinstance(of, Recipe):
@@ -117,7 +111,7 @@ def without_counterpart(of: PublishedRun | Recipe) -> Iterator[tuple[str, Any]]:
     taken = {path for published in TERMS.values() for path in published} | {*left_out["follow_from_others"]}
     for path, value in of.flat().items():
         passed = path in taken or path.partition(".")[0] in left_out["parts_of_a_run"]
-        # The start and the length of a ramp are terms.
+        # The start and the length of a batch ramp are comparable values, so its other keys are left out.
         passed = passed or path.startswith("batch.rampup.") or path.endswith(tuple(left_out["endings"]))
         if not passed and value is not False and _DATA["given"].get(path) != value:
             yield path, value

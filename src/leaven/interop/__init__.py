@@ -1,2 +1,2 @@
-"""Connects leaven with other software: applies the scaling rules to any torch model, and converts weights and
+"""Connects leaven with other software: scaling rules for any torch model, and conversion of weights and
 configurations."""

@@ -1,7 +1,7 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The descriptions, and the names of modules, are data in ``architectures.toml``. The end of this file reads the JSON
-files of a model's folder and writes new folders.
+The data is in ``architectures.toml``. The end of this file reads the JSON files of a model's folder and writes new
+folders.
 """
 
 import json
@@ -23,7 +23,8 @@ from leaven.storage import new_folder
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
-# For each type of a key of a shape: its name in messages, and a test whether a value is of this type.
+# For each type of a key in config.json: its name in messages, and a function that tests whether a value has this
+# type.
 _KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
     int: ("a count above 0", lambda value: type(value) is int and value > 0),
     float: ("a finite number", lambda value: type(value) in {int, float} and abs(value) <= sys.float_info.max),
@@ -36,13 +37,13 @@ _PARTIAL = "config.json: partial rotary positions: leaven rotates whole heads (r
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a Hugging Face checkpoint. It contains one or more of leaven's tensors, stacked along the first
+    """A tensor in a Hugging Face checkpoint: one of leaven's tensors, or several stacked along the first
     dimension."""
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    heads: int = 1  # number of heads; the parts are stacked within each head
-    transposed: bool = False
+    heads: int = 1  # above 1, the parts are stacked separately for each of this number of heads
+    transposed: bool = False  # whether the file stores (fan in, fan out)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,31 +62,25 @@ class Architecture:
     name: str
     model_type: str
     blocks: str  # the path of the list of blocks
-    holds: Mapping[str, list[Any]]  # the values that a key of a shape may have; the first one is used when reading
-    keys: Mapping[str, list[str]]  # keys of config.json for each key of a shape; empty if other keys imply it
+    holds: Mapping[str, list[Any]]  # supported values of keys of [model]; config.json without the key means the first
+    keys: Mapping[str, list[str]]  # for each key of [model] its keys in config.json; empty if other keys imply it
     defaults: Config  # values of keys that are missing in config.json
-    ends: Mapping[str, str]  # the paths of leaven's modules outside the blocks
-    block: Mapping[str, str]  # the paths of leaven's modules inside a block
-    words: Mapping[str, list[str]] = field(default_factory=dict)  # names of activations; the first is written
+    ends: Mapping[str, str]  # for each of leaven's modules outside the blocks: its path here
+    block: Mapping[str, str]  # for each of leaven's modules inside a block: its path here
+    words: Mapping[str, list[str]] = field(default_factory=dict)  # names of each activation; the first is written
     required: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
-    heads_together: bool = False  # whether the fused matrix stores query, key and value of a head side by side
+    heads_together: bool = False  # whether a fused matrix stores query, key and value of one head after another
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
     scaled_branch_ends: bool = False  # whether branch ends are drawn with initializer_range / sqrt(2 L)
     buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
 
     def whole_name(self, name: str) -> str:
-        """Return the name that a tensor has in the full model.
-
-        ``name`` may come from an older checkpoint, which uses the names of the model without its head.
-        """
+        """Return the name of a tensor in the full model; older checkpoints lack the prefix, such as ``model.``."""
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Find the keys of a model shape whose values this architecture cannot represent.
-
-        Return a mapping from each such key to a value that this architecture can represent.
-        """
+        """Return the keys of a model shape with unsupported values, each with a value that is supported."""
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -97,8 +92,7 @@ class Architecture:
         return found
 
     def config(self, shape: ModelShape) -> Config:
-        """Return the config.json for a model shape. It contains the rotary keys of both versions 4 and 5 of
-        transformers."""
+        """Return the config.json for a model shape, with the rotary keys of transformers 4 and 5."""
         values = shape.model_dump()
         written = {theirs: values[ours] for ours, several in self.keys.items() for theirs in several}
         written |= {theirs: self.words[shape.activation][0] for theirs in self.keys.get("activation", ())}
@@ -117,7 +111,7 @@ class Architecture:
         """
         given = self.defaults | {key: value for key, value in config.items() if value is not None}
         for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
-            if config.get(key, ...) is None:  # null means that it follows from the others; a missing key may not
+            if config.get(key, ...) is None:  # null: the value follows from other keys; a missing key has the default
                 given.pop(key, None)
         kinds = {key: ModelShape.model_fields[ours].annotation for ours, keys in self.keys.items() for key in keys}
         kinds |= {"initializer_range": float, "rope_parameters": dict, "rope_scaling": dict}
@@ -163,10 +157,7 @@ class Architecture:
         return validated(ModelShape, values, "config.json: not a shape that leaven supports")
 
     def _theta(self, given: Config) -> float:
-        """Return the base (theta) of the rotary positions.
-
-        Versions 4 and 5 of transformers write this base under different keys of config.json. Both are read.
-        """
+        """Return the theta of the rotary positions, which transformers 4 and 5 write under different keys."""
         both = [given.get(key, {}) for key in ("rope_scaling", "rope_parameters")]
         for stated in both:
             kind = stated.get("rope_type", stated.get("type", "default"))
@@ -205,15 +196,12 @@ class Architecture:
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
-    """Return default values for sizes that config.json leaves out. They are computed from the heads and the width."""
+    """Return the values of sizes that config.json may leave out, computed from the number of heads and the width."""
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
 
 
 def _require(key: str, value: Any, kind: Any) -> None:
-    """Raise InputError if the value of ``key`` has the wrong type.
-
-    Without this test, the wrong type would cause a later error that does not name the key.
-    """
+    """Raise InputError if the value of ``key`` has the wrong type."""
     wanted, fits = _KINDS.get(kind, _KINDS[str])  # a Literal is a word
     if not fits(value):
         raise InputError(f"config.json: {key} = {value!r} must be {wanted}")
@@ -236,8 +224,7 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return a mapping from each of leaven's modules to the names that the architectures give to this module. A name
-    is the last part of the module's path."""
+    """Return the names that each of leaven's modules has in all architectures: the last parts of its paths."""
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -249,8 +236,8 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a model shape with the fewest changes, and these changes.
 
-    Weights without biases can be stored in an architecture with biases, which are then zero. If the model will be
-    ``trained`` there, training would change these biases, so they count as a change.
+    A model without biases can be stored in an architecture with biases, which are then zero. With ``trained``, the
+    model will be trained there, which changes these biases; so they count as a change.
     """
     changes = []
     for architecture in ARCHITECTURES:

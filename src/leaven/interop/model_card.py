@@ -23,9 +23,13 @@ def model_card(
 ) -> str:
     """Return the model card of a run's checkpoint as Markdown.
 
-    ``text`` is the text of the recipe file. ``tokens`` is the number of tokens that the run had trained when the
-    checkpoint was written. ``licence`` is the licence of the data. The card shows the last validation loss in
-    ``events`` that was measured at or before the checkpoint.
+    Args:
+        text: the text of the recipe file.
+        architecture: the Hugging Face class.
+        tokens: tokens trained when the checkpoint was written.
+        dtype: of the exported weights.
+        events: the events of the run; the card shows the last validation loss at or before the checkpoint.
+        licence: the licence of the data.
     """
     measured = [each for each in events if each["event"] == "validation" and each["tokens"] <= tokens]
     if licence is None and [source.source for source in recipe.data.sources] == ["python-stdlib"]:

@@ -1,8 +1,8 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks do not change the
-names in the state dict. torch.compile traces hooks that exist at the first forward pass, and FSDP2 runs them
-unchanged. The state dict does not contain the multipliers, so fold a model before you save it for use without leaven.
+A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks work with
+torch.compile (if they exist at the first forward pass) and FSDP2, and do not change the names in the state dict. The
+state dict does not contain the multipliers, so fold a model before you save it for use without leaven.
 
 - The multiplier of a branch is folded into the matrix (and bias) at the end of the branch.
 - The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
@@ -30,8 +30,8 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.shape import BRANCH_ENDS, Role
 from leaven.scaling.table import ParameterRow
 
-ROWS = "leaven_rows"  # attribute of a parametrized model: its parameter table
-LOGIT_SCALES = "leaven_logit_scales"  # attribute: changed attention scales, (module's name, attribute, old value)
+ROWS = "leaven_rows"  # name of the attribute of a parametrized model that contains its parameter table
+LOGIT_SCALES = "leaven_logit_scales"  # the same for changed attention scales: (module's name, attribute, old value)
 
 Factors = dict[nn.Parameter, float | Tensor]
 LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute, the value to set
@@ -42,8 +42,7 @@ LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute,
 
 @dataclass(frozen=True)
 class ScaleOutput:
-    """A forward hook that scales a module's output. It is a class and not a closure, so that the model can be
-    pickled."""
+    """A forward hook that scales a module's output; a class and not a closure, so that the model can be pickled."""
 
     factor: float
 
@@ -53,8 +52,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of a readout. It scales the logits, but not the bias of the
-    readout."""
+    """A forward pre-hook that scales the input of the unembedding, and so the logits without their bias."""
 
     factor: float
 
@@ -69,8 +67,8 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
     """Return the hooks for all multipliers other than 1, without installing them.
 
     The multiplier of the logits scales the output of the final norm, because fused losses (and leaven's own model)
-    use the weight of the readout without calling its module. If there is no single final norm, it scales the input of
-    the readout.
+    use the weight of the unembedding without calling its module. If there is not exactly one final norm, the
+    multiplier scales the input of the unembedding.
 
     Raises:
         InputError: if the module that needs a hook is never called, so that the hook would have no effect.
@@ -105,10 +103,9 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
 
 
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
-    """Compute the new scale of query . key for each attention module, and return (module, attribute, new value) for
-    each.
+    """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
-    The list is empty if ``factor`` is 1. The model is not changed.
+    The scales are multiplied by ``factor``; the list is empty if it is 1. The model is not changed.
 
     Raises:
         InputError: if the rule changes the scale, but some blocks store no scale in an attribute.
@@ -143,8 +140,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks and set the attention scales. Also install a hook that warns when a state dict is first
-    made."""
+    """Install the hooks, set the attention scales, and warn when a state dict is first made."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -295,8 +291,7 @@ def _require_scalable(module: nn.Module) -> None:
 def _queries(
     attention: nn.Module, path: str, modules: Mapping[nn.Parameter, str], factor: float
 ) -> Iterator[tuple[nn.Module, nn.Parameter, float | Tensor]]:
-    """Find the parameters into which a factor on the attention logits is folded. Yield (module, parameter, factor of
-    this parameter) for each."""
+    """Yield (module, parameter, its factor) for the parameters into which a factor on attention logits is folded."""
     inside: dict[str, list[nn.Module]] = {}
     for module in attention.modules():
         for parameter in module.parameters(recurse=False):

@@ -1,10 +1,9 @@
-"""Classifies each parameter of a user's model: finds its role, such as ``hidden_weight``, and its module, such as
-``attention.query``. The module is the name under which the parameter is tuned.
+"""Classifies each parameter of a user's model: finds its role in a scaling rule, such as ``hidden_weight``, and the
+module name under which it is tuned, such as ``attention.query``.
 
-To classify a parameter, its shape is compared with the shape of the matching parameter in a smaller model, which
-shows the dimensions that grow. The type, name and position of the torch module that contains the parameter are also
-used. If the classification is ambiguous, or the name of a matrix does not show to which branch it belongs, an error
-names the parameter. The user can then classify this parameter with ``roles`` or ``modules``.
+Two things are used: the type, name and position of the torch module that contains the parameter, and the shape of the
+matching parameter in a smaller model, which shows the dimensions that grow. If the result is ambiguous, an error
+names the parameter, and the user can classify it with ``roles`` or ``modules``.
 """
 
 from collections.abc import Mapping
@@ -40,8 +39,9 @@ _MODULES = {
 
 
 class Classifier:
-    """Classifies each parameter of ``model`` from its position, its shape in the smaller model ``base``, and the
-    user's options ``roles`` and ``modules``.
+    """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
+
+    ``roles`` and ``modules`` are the user's: they map names of parameters, or patterns, to roles and module names.
 
     Raises:
         InputError: if a parameter cannot be classified; the message names the option to give.
@@ -78,7 +78,7 @@ class Classifier:
         self._check_branches(classified)
         return classified
 
-    # Roles: from type and place; then shapes are checked.
+    # Roles: found from type and position, then checked against the shape.
 
     def _role(self, site: ParameterSite) -> Role:
         if is_norm(site):
@@ -125,8 +125,8 @@ class Classifier:
         return Role.QK_NORM if shared and site.parameter.ndim == 1 else Role.HIDDEN_NORM
 
     def _is_readout(self, site: ParameterSite) -> bool:
-        """Return whether a parameter of a linear module belongs to the readout. It does if it comes after the blocks
-        and its fan out is a vocabulary size in both models."""
+        """Return whether a parameter belongs to the unembedding: it comes after the blocks, and its fan out is a
+        vocabulary size in both models."""
         return (
             site.after_blocks
             and site.shape[0] in self.model.vocabularies
@@ -174,10 +174,10 @@ class Classifier:
                 return module
         self._refuse(site, "its name does not show which branch the norm precedes", "norm.attention", "norm.mlp")
 
-    # Branches: a missing multiplier would not be noticed elsewhere.
+    # Branches: each needs one last matrix, which gets its multiplier.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Check that each block has a branch, and that each branch has exactly one matrix that writes to the residual
+        """Check that each block has a branch, and each branch exactly one matrix that writes to the residual
         stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
@@ -214,11 +214,7 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with advice on how to classify the parameter.
-
-        The advice is to pass one of ``modules``. If ``modules`` is empty, it is to pass a role that fits the
-        parameter.
-        """
+        """Raise InputError with advice: to pass one of ``modules``, or without ``modules`` a role that fits."""
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE
@@ -227,10 +223,7 @@ class Classifier:
 
 
 def _given(given: Mapping[str, str], site: ParameterSite) -> str | None:
-    """Return the role or module that the user gave for a parameter, or None.
-
-    ``given`` maps patterns to roles or modules. The first pattern that matches the parameter's name counts.
-    """
+    """Return the value of the first pattern in ``given`` that matches the parameter's name, or None."""
     return next((value for pattern, value in given.items() if fnmatchcase(site.name, pattern)), None)
 
 
@@ -255,9 +248,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(site: ParameterSite) -> bool:
-    """Return whether a parameter is a gain or bias of a norm. The type and the path of its module decide this.
+    """Return whether a parameter is the gain or bias of a norm, judged by the type and the path of its module.
 
-    A query or key norm that has a separate gain for each head counts as well. Such a gain has two dimensions.
+    A gain with two dimensions counts only in a query or key norm, where each head has its own gain.
     """
     if is_linear(site.owner):
         return False

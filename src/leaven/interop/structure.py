@@ -1,4 +1,4 @@
-"""Inspects a torch model: finds its parameters, the module and block of each, and the matching parameters of a
+"""Inspects a torch model: finds its parameters with their modules and blocks, and the matching parameters of a
 smaller model."""
 
 from collections import defaultdict
@@ -18,15 +18,15 @@ _LOGIT_SCALE = ("scaling", "scale", "softmax_scale")
 
 @dataclass(frozen=True, eq=False)
 class ParameterSite:
-    """A parameter of a torch model, with its name, module and block."""
+    """A parameter of a torch model and its position: name, modules and block."""
 
     name: str
-    label: str  # the name with "*" for the block's number
+    label: str  # the name with "*" in place of the block's number
     layer: int | None  # the block's number; None outside the blocks
     parameter: nn.Parameter
-    owners: tuple[nn.Module, ...]  # the modules that contain it; several if it is tied
-    after_blocks: bool  # whether it is registered after all blocks
-    base_shape: tuple[int, ...] = ()  # the shape of the matching parameter of the base, see `matched`
+    owners: tuple[nn.Module, ...]  # the modules that contain the parameter; several if it is tied
+    after_blocks: bool  # whether it is registered after the first block and outside the blocks
+    base_shape: tuple[int, ...] = ()  # shape of the matching parameter in the smaller model, see `matched`
 
     @property
     def owner(self) -> nn.Module:
@@ -59,17 +59,17 @@ class ParameterSite:
 class ModelStructure:
     """The facts about a model's structure that the scaling rules depend on."""
 
-    sites: tuple[ParameterSite, ...]
-    stacks: Mapping[str, int]  # lists of blocks: the number of blocks by path
-    width: int
-    vocabularies: frozenset[int]  # numbers of rows of the embeddings
-    head_dims: frozenset[int]  # head dimensions, as far as attention modules have them as an attribute
+    sites: tuple[ParameterSite, ...]  # all parameters
+    stacks: Mapping[str, int]  # number of blocks of each list of blocks, by the path of the list
+    width: int  # d_model, read from the first embedding
+    vocabularies: frozenset[int]  # numbers of rows of the embeddings outside the blocks
+    head_dims: frozenset[int]  # head dimensions that attention modules have as an attribute
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Return whether a module's class or a base class has this name.
+    """Return whether the class of a module, or one of its base classes, has this name.
 
-    The name is compared because the library that defines the class may not be installed. Base classes count because
+    Names are compared because the library that defines the class may not be installed. Base classes count because
     FSDP2 replaces the class of a module by a subclass.
     """
     return any(kind.__name__ == name for kind in type(module).__mro__)
@@ -126,13 +126,13 @@ def inspect_model(model: nn.Module) -> ModelStructure:
 
 
 def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
-    """Return the structure of the model with the ``base_shape`` of each parameter.
+    """Return the structure of ``model`` with the ``base_shape`` of each parameter, from the smaller model ``base``.
 
-    Matching parameters have the same name apart from the block's number. If the base has several such parameters, the
-    one whose relative depth is nearest to that of the model's parameter matches.
+    Matching parameters have the same name, except for the block's number. Among the blocks of ``base``, the block at
+    the nearest relative depth matches.
 
     Raises:
-        InputError: if a parameter is in only one of the models.
+        InputError: if only one of the models has a parameter.
     """
     by_label: dict[str, list[ParameterSite]] = defaultdict(list)
     for site in base.sites:
@@ -168,8 +168,7 @@ def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
 
 
 def logit_scales(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Find the attention modules that store the scale of query . key in an attribute. Return (module, name of the
-    attribute) for each."""
+    """Return the attention modules with an attribute for the scale of query . key, as (module, attribute name)."""
     attention = (module for module in model.modules() if _first(module, _HEAD_DIM, int))
     return [scale for module in attention if (scale := _first(module, _LOGIT_SCALE, float))]
 
@@ -183,9 +182,10 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Find the lists of blocks of a model. Return a mapping from the path of each list to the keys of its blocks.
+    """Return the lists of blocks of a model: the keys of the blocks, by the path of the list.
 
-    A list of blocks is an outermost list whose members all have submodules.
+    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` that is in no other such list and whose members all
+    have submodules.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -198,15 +198,15 @@ def _stacks(model: nn.Module) -> dict[str, list[str]]:
         if plain and members and listed and not nested and all(any(m.children()) for m in members.values()):
             if len(members) < len(cast(nn.ModuleList | nn.Sequential, module)):
                 raise InputError(
-                    f"{plain} contains a block twice, but the rules count it once; use a separate block "
-                    "at every position"
+                    f"{plain} contains a block twice, but the scaling rules assume separate weights; use a "
+                    "separate block at every position"
                 )
             stacks[plain] = list(members)
     return stacks
 
 
 def _label(name: str, stacks: Mapping[str, list[str]]) -> tuple[str, int | None]:
-    """Return a parameter's name with "*" for its block's number, and this number."""
+    """Return (name with "*" in place of the block's number, block's number or None) for a parameter's name."""
     for path, keys in stacks.items():
         if name.startswith(f"{path}."):
             key, _, rest = name.removeprefix(f"{path}.").partition(".")

@@ -1,5 +1,4 @@
-"""Applies a scaling rule to any torch model. It makes the AdamW groups, installs the forward multipliers and, if
-requested, draws initial values."""
+"""Applies a scaling rule to any torch model: AdamW groups, forward multipliers and, if requested, initial values."""
 
 import math
 from collections.abc import Mapping
@@ -103,20 +102,20 @@ def parametrize(
     - Factors that the model's own code derives from its width are not detected; remove them. Gemma is refused,
       because it multiplies its embedding by sqrt(width).
     - Gains are assumed to be neutral at 1, so do not draw initial values for norms that multiply by 1 + gain.
-    - The multiplier of a branch is applied when the matrix at the end of the branch is called as a module; a fused
-      kernel that reads only the weight of that matrix skips the multiplier. The multiplier of the logits is applied
-      to the output of the final norm.
+    - The multiplier of a branch is applied when the last matrix of the branch is called as a module. A fused kernel
+      that only reads its weight skips the multiplier. The multiplier of the logits is applied to the output of the
+      final norm.
     - If you initialise the model yourself: the variance of hidden weights should be proportional to 1 / fan in, and
-      the variance of the unembedding to 1 / fan in squared, without smaller matrices at the ends of branches in deep
+      the variance of the unembedding to 1 / fan in squared. Do not make the last matrices of branches smaller in deep
       models.
 
     Args:
         model: The model to train. The ratios of width and depth are computed from ``model`` and ``base``.
         base: A smaller model of the same family, for which the hyperparameters were tuned. It may be on the meta
             device; its values are not used.
-        hyperparameters: The hyperparameters of the base. With ``init_std`` or a named ``init``, initial values are
-            drawn, which overwrite every trainable parameter; otherwise values do not change, as a trained model
-            requires. ``optimizer`` must be adamw. Clip gradients in your own loop.
+        hyperparameters: The hyperparameters of the base, with the keys of a recipe's ``[hyperparameters]``. With
+            ``init_std`` or a named ``init``, every trainable parameter is overwritten by new initial values; without
+            both, values do not change. ``optimizer`` must be adamw. Clip gradients in your own loop.
         ratios: The batch size of the model divided by that of the base, and the same ratio for the training tokens.
         rule: The name of a rule in ``leaven.scaling.rules.RULES``.
         alpha, token_exponent, scale_decay_with_depth: As in ``[scaling]`` of a recipe.
@@ -127,10 +126,9 @@ def parametrize(
             wrongly.
         modules: A mapping from parameter names or glob patterns to the module names under which the parameters are
             tuned. ``attention.out`` and ``mlp.out`` end a branch.
-        initialise: Whether to draw initial values; by default if ``hyperparameters`` has an init. False keeps the
-            values of the model; use it with a ``leaven.Hyperparameters``, which always has an init, and in a dict
-            leave out ``init_std`` instead.
-        seed: Seed of the initial values, which depend only on it and on the name of the parameter.
+        initialise: Whether to draw initial values. By default they are drawn if ``hyperparameters`` has ``init_std``
+            or ``init``, or is a ``leaven.Hyperparameters``. False keeps the values of the model.
+        seed: Seed of the initial values. They depend only on the seed and on the name of the parameter.
 
     Returns:
         Parameter groups with the keys module, param_names, params, peak_lr, lr, betas, eps and weight_decay. Each
@@ -194,7 +192,7 @@ def parametrize(
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the AdamW parameter groups of a parametrized model. They contain the parameters that the model has now.
+    """Return the AdamW parameter groups of a parametrized model, with the parameters that the model has now.
 
     Raises:
         InputError: if the model is not parametrized, or the names of its parameters have changed since then.
@@ -216,7 +214,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _require_no_multipliers(model: nn.Module) -> None:
-    """Raise InputError if a model already has multipliers. They may be from leaven or in the model's own code."""
+    """Raise InputError if a model already has multipliers, from leaven or in its own code."""
     for module in model.modules():
         if hasattr(module, ROWS):
             raise InputError(

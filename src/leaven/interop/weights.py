@@ -1,7 +1,7 @@
 """Writes and reads weights in Hugging Face's format, without the ``transformers`` library.
 
-A forward multiplier is a constant factor on a branch or on the logits, which the Hugging Face architectures here do
-not have. So weights are multiplied by the multipliers when they are written, and divided by them when they are read
+leaven's models multiply branches and logits by constant factors (forward multipliers); the Hugging Face architectures
+here do not. So weights are multiplied by these factors when they are written, and divided by them when they are read
 (:func:`leaven.scaling.table.folding`). Both models then compute the same function.
 """
 
@@ -35,7 +35,7 @@ from leaven.scaling.table import ParameterTable, folding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHARD_BYTES = 5 * 10**9
-# Keys of a shape that may differ between a recipe and its start weights, since no tensor depends on them.
+# Keys of a model shape that may differ between a recipe and its start weights, because no tensor depends on them.
 _FREE = {"seq_len", "dropout", "rope_theta"}
 
 
@@ -68,7 +68,7 @@ def write_huggingface(
     token, id = end_of_text
     ends = {"bos_token_id": id, "eos_token_id": id}  # as in GPT-2, the same token begins and ends a document
     documents: dict[str, dict[str, Any]] = {
-        # "torch_dtype" is what every version reads; newer ones write "dtype".
+        # Every version of transformers reads "torch_dtype", although newer versions write "dtype".
         "config.json": architecture.config(shape) | ends | {"torch_dtype": str(DTYPES[dtype]).removeprefix("torch.")},
         "generation_config.json": ends | {"pad_token_id": id},
         "tokenizer_config.json": {
@@ -122,7 +122,7 @@ def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:
 
 
 def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str, float]) -> Tensor:
-    """Build a Hugging Face tensor from leaven's weights, multiplied by their multipliers.
+    """Return a Hugging Face tensor: leaven's weights, each multiplied by its factor from ``factors``.
 
     A bias that leaven's model does not have is zero.
     """
@@ -136,8 +136,7 @@ def _folded(stored: Stored, weights: Mapping[str, Tensor], factors: Mapping[str,
 
 
 def _split(stored: Stored, tensor: Tensor) -> list[Tensor]:
-    """Split a Hugging Face tensor into leaven's tensors. This inverts :func:`_folded`, but does not divide by the
-    multipliers."""
+    """Split a Hugging Face tensor into leaven's tensors, without dividing by the multipliers."""
     joined = tensor.T if stored.transposed else tensor
     rows = [shape[0] // stored.heads for shape in stored.parts.values()]
     by_head = torch.split(joined.reshape(stored.heads, -1, *joined.shape[1:]), rows, dim=1)
@@ -167,7 +166,7 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
         if found != stored.shape:
             what = "is missing" if found is None else f"is {found}, not the {stored.shape} of config.json"
             raise InputError(f"{folder}: {stored.name} {what}; the folder is damaged or contains files of two models")
-    if plain.shape.tied_embeddings:  # some save the same matrix twice
+    if plain.shape.tied_embeddings:  # some programs save the tied matrix twice
         shapes.pop(f"{architecture.ends['unembedding']}.weight", None)
     spare = [name for name in shapes if not name.endswith(tuple(architecture.buffers))]
     if spare:
@@ -178,11 +177,10 @@ def read_huggingface(folder: Path) -> HuggingFaceModel:
 
 
 def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
-    """Check that a run with this model shape can start from the weights in a folder. Return a description of the
-    model in the folder.
+    """Return a description of the model in a folder, after checking that a run with this shape can start from it.
 
     Raises:
-        InputError: if :func:`read_huggingface` raises it, or the shapes differ.
+        InputError: if the model cannot be read, or its shape differs.
     """
     plain = read_huggingface(folder)
     free = _FREE - {"seq_len"} if shape.positions == "learned" else _FREE
@@ -197,10 +195,9 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 
 
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
-    """Return a recipe that starts from a model's weights. It states a reason for every value that is not a default.
+    """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
 
-    The base of the recipe, the scale at which its values apply, is the scale of the recipe itself. So all scaling
-    factors are 1 until the recipe is transferred to another size.
+    The recipe is its own base: scaling rules change nothing until it is transferred to another size.
 
     Raises:
         InputError: if the model has no tokenizer.json that fits the model.
@@ -213,14 +210,15 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
     given_tokenizer(str(tokenizer), shape.vocab_size)
     draft = Draft(f"{plain.folder}/config.json")
     draft.set_architecture(plain, draft.origin)
-    draft.why["hyperparameters.init_std"] += "; with [start] weights nothing is drawn"
-    draft.set("start.weights", str(plain.folder), f"a {plain.architecture.name}; multipliers are divided out of it")
+    draft.why["hyperparameters.init_std"] += "; not used, because training starts from [start] weights"
+    why = f"a {plain.architecture.name}; its weights are divided by the recipe's multipliers"
+    draft.set("start.weights", str(plain.folder), why)
     draft.values["data.source"] = source
-    draft.set("data.tokenizer", str(tokenizer), "the model's own: its weights know no other token ids")
+    draft.set("data.tokenizer", str(tokenizer), "the model's own: its embedding was trained for these token ids")
     duration = tokens or TOKENS_PER_PARAMETER * shape.params
-    guess = f"{TOKENS_PER_PARAMETER} a parameter, as for a run from scratch (Chinchilla); fewer may be enough here"
+    guess = f"{TOKENS_PER_PARAMETER} tokens per parameter, as from scratch (Chinchilla); fewer may be enough here"
     draft.set("data.tokens", duration, "--tokens" if tokens else guess)
-    draft.set("schedule.warmup_tokens", duration // 100, "1% of the run: the moments of Adam start from 0")
+    draft.set("schedule.warmup_tokens", duration // 100, "1% of the run, because Adam's moments start from 0")
     draft.set("batch.tokens", *likely_batch(shape, duration))
     lr, why = likely_lr(shape, duration)
     draft.set(
@@ -234,10 +232,10 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Load the weights of a folder into the parameters of this process, and divide them by the multipliers.
+    """Load the weights of a folder into ``held``, the parameters of this process, divided by the multipliers.
 
     Raises:
-        InputError: if :func:`require_start` raises it, or the weights cannot be read.
+        InputError: if the weights cannot be read, or belong to a model of another shape.
     """
     plain = require_start(shape, folder)
     pieces, factors = {piece.name: piece for piece in held}, folding(shape, table)
@@ -258,8 +256,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder. Yield a mapping from each tensor's name in the model to its file and its
-    name in that file."""
+    """Open the weight files of a folder. Yield (file, name in that file) of each tensor, by its name in the model."""
     files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

@@ -1,4 +1,4 @@
-"""The global batch and its growth, as a function of the tokens consumed so far."""
+"""The global batch size as a function of the tokens consumed so far: constant, a ramp, or stages."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -10,42 +10,40 @@ from pydantic import Field, model_validator
 from leaven.recipe.base import Part
 
 Count = Annotated[int, Field(gt=0)]
-# While the batch is smaller than the full batch, the optimizer uses the values for the full batch (fixed), or the
-# values that the scaling rule gives for the smaller batch (scaled).
+# The hyperparameters while the batch is smaller than the full batch. fixed: those of the full batch; scaled: those
+# that the scaling rule computes for the smaller batch.
 RampRule = Literal["fixed", "scaled"]
 
 
 class Ramp(Part):
     """A batch that grows in equal increments, spread evenly over the first part of the run.
 
-    This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES`` in tokens. SAMPLES is the length of the whole
-    ramp, not of one increment: BLOOM's 192 16 9765625 is 116 increments of about 84,186 samples each.
+    This is Megatron's ``--rampup-batch-size START INCREMENT SAMPLES``, with all three numbers in tokens.
     """
 
-    start_tokens: Count  # the first batch
-    increment_tokens: Count
-    over_tokens: Count  # length of the ramp
-    rule: RampRule = "fixed"  # whether lr, betas, eps and weight decay change with the batch
+    start_tokens: Count  # size of the first batch
+    increment_tokens: Count  # by which the batch grows each time
+    over_tokens: Count  # length of the whole ramp, not of one increment
+    rule: RampRule = "fixed"  # scaled: lr, betas, eps and weight decay change with the batch
 
 
 class BatchStage(Part):
-    """A batch size that is used from a given point of the run on."""
+    """A batch size, and the number of consumed tokens from which on it is used."""
 
     from_tokens: int = Field(ge=0)  # tokens consumed before this stage
-    tokens: Count  # the batch of this stage
+    tokens: Count  # batch size in tokens
 
 
 class Batch(Part):
-    """The global batch, its growth, and the micro-batch.
+    """The global batch, its growth, and the micro-batch."""
 
-    If the micro-batch does not divide a batch, the batch is split as evenly as possible.
-    """
-
-    tokens: Count
+    tokens: Count  # the full global batch, which is the last one if the batch grows
     ramp: Ramp | None = None
     stages: Annotated[tuple[BatchStage, ...], Field(strict=False)] = ()
     stages_rule: RampRule | None = None  # like ``ramp.rule``, for ``stages``; None is "fixed"
-    micro_batch: Count | Literal["auto"] = "auto"  # sequences per forward pass of a rank; auto: timed at the start
+    # Sequences per forward pass of a rank; auto: the fastest, timed when the run starts. If it does not divide the
+    # batch, the micro-batches are as equal as possible.
+    micro_batch: Count | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
     def _validate_growth(self) -> "Batch":
@@ -58,7 +56,7 @@ class Batch(Part):
             if climb < 0:
                 raise ValueError(
                     f"the ramp starts at {self.ramp.start_tokens:,} tokens, above its end of {self.tokens:,}; "
-                    f"start_tokens must not exceed [batch] tokens"
+                    f"set start_tokens to at most [batch] tokens"
                 )
             if climb % self.ramp.increment_tokens:
                 raise ValueError(
@@ -83,17 +81,14 @@ class Batch(Part):
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return the batch sizes in order, each as (tokens consumed when it begins, batch in tokens).
-
-        The first size begins at 0.
-        """
+        """Return the batch sizes in order, each as (tokens consumed before its first step, batch in tokens)."""
         if self.stages:
             return tuple((stage.from_tokens, stage.tokens) for stage in self.stages)
         if self.ramp is None or self.ramp.start_tokens == self.tokens:
             return ((0, self.tokens),)
         increments = (self.tokens - self.ramp.start_tokens) // self.ramp.increment_tokens
         return tuple(
-            # The i-th increment comes with the first token at or after i / increments of the ramp.
+            # Increment i applies once i / increments of the ramp's tokens are consumed, rounded up.
             (
                 -(-i * self.ramp.over_tokens // increments),
                 self.ramp.start_tokens + i * self.ramp.increment_tokens,
@@ -113,13 +108,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The batch of every step of a run; the schedule has no end.
+    """The batch of every step. It depends on the tokens consumed before that step, and the last size has no end."""
 
-    The batch of a step depends on the tokens consumed before that step. So the batches of all steps before step n add
-    up to ``tokens_at_step(n)`` exactly.
-    """
-
-    sizes: tuple[tuple[int, int], ...]  # as :attr:`Batch.sizes`: (tokens consumed when it begins, batch in tokens)
+    sizes: tuple[tuple[int, int], ...]  # (tokens consumed before its first step, batch in tokens), see `Batch.sizes`
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -127,7 +118,7 @@ class BatchSchedule:
         for threshold, batch_tokens in self.sizes[1:]:
             last = segments[-1]
             steps = -(-(threshold - last.first_token) // last.batch_tokens)
-            if steps <= 0:  # the size before has no step, because a step before it ended beyond this threshold
+            if steps <= 0:  # the previous size has no step: the step before it already passed this threshold
                 segments[-1] = Segment(last.first_step, last.first_token, batch_tokens)
             else:
                 consumed = last.first_token + steps * last.batch_tokens
@@ -145,10 +136,7 @@ class BatchSchedule:
         return segment.first_token + (step - segment.first_step) * segment.batch_tokens
 
     def first_step_at(self, tokens: int) -> int:
-        """Return the first step that begins with at least ``tokens`` consumed.
-
-        This is the number of steps of a run of ``tokens`` tokens.
-        """
+        """Return the first step before which at least ``tokens`` are consumed: the steps of a run of that length."""
         index = bisect_right(self.segments, tokens, key=lambda segment: segment.first_token) - 1
         segment = self.segments[max(index, 0)]
         step = segment.first_step + -(-(tokens - segment.first_token) // segment.batch_tokens)

@@ -1,4 +1,4 @@
-"""The text of a run: its sources, their proportions, and the number of tokens."""
+"""The training text: its sources, their proportions, and the number of tokens to train on."""
 
 from fractions import Fraction
 from math import lcm
@@ -11,13 +11,13 @@ from leaven.recipe.base import Part
 STDLIB_TOKENS = 3_000_000
 """Approximate tokens of python-stdlib: 10.7 MB, 2.86 M tokens with a vocabulary of 4,096 (docs/log.md)."""
 LONGEST_PERIOD = 100_000
-"""The order of the sources repeats after at most this many samples, the common denominator of their shares."""
+"""Limit on the common denominator of the sources' shares: samples from the sources alternate with this period."""
 
 
 class DataSource(Part):
-    """One source of text, if a run has several."""
+    """One of several sources of text."""
 
-    source: str  # in the form of ``[data] source`` with a single source
+    source: str  # as ``[data] source``: python-stdlib, tiny-shakespeare, a path or glob, or hf://org/dataset
     weight: float = Field(default=1.0, gt=0)  # share of the samples, relative to the sum of all weights
     text: str = "text"  # key (.jsonl) or column (.parquet, hf://) that contains the text
 
@@ -37,14 +37,14 @@ class Data(Part):
         Annotated[str, Tag("tag:one")] | Annotated[_Several, Tag("tag:several")], Discriminator(_form)
     ] = "python-stdlib"
     tokenizer: str = "bpe"  # trained on the sources; or the path of a tokenizer.json, or hf://org/model
-    tokens: int = Field(gt=0)  # tokens to train on; the number of epochs is this / the tokens in the text
+    tokens: int = Field(gt=0)  # tokens to train on; more than the text has means several epochs
     seed: int = Field(default=0, ge=0)  # seed of the initialisation, the order of the data and the masks of dropout
-    # packed: documents follow each other without gaps, and each token sees all earlier tokens in its window;
-    # isolated: attention, positions and loss stop at the end of a document.
+    # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
+    # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
     corrupt_share: float = Field(
         default=0.001, ge=0, le=1
-    )  # share of a source's lines or files that may be unreadable
+    )  # the run stops if a larger share of a source's lines or files is unreadable
 
     @model_validator(mode="after")
     def _validate_weights(self) -> "Data":

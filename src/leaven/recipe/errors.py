@@ -2,14 +2,14 @@
 
 
 class InputError(ValueError):
-    """An error in the user's input. Its message is one line: what is wrong and what to type.
+    """An error in the user's input, with a message of one line: what is wrong and what to type.
 
-    The command line prints the message and exits with code 2. Nothing has been written.
+    The command line prints the message and exits with code 2.
     """
 
 
 class Settled(InputError):
-    """An input error that all processes of a run raise at once; only one process prints it."""
+    """An input error that all processes of a run raise together, so that only one process prints it."""
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Read, override and write recipe files. Writing keeps comments, and errors say what to type."""
+"""Read recipe files, apply ``--set`` overrides, and write recipe files with their comments kept."""
 
 import math
 import os
@@ -41,7 +41,7 @@ def read_text(path: Path | str) -> str:
 
 
 def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a TOML text. ``origin`` names the text in error messages."""
+    """Return the recipe in a TOML text. Error messages begin with ``origin``, the name of its file."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -52,7 +52,7 @@ def parse_recipe(text: str, origin: str, overrides: Iterable[str] = ()) -> Recip
             raise InputError(f"--set {override}: write it as key.subkey=value")
         _override(document, path.strip(), value.strip())
         if isinstance(why := document.get("why"), dict):
-            why.pop(path.strip(), None)  # the reason of the value that was replaced
+            why.pop(path.strip(), None)  # the reason belongs to the value that was replaced
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
@@ -91,7 +91,7 @@ def _take_out(document: dict[str, Any], path: str) -> None:
 
 def explain(error: ValidationError) -> str:
     """Return the first validation error in one line: ``[model] d_modle: no such key; did you mean d_model?``"""
-    # Report an unknown key before a missing key, because it is usually the missing key misspelt.
+    # An unknown key is reported first: if a key is missing as well, the unknown key is usually its misspelling.
     faults = sorted(error.errors(), key=lambda fault: fault["type"] != "extra_forbidden")
     fault = faults[0]
     keys = [str(key) for key in fault["loc"] if not str(key).startswith(("constrained-", "literal[", "int", "tag:"))]
@@ -129,15 +129,15 @@ def _parts(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def render(recipe: Recipe, template: str = "") -> str:
-    """Return the recipe as TOML, in the form of ``template``.
+    """Return the recipe as TOML.
 
-    Where values are unchanged, the template's comments, order and spelling are kept, and defaults that it omits stay
-    omitted. Without a template every value is written, so that the file describes the run completely.
+    ``template`` is the text of an earlier recipe file. Its comments, its order and the spelling of unchanged values
+    are kept, and defaults that it omits stay omitted. Without a template every value is written.
     """
     document = tomlkit.parse(template)
     values = recipe.model_dump(mode="json", exclude_none=True)
     explicit = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    # Most multipliers are 1 and are not written, except one for a module whose multipliers are all 1.
+    # Multipliers of 1 are not written. A module whose multipliers are all 1 is written as lr = 1.0.
     modules = explicit["hyperparameters"].get("modules", {})
     explicit["hyperparameters"]["modules"] = {name: stated or {"lr": 1.0} for name, stated in modules.items()}
     for part in ("modules", "depth"):
@@ -146,7 +146,6 @@ def render(recipe: Recipe, template: str = "") -> str:
         values["batch"] = {key: value for key, value in values["batch"].items() if value != []}
         _update(document, values, prune=False)
         return tomlkit.dumps(document)
-    # A default that the template leaves out stays left out.
     stated, own = flatten(document.unwrap()), flatten(explicit)
     chosen: dict[str, Any] = {}
     for path, value in flatten(values).items():
@@ -157,7 +156,11 @@ def render(recipe: Recipe, template: str = "") -> str:
 
 
 def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
-    """Return a list of tables without the defaults that the template omits; other values are returned unchanged."""
+    """Return ``rows``, a list of tables, without the defaults that the template omits.
+
+    ``own`` has the values that are not defaults, ``stated`` those of the template. Other values than lists of tables
+    are returned unchanged.
+    """
     if not (isinstance(rows, list) and isinstance(own, list) and all(isinstance(row, dict) for row in rows)):
         return rows
     there = stated if isinstance(stated, list) and len(stated) == len(rows) else [{}] * len(rows)
@@ -168,9 +171,9 @@ def _trimmed(rows: Any, own: Any, stated: Any) -> Any:
 
 
 def _update(target: Any, values: Mapping[str, Any], *, prune: bool) -> None:
-    """Write nested values into a TOML container, and leave equal values as they are.
+    """Write nested values into a TOML container; the text of equal values is unchanged.
 
-    ``prune`` removes the keys that ``values`` does not have.
+    With ``prune``, keys that are not in ``values`` are removed.
     """
     if prune:
         for key in [key for key in target if key not in values]:
@@ -193,14 +196,14 @@ def _plain(item: Any) -> Any:
 
 
 def _item(value: Any) -> Any:
-    """Return a value as TOML, with large counts in groups of three digits."""
+    """Return a value as TOML: counts from 10,000 on as ``10_000``."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return tomlkit.integer(f"{value:_}")
     return value
 
 
 def write_recipe(recipe: Recipe, path: Path | str, template: str = "") -> None:
-    """Write a recipe file atomically: after a crash it is the old file or the new file."""
+    """Write a recipe file atomically, in the form of :func:`render`."""
     write_text(path, render(recipe, template))
 
 
@@ -220,7 +223,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return leaven's cache folder: ``$LEAVEN_CACHE``, else ``leaven`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return leaven's cache folder: ``$LEAVEN_CACHE``, ``$XDG_CACHE_HOME/leaven`` or ``~/.cache/leaven``."""
     if folder := os.environ.get("LEAVEN_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "leaven"
@@ -241,7 +244,7 @@ def make_folder(path: Path) -> None:
 
 
 def finite(document: Any) -> Any:
-    """Return a document that JSON can represent: numbers that are infinite or not a number become None."""
+    """Return a document that JSON can represent: infinity and nan become None."""
     if isinstance(document, dict):
         return {key: finite(inner) for key, inner in document.items()}
     if isinstance(document, list | tuple):

@@ -1,4 +1,4 @@
-"""The hyperparameters of a recipe: values in base coordinates, multipliers of modules, and multipliers over depth."""
+"""The hyperparameters of a recipe: global values, multipliers for modules, and multipliers over depth."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -18,25 +18,24 @@ Profile = Annotated[tuple[Positive, ...], Field(strict=False, min_length=1)]
 
 
 class Multipliers(Part):
-    """The factors by which the values of one module differ from the global values. A factor of 1.0 changes no bit."""
+    """The factors by which the values of one module, such as ``mlp.out``, differ from the global values."""
 
     lr: Positive = 1.0
     init_std: NonNegative = 1.0
     weight_decay: NonNegative = 1.0
-    # A multiplier m of a beta gives beta ** m, which stays within (0, 1). It divides the moment's half-life by m; to
-    # first order it multiplies 1 - beta by m.
+    # A multiplier m replaces beta by beta ** m, which stays within (0, 1) and divides the half-life of Adam's moment
+    # by m.
     beta1: Positive = 1.0
     beta2: Positive = 1.0
     eps: Positive = 1.0
-    residual: Positive = 1.0  # only for ``attention.out`` and ``mlp.out``, which end a branch
+    residual: Positive = 1.0  # multiplies the residual branch; only for its last matrix, attention.out or mlp.out
 
 
 class DepthProfile(Part):
-    """Multipliers at evenly spaced relative depths from 0 to 1, for any number of layers.
+    """Multipliers that change with the depth of a block, in addition to those of its modules.
 
-    Between these depths the logarithms are interpolated linearly: halfway between 1/4 and 4 is 1. A module's
-    multiplier is multiplied by the multiplier for its depth, so that a search treats both as a sum of logarithms
-    (Mlodozeniec et al. 2025).
+    Each tuple has the multipliers at evenly spaced depths, from the first block to the last. Between these depths
+    their logarithms are interpolated linearly: halfway between 1/4 and 4 is 1 (Mlodozeniec et al. 2025).
     """
 
     lr: Profile = (1.0,)
@@ -49,10 +48,7 @@ class DepthProfile(Part):
 
     @staticmethod
     def at(profile: tuple[float, ...], layer: int, n_layers: int) -> float:
-        """Return the multiplier of block ``layer`` of ``n_layers``.
-
-        The first block is at depth 0, the last at depth 1.
-        """
+        """Return the multiplier of block ``layer`` (counted from 0) in a model with ``n_layers`` blocks."""
         position = (layer / (n_layers - 1) if n_layers > 1 else 0.0) * (len(profile) - 1)
         below = min(int(position), len(profile) - 1)
         above = min(below + 1, len(profile) - 1)
@@ -63,19 +59,17 @@ class DepthProfile(Part):
 
 
 class Clip(Part):
-    """How gradients are clipped.
+    """How gradients are clipped."""
 
-    ``global`` limits the norm over all parameters. ``per-module`` limits the norm of each module in each block
-    separately. ``running`` limits the global norm to ``limit`` times its running root mean square, which averages
-    over as many steps as Adam's second moment does.
-    """
-
+    # global: the norm over all parameters is at most ``limit``; per-module: the norm of each module in each block is;
+    # running: the global norm is at most ``limit`` x its root mean square over recent steps, averaged with Adam's
+    # beta2.
     mode: Literal["global", "per-module", "running"]
     limit: NonNegative = 1.0  # 0 switches clipping off
 
     @staticmethod
     def read(value: Any) -> Any:
-        """Return a plain number as the limit of the global mode, and other values unchanged."""
+        """Convert a plain number to the global mode with this limit; return other values unchanged."""
         return {"mode": "global", "limit": value} if isinstance(value, int | float | str) else value
 
     def written(self) -> Any:
@@ -83,25 +77,25 @@ class Clip(Part):
 
 
 class Hyperparameters(Part):
-    """The hyperparameters in base coordinates: the values that are right at the scale ``[scaling].base``."""
+    """The hyperparameters for the scale ``scaling.base``; the scaling rule converts them to the recipe's scale."""
 
-    # adamw decouples the decay (each step shrinks a weight by lr x weight_decay); adam adds weight_decay x weight to
-    # the gradient, which Adam then normalises away in part (Loshchilov and Hutter 2019, arXiv 1711.05101).
+    # adamw: each step shrinks a weight by lr x weight_decay x weight. adam: weight_decay x weight is added to the
+    # gradient, and Adam divides the sum by the gradient's size (Loshchilov and Hutter 2019, arXiv 1711.05101).
     optimizer: Literal["adamw", "adam"] = "adamw"
     lr: Positive  # peak learning rate
-    # rule: the scaling rule derives every standard deviation from init_std; or the name of a published init
-    # (:data:`leaven.recipe.init_std.INITS`), which sets every standard deviation itself.
+    # rule: the scaling rule computes the std of every matrix from init_std. Other names are published inits
+    # (:data:`leaven.recipe.init_std.INITS`), which compute it from the shape of the model, without init_std.
     init: InitName = "rule"
-    init_std: Positive | None = None
+    init_std: Positive | None = None  # std of the initial weights; required with init = "rule"
     weight_decay: NonNegative = 0.1
-    decay_norm_and_bias: bool = False  # also decays gains and biases; published recipes do not (nanoGPT, OLMo 2)
+    decay_norm_and_bias: bool = False  # whether gains and biases decay, too
     beta1: Beta = 0.9
     beta2: Beta = 0.95
     eps: Positive = 1e-8
-    residual: Positive = 1.0  # multiplies every branch before it is added to the residual stream
+    residual: Positive = 1.0  # multiplies the output of every branch before it is added to the residual stream
     # A limit on the global gradient norm (0 switches clipping off), or a :class:`Clip`.
     grad_clip: Annotated[Clip, BeforeValidator(Clip.read), PlainSerializer(Clip.written)] = Clip(mode="global")
-    modules: dict[str, Multipliers] = {}
+    modules: dict[str, Multipliers] = {}  # by name of a module
     depth: DepthProfile = DepthProfile()
 
     @model_validator(mode="after")
@@ -111,8 +105,8 @@ class Hyperparameters(Part):
             raise ValueError(f"init_std: missing; give it, or name a published init instead: init = {names}")
         if self.init != "rule" and self.init_std is not None:
             raise ValueError(
-                f'init = "{self.init}" sets every standard deviation itself; take init_std out (on the command line: '
-                "--set hyperparameters.init_std=); multipliers of modules and depth still apply"
+                f'init = "{self.init}" computes every standard deviation from the shape; remove init_std (on the '
+                "command line: --set hyperparameters.init_std=); multipliers of modules and depth still apply"
             )
         return self
 
@@ -120,16 +114,16 @@ class Hyperparameters(Part):
     def _validate_decay(self) -> "Hyperparameters":
         if self.optimizer == "adamw" and self.lr * self.weight_decay >= 1:
             raise ValueError(
-                f"lr x weight_decay = {self.lr * self.weight_decay:g} erases a weight in one step; keep it below 1"
+                f"lr x weight_decay = {self.lr * self.weight_decay:g} erases a weight in one step; lower one of them "
+                "until the product is below 1"
             )
         return self
 
     def require_modules(self, known: Mapping[str, Role]) -> None:
-        """Check that modules with multipliers exist, and that each multiplier has an effect.
+        """Check that every module with multipliers exists in the model, and that each multiplier has an effect.
 
         Raises:
-            ValueError: otherwise; the message names the module, and the most similar module if there is none of this
-                name.
+            ValueError: otherwise; the message names the module, and for an unknown module the most similar one.
         """
         for module, multipliers in self.modules.items():
             stated = [quantity for quantity in Multipliers.model_fields if getattr(multipliers, quantity) != 1]
@@ -146,14 +140,16 @@ class Hyperparameters(Part):
             return f"{where}: no module {module!r} in this model; {hint}"
         if quantity == "residual" and module not in BRANCH_ENDS:
             ends = " and ".join(BRANCH_ENDS)
-            return f"{where}: {module} does not end a branch and has no residual multiplier; only {ends} have one"
+            return (
+                f"{where}: {module} has no residual multiplier; only the last matrices of branches have one: {ends}"
+            )
         if known[module].is_matrix:
             return None
         if quantity == "init_std":
-            return f"{where}: {module} has no init_std: gains start at 1, biases at 0; take it out"
+            return f"{where}: {module} has no init_std: gains start at 1, biases at 0; remove init_std"
         if quantity == "weight_decay" and not self.decay_norm_and_bias:
             return (
-                f"{where}: {module} is not decayed; take its weight_decay out, or set "
+                f"{where}: {module} is not decayed; remove its weight_decay, or set "
                 "hyperparameters.decay_norm_and_bias = true"
             )
         return None

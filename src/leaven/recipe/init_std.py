@@ -1,13 +1,11 @@
 """Published initialisations by name: the standard deviation of every matrix as a function of the model's shape.
 
-Each init applies to models of any width and depth. A recipe that names an init has no ``init_std``, and the scaling
-rule does not change its init: :func:`require_one_rule` refuses a recipe in which both would change it. Multipliers of
-modules and of depth still apply. In all inits, gains start at 1 and biases at 0. Where the original is truncated at 3
-sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full normal distribution, whose std
-differs by at most 1.4%.
+A recipe names an init in place of an ``init_std``. Then the scaling rule must not change the init as well
+(:func:`require_one_rule`), but the multipliers of modules and depth still apply. Gains start at 1 and biases at 0.
+Where the original is truncated at 3 sigma (Mitchell, the unembedding of ``depth-scaled``), leaven draws from the full
+normal distribution, whose std differs by at most 1.4%.
 
-:data:`COMPARED` also has inits that a recipe cannot name, because they need another architecture or special learning
-rates. They serve for comparison only.
+:data:`COMPARED` has more inits, for comparison only: they need another architecture or special learning rates.
 """
 
 import math
@@ -25,39 +23,34 @@ InitName = Literal[
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """The letters of a formula: width d, layers L, layer l (from 0), fan in f and fan out o of the matrix."""
+    """The variables of a formula: the sizes of a model, and the position and the sizes of one matrix in it."""
 
-    d: int
-    L: int
-    l: int  # noqa: E741
-    f: int
-    o: int
+    d: int  # width of the model
+    L: int  # number of layers
+    l: int  # index of the layer, from 0  # noqa: E741
+    f: int  # fan in of the matrix
+    o: int  # fan out of the matrix
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula of a standard deviation, as text (with the letters of :class:`MatrixPlace`) and as a function."""
+    """A formula for a standard deviation."""
 
-    text: str
+    text: str  # with the letters of :class:`MatrixPlace`
     std: Callable[[MatrixPlace], float]
 
 
 @dataclass(frozen=True)
 class Init:
-    """A published initialisation.
-
-    ``outputs`` applies to the matrices that write to the residual stream, ``inputs`` to all others. ``embedding`` and
-    ``unembedding`` are given if they differ from ``inputs``; a tied matrix is drawn like the unembedding. With
-    ``gated_in``, ``mlp.in`` of a gated MLP is drawn like the outputs. ``modules`` has further exceptions.
-    """
+    """A published initialisation: formulas for the std of each kind of matrix."""
 
     source: str
-    inputs: Formula
-    outputs: Formula
-    embedding: Formula | None = None
-    unembedding: Formula | None = None
-    gated_in: bool = False
-    modules: Mapping[str, Formula] = field(default_factory=dict)
+    inputs: Formula  # of all matrices without another formula
+    outputs: Formula  # of the matrices that write to the residual stream: attention.out and mlp.out
+    embedding: Formula | None = None  # None: as inputs
+    unembedding: Formula | None = None  # also of a tied embedding; None: as inputs
+    gated_in: bool = False  # whether mlp.in of a gated MLP has the formula of the outputs
+    modules: Mapping[str, Formula] = field(default_factory=dict)  # exceptions, by module
 
     @property
     def text(self) -> str:
@@ -71,7 +64,7 @@ class Init:
 
     @property
     def sees_depth(self) -> bool:
-        """Return whether the std at the end of a branch depends on the depth of the model."""
+        """Return whether the std of the last matrix of a branch depends on the number of layers."""
         shallow, deep = (MatrixPlace(d=64, L=depth, l=depth - 1, f=64, o=64) for depth in (2, 4))
         return self.outputs.std(shallow) != self.outputs.std(deep)
 
@@ -194,17 +187,17 @@ COMPARED: Mapping[str, Init] = MappingProxyType(
     }
 )
 
-# Rules that multiply each branch by a power of the depth; all but ``standard`` change the init with the width. A test
-# compares both with the rules, which are in a layer above.
+# Scaling rules that multiply each branch by a power of the depth. They are named here because this package cannot
+# import :mod:`leaven.scaling.rules`; a test compares the two.
 SCALES_BRANCHES = frozenset({"completep", "complete-d-p"})
 
 
 def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None:
     """Check that a named init and a scaling rule do not both change the init between base and target.
 
-    Over width, every rule but ``standard`` scales the init of some module by another power of the width than a named
-    init does. Over depth, a branch multiplier L^-alpha and a smaller init of the branch's last matrix would count the
-    depth twice.
+    ``wider`` and ``deeper`` state whether the base has another width or depth. Every rule but ``standard`` scales the
+    init with the width. A rule with the branch multiplier L^-alpha counts the depth L twice if the named init also
+    lowers the std of the branch's last matrix.
 
     Raises:
         ValueError: if both would change the init; the message names both and says what to do.
@@ -214,11 +207,12 @@ def require_one_rule(init: str, rule: str, *, wider: bool, deeper: bool) -> None
     instead = 'set scaling.rule = "standard", or init = "rule" with an init_std that is right at the base'
     if wider:
         raise ValueError(
-            f'init = "{init}" and rule {rule} both scale the init with the width, and the base has another width; '
+            f'init = "{init}" and rule {rule} both scale the init with the width, in which base and model differ; '
             f"{instead}"
         )
     if deeper and rule in SCALES_BRANCHES and INITS[init].sees_depth:
         raise ValueError(
-            f'init = "{init}" starts the ends of branches at {INITS[init].outputs.text}, and rule {rule} multiplies '
-            f"branches by L^-alpha as well: the depth would count twice, since the base has another depth; {instead}"
+            f'init = "{init}" draws the last matrix of a branch with std {INITS[init].outputs.text}, and rule {rule} '
+            f"multiplies the branch by L^-alpha: the depth would count twice, since base and model differ in depth; "
+            f"{instead}"
         )

@@ -1,4 +1,4 @@
-"""The layout: how a run is spread over ranks. Changing it changes the loss only in the last bits."""
+"""The layout: how a run is parallelised over ranks. It changes the loss only in the last bits."""
 
 from typing import Literal
 
@@ -11,20 +11,20 @@ Pipeline = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 class Layout(Part):
-    """How a run is laid out over dp x cp x tp x pp ranks, and how it saves memory and time."""
+    """The parallelism of a run over dp x cp x tp x pp ranks, and its options to save memory or time."""
 
     dp: int = Field(default=1, gt=0)  # data-parallel degree
     tp: int = Field(default=1, gt=0)  # tensor-parallel degree
     pp: int = Field(default=1, gt=0)  # pipeline-parallel degree
-    cp: int = Field(default=1, gt=0)  # ranks that share each sequence; planned and exported only
-    ep: int = Field(default=1, gt=0)  # ranks, of dp x cp, that share out the experts; planned and exported only
+    cp: int = Field(default=1, gt=0)  # context-parallel degree; for ``leaven plan`` and exports, not for training
+    ep: int = Field(default=1, gt=0)  # expert-parallel degree within dp x cp; for ``leaven plan`` and exports only
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
-    dp_replicate: int = Field(default=1, gt=0)  # replicas: ZeRO shards over dp / dp_replicate ranks
+    dp_replicate: int = Field(default=1, gt=0)  # replicas (HSDP): ZeRO shards over dp / dp_replicate ranks
     schedule: Pipeline = "1f1b"
     stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
-    recompute: Recompute = "none"  # activations that the backward pass computes again
+    recompute: Recompute = "none"  # activation checkpointing: activations that the backward pass computes again
     compile: bool = False  # torch.compile for each block: costs a minute, speeds up steps, changes the last bits
-    timeout_seconds: int = Field(default=600, gt=0)  # if a process keeps the others waiting longer, the run ends
+    timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process keeps the others waiting longer
 
     @model_validator(mode="after")
     def _validate_combination(self) -> "Layout":
@@ -41,14 +41,14 @@ class Layout(Part):
             raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or raise pp")
         if self.stages_per_rank > 1 and self.schedule in {"gpipe", "1f1b"}:
             raise ValueError(
-                f'schedule = "{self.schedule}" has one stage on a rank; set schedule = "interleaved", or '
+                f'schedule = "{self.schedule}" has one stage per rank; set schedule = "interleaved", or '
                 "stages_per_rank = 1"
             )
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
             raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
         if self.schedule == "zero-bubble" and self.zero > 1:
-            # torch 2.13 frees gathered parameters before it computes the gradients of the weights: they are wrong
-            # without an error. Gradients that are sharded after each micro-batch are missing in the second half.
+            # torch 2.13 frees the gathered parameters before the second half computes the weights' gradients, which
+            # are then wrong without an error. Gradients sharded after each micro-batch are missing there, too.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} frees '
                 "what the second half needs; set zero = 1"

@@ -1,4 +1,4 @@
-"""The recipe: one frozen, validated, complete description of a run."""
+"""The recipe: one immutable, validated, complete description of a training run."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,17 +18,17 @@ from leaven.recipe.shape import ModelShape
 
 RuleName = Literal["standard", "mup", "completep", "complete-d-p"]
 BATCH_RULES = ("complete-d-p",)
-"""Scaling rules that change values with the batch."""
+"""Scaling rules that change hyperparameters with the batch size."""
 
 
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    Given weights are divided by the multipliers that the scaling rule applies in the forward pass, so that the model
-    starts as the same function (:func:`leaven.scaling.table.folding`).
+    The scaling rule multiplies some outputs in the forward pass. Given weights are divided by these multipliers, so
+    that the model starts as the same function (:func:`leaven.scaling.table.folding`).
     """
 
-    # A folder in Hugging Face's format with a model of this shape.
+    # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.
     weights: str | None = Field(default=None, min_length=1)
 
     @property
@@ -37,34 +37,33 @@ class Start(Part):
 
 
 class Base(Part):
-    """The scale at which the hyperparameters were found. Proportions that are left out are taken from the recipe."""
+    """The base: the model size, batch and run length for which the hyperparameters are written."""
 
-    width: int = Field(gt=0)
-    depth: int = Field(gt=0)
+    width: int = Field(gt=0)  # d_model
+    depth: int = Field(gt=0)  # n_layers
     batch_tokens: int = Field(gt=0)
-    tokens: int = Field(gt=0)
-    d_ff: int | None = Field(default=None, gt=0)
-    d_head: int | None = Field(default=None, gt=0)
-    n_kv_heads: int | None = Field(default=None, gt=0)
+    tokens: int = Field(gt=0)  # training tokens
+    d_ff: int | None = Field(default=None, gt=0)  # None: the recipe's d_ff / d_model
+    d_head: int | None = Field(default=None, gt=0)  # None: the recipe's
+    n_kv_heads: int | None = Field(default=None, gt=0)  # None: the recipe's query heads per key-value head
 
 
 class Scaling(Part):
-    """How hyperparameters change from the base to the recipe's scale.
+    """How hyperparameters change from the base (:class:`Base`) to the recipe's own size, batch and run length.
 
-    Without a base the recipe is its own base: all ratios are 1.
+    Without a base, the hyperparameters are used as written.
     """
 
     rule: RuleName = "complete-d-p"
-    # Splits 1/depth between the branch multiplier (depth^-alpha) and the learning rate (depth^(alpha-1)).
+    # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1).
     alpha: float = Field(default=1.0, ge=0.5, le=1)
     token_exponent: float = Field(
         default=0.5, ge=0, le=1
-    )  # lr falls with duration to this power; literature: 0.3 to 0.5
-    # 95% interval measured by ``leaven check duration``; a transfer warns if the exponent is outside.
+    )  # t: the lr is proportional to (training tokens)^-t; published values are 0.3 to 0.5
+    # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
-    # Multiplies the weight decay of hidden weights by depth^(1-alpha). Below alpha = 1 their lr falls with depth, and
-    # lr x decay x steps with it: deeper models forget more slowly, although every other axis keeps that product
-    # constant. CompleteP and Complete(d)P do not do this; at alpha = 1 it has no effect.
+    # Multiplies the weight decay of hidden weights by depth^(1-alpha). If alpha < 1, their lr falls with depth, and
+    # this factor keeps lr x decay x steps constant. CompleteP and Complete(d)P do not apply it.
     scale_decay_with_depth: bool = False
     base: Base | None = None
 
@@ -80,27 +79,25 @@ class Scaling(Part):
 
 
 class Precision(Part):
-    """The precision of the matrix products.
+    """The precision of the matrix products. Weights, gradients, Adam's moments, softmax and loss are always fp32."""
 
-    Weights, gradients, moments, softmax and loss are always fp32. fp16 uses a loss scale, because otherwise small
-    gradients would become 0.
-    """
-
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # of the matrix products
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # fp16 uses a loss scale
 
 
 class Stability(Part):
     """What a run does at a loss spike (:mod:`leaven.training.spikes`), and which checkpoints it keeps."""
 
-    # rollback: return to before the anomaly and skip its data; skip: do not apply a step with an outlier in loss or
-    # gradient; stop; off.
+    # rollback: return to a checkpoint before the spike and skip the data of the spike; skip: do not apply a step
+    # whose loss or gradient norm is an outlier; stop: end the run; off: do nothing.
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
-    max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one anomaly; after that the run stops
+    max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
     rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
-    checkpoint_every_tokens: int | None = Field(default=None, gt=0)
+    checkpoint_every_tokens: int | None = Field(default=None, gt=0)  # None: a tenth of the run
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
-    keep_every_tokens: int | None = Field(default=None, gt=0)  # the first checkpoint in each interval is kept forever
+    keep_every_tokens: int | None = Field(
+        default=None, gt=0
+    )  # the first checkpoint of each interval is never deleted
     noise_scale_every_tokens: int | None = Field(
         default=None, gt=0
     )  # interval between measurements of the gradient noise scale
@@ -116,24 +113,23 @@ class Stability(Part):
 
 
 class EvaluationSettings(Part):
-    """When the validation loss is computed, and on how much text.
+    """How often the validation loss is computed (always at the end), and on how many tokens."""
 
-    It is computed every ``every_tokens`` and at the end, on ``tokens`` tokens spread evenly over the held-out text.
-    """
-
-    tokens: int = Field(default=131_072, gt=0)
-    every_tokens: int | None = Field(default=None, gt=0)
+    tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the held-out text
+    every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: a tenth of the run
 
 
-Octaves = Annotated[float, Field(ge=-64, le=64)]  # a factor of 2^64 is more than any hyperparameter needs
+Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^n
 
 
 def _both_sides(value: Any) -> Any:
-    """Return the range of octaves of a path as (low, high); a plain number is the distance in both directions."""
+    """Return a search range in octaves as (low, high); a plain number n means (-n, n)."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError('write "path" = 2 for 2 octaves in both directions, or "path" = [-1, 3]; quote the path')
+        raise ValueError(
+            'write "path" = 2 to search 2 octaves down and up (a factor of 4), or "path" = [-1, 3]; quote the path'
+        )
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
@@ -150,18 +146,20 @@ Ends = Annotated[
 
 
 class Tuning(Part):
-    """What ``leaven tune`` searches; training does not use it. The option ``--space`` replaces only ``space``."""
+    """The search space of ``leaven tune``. ``leaven train`` ignores this table."""
 
-    space: str | None = Field(default=None, min_length=1)  # a search space, as for ``--space``
-    # How far each value is searched, in octaves from the recipe's value, or in tenths if it may be 0 (dropout,
-    # min_lr_ratio). Keys are paths of the recipe, or patterns with ``*``; the last key that matches a path applies.
-    # These values are searched in addition to those of ``space``.
+    space: str | None = Field(default=None, min_length=1)  # a search space; the option ``--space`` replaces it
+    # More values to search, besides those of ``space``. A key is a path of the recipe such as ``hyperparameters.lr``,
+    # or a pattern with ``*``; the last matching key applies. A number is the distance from the recipe's value, in
+    # octaves (factors of 2). For values that may be 0 (dropout, min_lr_ratio) it is in steps of 0.1.
     octaves: dict[str, Ends] = {}
 
     @model_validator(mode="after")
     def _not_empty(self) -> "Tuning":
         if self.space is None and not self.octaves:
-            raise ValueError('this table is empty; write space = "per-module", or a table octaves, or take it out')
+            raise ValueError(
+                'this table is empty; write space = "per-module", add [tuning.octaves], or remove [tuning]'
+            )
         return self
 
 
@@ -170,10 +168,10 @@ NOT_NUMBERS = {"name", "why", "layout", "tuning"}
 
 
 class Recipe(Part):
-    """The complete description of a run.
+    """The complete description of a training run.
 
-    Hyperparameters are given as their values at the base size; :mod:`leaven.scaling.table` computes from them the
-    values that each parameter of this model gets.
+    Hyperparameters are written for the base, the scale at which they were tuned (:class:`Base`).
+    :mod:`leaven.scaling.table` computes from them the values that each parameter of this model gets.
     """
 
     name: str = Field(min_length=1, pattern=r"^\w[\w.\-]*$")
@@ -189,7 +187,7 @@ class Recipe(Part):
     stability: Stability = Stability()
     evaluation: EvaluationSettings = EvaluationSettings()
     tuning: Tuning | None = None
-    why: dict[str, str] = {}
+    why: dict[str, str] = {}  # the reason for a value, by its path
 
     @model_validator(mode="after")
     def _validate_parts(self) -> "Recipe":
@@ -241,8 +239,7 @@ class Recipe(Part):
 
     @property
     def base(self) -> Base:
-        """Return the scale for which the hyperparameters are written: ``[scaling].base``, or the recipe's own
-        scale."""
+        """Return the scale for which the hyperparameters are written: ``scaling.base``, else the recipe's own."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -252,7 +249,11 @@ class Recipe(Part):
 
     @property
     def base_shape(self) -> ModelShape:
-        """Return the model's shape at the base scale. Ratios that ``[scaling].base`` sets replace the model's own."""
+        """Return the shape of the model at the width and depth of the base.
+
+        Its d_ff / d_model, head dimension and query heads per key-value head are those of this recipe's model, except
+        where ``scaling.base`` sets them.
+        """
         base = self.scaling.base
         if base is None:
             return self.model
@@ -261,7 +262,10 @@ class Recipe(Part):
         )
 
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
-        """Return a recipe with other values at the given dotted paths; a part set to None gets its default."""
+        """Return a copy of the recipe with other values at the given dotted paths.
+
+        A table such as ``tuning`` that is set to None gets its default.
+        """
         document = self.model_dump()
         for path, value in changes.items():
             set_path(document, path, value)
@@ -269,10 +273,7 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path in nested mappings.
-
-    The name of a module may contain a dot: ``hyperparameters.modules.X.Y.lr``.
-    """
+    """Set the value at a dotted path in nested mappings; :func:`split_path` splits the path."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -282,7 +283,8 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 def split_path(path: str) -> list[str]:
     """Return the keys of a dotted path.
 
-    The name of a module is one key although it contains dots; so is all that follows ``why.`` or ``tuning.octaves.``.
+    A module's name is one key, even with dots: ``mlp.out`` in ``hyperparameters.modules.mlp.out.lr``. What follows
+    ``why.`` or ``tuning.octaves.`` is one key, too.
     """
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
@@ -310,19 +312,22 @@ def flatten(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-Difference = tuple[str, Any, Any]
+Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, value in the second
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
     """Return the values in which two recipes differ, as (dotted path, value in a, value in b).
 
-    Name, reasons, layout and search settings are left out, because they do not change what is computed.
+    Name, reasons, layout and search settings are not compared, because the loss does not depend on them.
     """
     return _differences(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences in layout and micro-batch, which change only the order of sums and so the last bits."""
+    """Return the differences in layout and micro-batch, as :func:`differences` does.
+
+    They change only the order in which numbers are summed, and so only the last bits of the loss.
+    """
     return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 

@@ -1,4 +1,4 @@
-"""The learning-rate schedule as a function of the tokens consumed. It does not depend on the batch."""
+"""The learning-rate schedule as a function of the tokens consumed, independent of the batch size."""
 
 import math
 from typing import Literal
@@ -11,12 +11,12 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """A linear warm-up and then a decay, as one factor on the peak lr of all parameter groups."""
+    """A linear warm-up and then a decay: a factor by which the peak lr of every parameter group is multiplied."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)  # final lr / peak lr
-    # Share of the run over which wsd cools down, in the form 1 - sqrt (Hägele et al. 2024, arXiv 2405.18392: 20%).
+    # wsd only: share of the run that the final cooldown takes; the lr falls as 1 - sqrt (Hägele 2024, 2405.18392).
     decay_ratio: float = Field(default=0.2, gt=0, le=1)
 
     @model_validator(mode="after")
@@ -28,8 +28,8 @@ class Schedule(Part):
     def multiplier(self, tokens: float, horizon: int) -> float:
         """Return the factor on the peak lr after ``tokens`` of a run of ``horizon`` tokens.
 
-        The factor is 0 at the start of a warm-up, 1 at its end (unless the run ends there), and ``min_lr_ratio`` from
-        the horizon on. Exceptions: ``constant`` stays at 1, and ``inverse_sqrt`` never falls below ``min_lr_ratio``.
+        The factor rises from 0 to 1 during the warm-up, and falls to ``min_lr_ratio`` at the horizon. Exceptions:
+        ``constant`` stays at 1, and ``inverse_sqrt`` falls as 1 / sqrt(tokens), but not below ``min_lr_ratio``.
         """
         if tokens < self.warmup_tokens:
             return max(tokens, 0) / self.warmup_tokens

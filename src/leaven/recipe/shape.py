@@ -17,29 +17,33 @@ from leaven.recipe.base import Part
 Norm = Literal["rmsnorm", "layernorm"]
 Activation = Literal["swiglu", "gelu", "relu", "squared_relu"]
 Positions = Literal["rope", "learned", "alibi"]
-# The modules that end a branch; the branch's multiplier is in the row of their weight.
+# The last matrices of the two residual branches of a block, which write to the residual stream.
 BRANCH_ENDS = ("attention.out", "mlp.out")
 
 
 class Role(StrEnum):
-    """The role of a parameter in a scaling rule: which of its dimensions grow with the width."""
+    """The role of a parameter in a scaling rule.
 
-    EMBEDDING = "embedding"  # finite -> width: token and learned position embeddings
-    EMBEDDING_NORM = "embedding_norm"  # gain over the width, ahead of the first block
+    It says which dimensions grow with the width: in the comments, "fan in -> fan out". A fixed dimension, such as the
+    vocabulary, does not grow.
+    """
+
+    EMBEDDING = "embedding"  # fixed -> width: token and learned position embeddings
+    EMBEDDING_NORM = "embedding_norm"  # gain over the width, before the first block
     EMBEDDING_BIAS = "embedding_bias"  # bias of the embedding norm
     HIDDEN_WEIGHT = "hidden_weight"  # width -> width, inside a block
-    HIDDEN_BIAS = "hidden_bias"  # -> width, inside a block (of matrices and of layer norms)
+    HIDDEN_BIAS = "hidden_bias"  # bias over the width, of a matrix or a layer norm inside a block
     HIDDEN_NORM = "hidden_norm"  # gain over the width, inside a block
     QK_NORM = "qk_norm"  # gain of queries or keys over d_head, shared by all heads
     FINAL_NORM = "final_norm"  # gain over the width, after the last block
     FINAL_BIAS = "final_bias"  # bias of the final norm
-    UNEMBEDDING = "unembedding"  # width -> finite
-    UNEMBEDDING_BIAS = "unembedding_bias"  # -> finite; leaven's own models have none
+    UNEMBEDDING = "unembedding"  # width -> fixed
+    UNEMBEDDING_BIAS = "unembedding_bias"  # bias over the vocabulary; leaven's own models have none
     TIED_EMBEDDING = "tied_embedding"  # embedding and unembedding in one matrix
 
     @property
     def is_matrix(self) -> bool:
-        """Return whether a parameter of this role is a matrix, not a gain or a bias."""
+        """Return whether parameters with this role are matrices, not gains or biases."""
         return self in {Role.EMBEDDING, Role.HIDDEN_WEIGHT, Role.UNEMBEDDING, Role.TIED_EMBEDDING}
 
 
@@ -50,7 +54,7 @@ class Parameter:
     name: str
     shape: tuple[int, ...]  # (fan out, fan in) for a matrix
     role: Role
-    module: str  # name of the module whose multipliers apply
+    module: str  # name under which it is tuned: ``hyperparameters.modules.NAME``
     layer: int | None = None  # index of the block; None outside the blocks
 
     @property
@@ -66,7 +70,7 @@ class ModelShape(Part):
     n_heads: int = Field(gt=0)
     n_kv_heads: int = Field(gt=0)
     d_head: int = Field(gt=0)
-    d_attention: int | None = Field(default=None, gt=0)  # width of all heads together, if not d_model (most of Qwen3)
+    d_attention: int | None = Field(default=None, gt=0)  # n_heads x d_head, if not d_model (as in most Qwen3 models)
     d_ff: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
     seq_len: int = Field(gt=0)
@@ -76,7 +80,7 @@ class ModelShape(Part):
     positions: Positions = "rope"
     rope_theta: float = Field(default=10_000.0, gt=0)
     qk_norm: bool = False
-    qk_norm_per_head: bool = False  # a separate gain for each head; else all heads share one
+    qk_norm_per_head: bool = False  # QK-norm has a separate gain for each head; otherwise all heads share one gain
     tied_embeddings: bool = False
     embedding_norm: bool = False  # the token embedding is normalised before positions are added (BLOOM)
     bias: bool = False
@@ -189,10 +193,10 @@ class ModelShape(Part):
         d_head: int | None = None,
         n_kv_heads: int | None = None,
     ) -> "ModelShape":
-        """Return the shape of the same family at another width and depth.
+        """Return this shape at another width and depth.
 
-        Head dimension, d_ff / d_model, d_attention / d_model and query heads per key-value head are kept unless they
-        are given.
+        ``d_ff``, ``d_head`` and ``n_kv_heads`` replace the kept values: the same head dimension, d_ff / d_model and
+        query heads per key-value head. d_attention / d_model is always kept.
 
         Raises:
             ValueError: if the width is not a multiple of the head dimension, or if a size is not a whole number.
@@ -200,7 +204,7 @@ class ModelShape(Part):
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads
         step = d_head * group
-        together = self.n_heads * self.d_head  # at d_model
+        together = self.n_heads * self.d_head  # width of all heads at the present d_model
         if width * together % (self.d_model * step):
             unit = self.d_model * step // math.gcd(together, self.d_model * step)
             lower = max(width // unit, 1) * unit

@@ -13,7 +13,7 @@ def parse_quantity(text: str) -> int:
     """Parse a count such as ``7B`` (7e9), ``64k`` (64,000) or ``32_768``.
 
     Raises:
-        InputError: if the text is not a number with an optional K, M, B (or G) or T, is not whole, or is above 1e30.
+        InputError: if the text is not a number with an optional suffix K, M, B, G or T, or if the value is not whole.
     """
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
@@ -34,18 +34,18 @@ def parse_quantity(text: str) -> int:
 
 
 def format_quantity(value: float, digits: int = 3) -> str:
-    """Format a count with three significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
+    """Format a count with ``digits`` significant digits and a suffix: ``1.03 B``, ``524 k``, ``96``, ``2.22e+19``."""
     if abs(float(f"{value:.{digits}g}")) >= 1e15:
         return f"{value:.{digits - 1}e}"
     for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        # 999,999 rounds to 1.00 M, not to 1,000 k: compare what will be shown.
+        # Compare the rounded value, so that 999,999 is shown as 1.00 M and not as 1,000 k.
         if abs(float(f"{value:.{digits}g}")) >= scale:
             return f"{_significant(value / scale, digits)} {suffix}"
     return _significant(value, digits)
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Format a number with ``digits`` significant digits and grouped if it is large: ``0.31``, ``15,600``."""
+    """Format a number with ``digits`` significant digits, and commas in a large number: ``0.31``, ``15,600``."""
     rounded = float(f"{value:.{digits}g}")
     return f"{rounded:,.0f}" if 10**digits <= abs(rounded) < 1e15 else f"{rounded:.{digits}g}"
 
@@ -59,7 +59,7 @@ def _significant(value: float, digits: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration: ``8.2 s``, ``4 min 05 s``, ``13 h 41``, ``6.3 days``, ``3,170.2 days``."""
+    """Format a duration: ``8.2 s``, ``4 min 05 s``, ``13 h 41`` (13 hours, 41 minutes), ``6.3 days``."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     if seconds < 5_970:

@@ -10,23 +10,22 @@ from leaven.scaling.rules import Rule
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors by which the values of a tensor change from base to target; all are exactly 1.0 at the base."""
+    """The factors by which a scaling rule multiplies the values of one tensor; all are exactly 1.0 at the base."""
 
     init_std: float
     lr: float
     eps: float
     weight_decay: float
-    forward: float  # factor on the output of the tensor (the logits)
+    forward: float  # factor on the output of the tensor; only the unembedding has one
     residual: float  # factor on a branch before it is added to the residual stream
-    attention: float  # factor on the usual scale of the attention logits, 1 / sqrt(d_head)
+    attention: float  # factor on the scale of the attention logits, which is usually 1 / sqrt(d_head)
     half_life: float  # factor on the half-life of Adam's moments in steps
 
     def beta(self, base: float, multiplier: float = 1.0) -> float:
-        """Return ``base ** (multiplier / half_life)``.
+        """Return the beta of Adam at this scale: ``base ** (multiplier / half_life)``.
 
-        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, but beta stays within (0, 1). A
-        linear formula would move beta1 = 0.9 out of this range if the run has ten times fewer steps. Over batch
-        ratios of 1/4 to 8 both formulas gave the same loss.
+        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, as the papers do, but beta stays
+        within (0, 1). Over batch ratios of 1/4 to 8 both formulas gave the same loss.
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -35,7 +34,7 @@ AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> Factors:
-    """Return the factors for a tensor with this role and these ratios."""
+    """Return the factors of a scaling rule for a tensor with this role and these ratios to the base."""
 
     def product(*cells: Cell) -> float:
         return math.prod(cell.factor(at, exponents) for cell in cells)
@@ -55,19 +54,23 @@ def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> F
 def tensor_ratios(
     role: Role, shape: tuple[int, ...], base_shape: tuple[int, ...], at: Ratios, head: float = 1.0
 ) -> TensorRatios:
-    """Return the ratios of a tensor from its shapes at target and base.
+    """Return the ratios of one tensor, target over base.
 
-    Matrices are (fan out, fan in), as in ``nn.Linear``; both embeddings are (vocabulary or positions, width). A gain
-    or a bias counts as a diagonal matrix: its fan in is 1, its fan out is its size. ``head`` is the ratio of d_head.
+    Args:
+        shape, base_shape: the tensor's shapes at target and base: (fan out, fan in) for matrices, as in
+            ``nn.Linear``, and (vocabulary or positions, width) for embeddings and unembedding. A gain or bias has fan
+            in 1, and its size as fan out.
+        at: the ratios of the run; depth, batch and tokens are taken from them.
+        head: the ratio of the head dimensions.
 
     Raises:
-        ValueError: if a matrix does not have two dimensions, such as experts in one tensor or a convolution.
+        ValueError: if a matrix has more or fewer than two dimensions, as stacked experts or a convolution have.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     if role.is_matrix and len(shape) != 2:
         raise ValueError(
-            f"the role {role} needs a matrix (fan out, fan in), but this tensor has {len(shape)} dimensions; there "
-            "is no rule for mixtures of experts and convolutions"
+            f"the role {role} needs a matrix (fan out, fan in), but this tensor has {len(shape)} dimensions; no rule "
+            "covers mixtures of experts or convolutions"
         )
     ratio = [side / base_side for side, base_side in zip(shape, base_shape, strict=True)]
     match role:

@@ -1,13 +1,13 @@
-"""Cells of a scaling rule's table: how a quantity changes, as a product of powers of the ratios target / base.
+"""Cells of a scaling rule's table. A cell is the factor on one quantity, a product of powers of ratios target / base.
 
-A cell is written as in the papers, with a letter for each ratio::
+It is written as in the papers, with a letter for each ratio::
 
     I  fan in       O  fan out      H  head dimension
     L  depth        B  batch        D  tokens
 
-``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``. An exponent is a sum of numbers and of ``alpha`` (the depth
-exponent), ``t`` (the token exponent) and ``w`` (1 - alpha if weight decay is scaled with depth, else 0). ``1`` means
-that the quantity does not change.
+``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. Exponents contain numbers,
+``alpha`` (``scaling.alpha``), ``t`` (``scaling.token_exponent``) and ``w`` (1 - alpha with
+``scaling.scale_decay_with_depth``, else 0).
 """
 
 import re
@@ -25,29 +25,29 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """The ratios of a run's scale to its base; all are 1 at the base."""
+    """The ratios of a run to its base, the scale for which its hyperparameters are written."""
 
-    width: float = 1.0
-    depth: float = 1.0
-    batch: float = 1.0
-    tokens: float = 1.0
+    width: float = 1.0  # d_model
+    depth: float = 1.0  # number of layers
+    batch: float = 1.0  # batch size in tokens
+    tokens: float = 1.0  # training tokens
 
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios of one tensor, target over base. Dimensions that do not grow, such as the vocabulary, count as 1."""
+    """The ratios of one tensor and its run, target over base. Fixed dimensions such as the vocabulary count as 1."""
 
-    fan_in: float = 1.0  # of this tensor, so that d_ff / d_model and heads per kv head may change
-    fan_out: float = 1.0
+    fan_in: float = 1.0  # of this tensor
+    fan_out: float = 1.0  # of this tensor
     head: float = 1.0  # head dimension
-    depth: float = 1.0
+    depth: float = 1.0  # this and the following ratios are those of the run
     batch: float = 1.0
     tokens: float = 1.0
 
 
 @dataclass(frozen=True)
 class Exponents:
-    """The exponents that a recipe can choose; :class:`leaven.recipe.recipe.Scaling` explains them."""
+    """The exponents that a recipe sets in ``[scaling]``; :class:`leaven.recipe.recipe.Scaling` explains them."""
 
     alpha: float = 1.0
     token_exponent: float = 0.5
@@ -65,13 +65,13 @@ class Exponents:
 
 @dataclass(frozen=True)
 class Cell:
-    """A factor as a product of powers of the ratios, for example ``I^-1 L^(alpha-1)``, and its source."""
+    """A factor as a product of powers of ratios, and its source."""
 
-    text: str
-    source: str
+    text: str  # for example ``I^-1 L^(alpha-1)``; the module explains the letters
+    source: str  # table and row of a paper, or the derivation
 
     def factor(self, at: TensorRatios, exponents: Exponents) -> float:
-        """Return the value of this factor; exactly 1.0 if all ratios in it are 1."""
+        """Return the value of the factor; it is exactly 1.0 if all its ratios are 1."""
         if self.text == "1":
             return 1.0
         value = 1.0

@@ -1,4 +1,5 @@
-"""Describe a resolved recipe as plain data for ``leaven show``, and compare its init with published inits."""
+"""Describe a recipe and its parameter table as data for ``leaven show``, and compare its init with published
+inits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -17,16 +18,16 @@ from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, 
 
 @dataclass(frozen=True)
 class ModuleStart:
-    """The initial standard deviation of the matrices of a module, in all its blocks or in one of them."""
+    """The initial standard deviation of a module's matrices, in all blocks or in one block."""
 
     module: str
-    layers: str  # the blocks of these matrices; "" outside the blocks
-    std: float  # std in this recipe, after multipliers and rule
+    layers: str  # indices of the blocks, such as "0-11" or "3"; "" outside the blocks
+    std: float  # std in this recipe, with the scaling rule and all multipliers applied
     published: dict[str, float]  # std under each published init, by name
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return one entry for each module, or two entries (first and last block) if its blocks differ."""
+    """Return the initial std of each module's matrices: one entry, or two (first and last block) if blocks differ."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in matrices(table):
@@ -48,9 +49,9 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
 
 
 def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
-    """Return the published inits with their distances from the recipe's init, nearest first.
+    """Return the published inits and their distances from the recipe's init, nearest first.
 
-    A distance is the mean in octaves over the modules in which neither std is 0.
+    A distance is the mean of abs(log2(std ratio)), in octaves, over the modules in which neither std is 0.
     """
     away = []
     for name in COMPARED:

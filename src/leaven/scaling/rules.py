@@ -1,24 +1,21 @@
-"""The scaling rules as data: how each quantity of each role changes with scale, with a source for every cell.
+"""The scaling rules as tables: how each hyperparameter of each role changes with scale, with a source for every cell.
 
-:mod:`leaven.scaling.cells` defines the letters, :mod:`leaven.scaling.apply` applies a table, and ``leaven show --rule
-NAME`` prints one. Three things hold for all tables:
+:mod:`leaven.scaling.cells` explains the cells, :mod:`leaven.scaling.apply` applies a table, and ``leaven show --rule
+NAME`` prints one. All tables differ from the papers in these points:
 
-- **Per-tensor ratios.** The papers print one ratio m_N because they scale all widths together. Here initial variance,
-  lr and weight decay scale with the tensor's fan in, because Adam changes each entry by lr and an output sums these
-  changes over the fan in. eps scales with the fan out, because an entry of the gradient is a forward activation times
-  a backward signal, which is of order 1 / width of the tensor's output. If all widths grow together, both ratios are
-  m_N.
-- **Shared QK gains.** The gradient of a gain that all heads share is a sum over the heads. Its eps therefore does not
-  change with width: its fan out is the head dimension. Gains per head are ordinary hidden norms, whose fan out is the
-  width.
-- **Decay of gains and biases.** The cells are those of the papers. Whether gains and biases are decayed at all is the
-  hyperparameter ``decay_norm_and_bias``, off by default: decay pulls a gain towards 0 and not towards its neutral
-  value 1, and published recipes leave it off (nanoGPT, OLMo 2).
+- **Per-tensor ratios.** The papers scale all widths together, by one ratio m_N. Here initial variance, lr and weight
+  decay scale with the fan in of the tensor, because an output sums Adam's changes of size lr over the fan in. eps
+  scales with the fan out, because the gradient falls with the width of the tensor's output. If all widths grow
+  together, both ratios are m_N.
+- **Shared QK gains.** The gradient of a QK-norm gain that all heads share is a sum over the heads, so its eps does
+  not
+  change with the width: its fan out is the head dimension. Separate gains for each head are ordinary hidden norms.
+- **Decay of gains and biases.** The hyperparameter ``decay_norm_and_bias`` decides whether they decay. It is off by
+  default, as in nanoGPT and OLMo 2: decay pulls a gain towards 0 and not towards its neutral value 1.
 
-``complete-d-p`` differs from the printed table in one row, the eps of the final norm, where Table 1 has 1 ("Output
-weights/biases/norms"). The gradient of that gain is ``sum_v W_u[v, i] delta_v`` with ``W_u`` of order 1/N, hence of
-order 1/N itself (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its eps must fall with 1/N.
-The difference is small as long as eps is much smaller than the gradient.
+``complete-d-p`` differs from its Table 1 in one cell, the eps of the final norm, where the table has 1. The
+gradient of this gain falls as 1 / width (measured exponent -1.05 at initialisation, -0.91 after 150 steps), so its
+eps must fall, too. The difference is small as long as eps is much smaller than the gradient.
 """
 
 from collections.abc import Mapping
@@ -34,20 +31,20 @@ QUANTITIES = ("init_variance", "lr", "eps", "weight_decay", "forward")
 
 @dataclass(frozen=True)
 class Rule:
-    """A scaling rule: one cell for each quantity and role, and cells that all roles share."""
+    """A scaling rule: one cell (factor) for each quantity and role, and cells that all roles share."""
 
     name: str
     source: str
-    cells: Mapping[str, Mapping[Role, Cell]]  # by quantity and role
-    residual: Cell  # multiplies each branch
-    attention: Cell  # multiplies the logit scale 1 / sqrt(d_head)
+    cells: Mapping[str, Mapping[Role, Cell]]  # by quantity (`QUANTITIES`) and role
+    residual: Cell  # multiplies each residual branch
+    attention: Cell  # multiplies the scale of the attention logits, 1 / sqrt(d_head)
     half_life: Cell  # multiplies the half-life of Adam's moments in steps; to first order it divides 1 - beta
     columns: Mapping[str, Cell] = field(
         default_factory=dict
-    )  # by quantity: factors for batch and tokens, for all roles
+    )  # factors for batch and tokens, by quantity; they multiply the cells of all roles
 
     def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
-        """Return the cells whose product is the factor on a quantity for a role."""
+        """Return the cells that are multiplied to get the factor on a quantity for a role."""
         cell = self.cells[quantity][role]
         return (cell, self.columns[quantity]) if quantity in self.columns else (cell,)
 

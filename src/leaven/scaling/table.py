@@ -1,6 +1,7 @@
-"""The parameter table: the values that every parameter gets. Only this module decides them.
+"""The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
-value = rule(role, ratios) x base value x module multiplier x depth multiplier
+Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier of
+the depth (betas are raised to a power instead). Nothing else in leaven computes these values.
 """
 
 import math
@@ -27,10 +28,10 @@ class ParameterRow:
     """The values of one parameter: initial distribution, optimizer settings, forward multiplier."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (fan out, fan in) for a matrix
     role: Role
-    module: str
-    layer: int | None
+    module: str  # name under which it is tuned
+    layer: int | None  # index of the block; None outside the blocks
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
@@ -38,7 +39,7 @@ class ParameterRow:
     beta1: float
     beta2: float
     eps: float
-    multiplier: float  # forward multiplier, on the branch that this matrix ends or on the logits
+    multiplier: float  # forward multiplier: on the residual branch whose last matrix this is, or on the logits
     ratios: TensorRatios = field(compare=False)  # the ratios to which the rule was applied
 
 
@@ -47,9 +48,9 @@ class ParameterTable:
     """The values of all parameters of a recipe."""
 
     rule: Rule
-    ratios: Ratios  # ratios of the run, target over base
+    ratios: Ratios  # ratios of the run to its base
     rows: tuple[ParameterRow, ...]
-    attention_scale: float  # multiplies query . key
+    attention_scale: float  # factor on query . key
     beta2: float  # beta2 of a module without multipliers
 
     def __getitem__(self, name: str) -> ParameterRow:
@@ -57,7 +58,7 @@ class ParameterTable:
 
 
 def ratios(recipe: Recipe) -> Ratios:
-    """Return the ratios of a recipe's scale to its ``[scaling].base``."""
+    """Return the ratios of a recipe's width, depth, batch and tokens to those of its base."""
     base = recipe.base
     return Ratios(
         width=recipe.model.d_model / base.width,
@@ -103,11 +104,12 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return the factors of a scaled ramp at step ``step`` (from 0), relative to the full batch.
+    """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0).
 
-    Also return the half-life of the moments in steps, relative to the previous step. The factors are what the rule
-    gives for the step's batch. They are the same for every parameter, because the cells for the batch are shared by
-    all roles. They are exactly 1 after the ramp, and always if the ramp's rule is ``fixed``.
+    Returns:
+        The factors of the scaling rule for the batch of this step, relative to the full batch. They are the same for
+        all parameters, and exactly 1 after the ramp or if the ramp's rule is ``fixed``.
+        The half-life of Adam's moments in steps, relative to the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -131,7 +133,14 @@ def parameter_row(
     n_layers: int,
     gated: bool,
 ) -> ParameterRow:
-    """Return the row of one parameter of any model; ``base`` has the hyperparameters in base coordinates."""
+    """Return the row of one parameter of any model.
+
+    Args:
+        at: the ratios of the parameter to its counterpart in the base.
+        free: the exponents that ``[scaling]`` sets.
+        base: the hyperparameters for the base.
+        gated: whether the model has a gated MLP, on which some named inits depend.
+    """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
     moved = factors(rule, role, at, free)
@@ -149,7 +158,7 @@ def parameter_row(
     decay = base.weight_decay if role.is_matrix or base.decay_norm_and_bias else 0.0
     std = 0.0  # of gains and biases
     if role.is_matrix:
-        # A named init is allowed only where the rule does not change it: `leaven.recipe.init_std.require_one_rule`.
+        # The rule does not change a named init: `leaven.recipe.init_std.require_one_rule` refuses such recipes.
         named = INITS.get(base.init)
         start = named.std(parameter, n_layers, gated) if named else base.init_std or 0.0
         std = start * multiplier("init_std") * moved.init_std
@@ -172,10 +181,9 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return optimizer groups without tensors, one for each module and set of values.
+    """Return parameter groups for an optimizer, still without ``params``: one for each module and set of values.
 
-    Each row is in exactly one group. The keys of a group are module, param_names, peak_lr, lr, betas, eps,
-    weight_decay.
+    A group has the keys module, param_names, peak_lr, lr, betas, eps and weight_decay.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -194,12 +202,12 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return the factors by which to multiply the weights, so that a model without multipliers computes the same.
+    """Return the factors by which weights must be multiplied so that a model without multipliers computes the same.
 
-    The factor of a branch goes into the matrix that ends the branch. The factor of the attention logits goes into the
-    queries, or into the gain of their norm if there is one, since a norm would undo a change of the matrix. The
-    factor of the logits goes into the unembedding, or into the final norm if the embeddings are tied. A name that is
-    missing has factor 1.
+    The result maps names of parameters to factors other than 1. The multiplier of a branch goes into its last matrix.
+    The multiplier of the attention logits goes into the gain of the query norm, or into the query matrix if there is
+    no such norm. The multiplier of the logits goes into the unembedding, or into the final norm if embeddings are
+    tied.
     """
     rows = {row.name: row.multiplier for row in table.rows}
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}
@@ -210,7 +218,7 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
         places[f"layers.{layer}.{query}"] = table.attention_scale / (1 / math.sqrt(shape.d_head))
         for end in BRANCH_ENDS:
             places[f"layers.{layer}.{end}"] = rows.pop(f"layers.{layer}.{end}.weight")
-    assert all(multiplier == 1 for multiplier in rows.values()), "a multiplier that is folded nowhere"
+    assert all(multiplier == 1 for multiplier in rows.values()), "a multiplier would be lost"
     names = {parameter.name for parameter in shape.parameters()}
     both = {f"{place}.{kind}": factor for place, factor in places.items() for kind in ("weight", "bias")}
     return {name: factor for name, factor in both.items() if name in names and factor != 1}

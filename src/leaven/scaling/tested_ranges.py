@@ -1,8 +1,4 @@
-"""Warn about a recipe that leaves the range in which its scaling rule was tested.
-
-These are warnings and not errors, because larger ratios must be tried before anybody knows whether they work. Each
-warning says what to watch.
-"""
+"""Warn about a recipe that leaves the range in which its scaling rule was tested, or that is risky in other ways."""
 
 import math
 import tomllib
@@ -26,7 +22,7 @@ from leaven.scaling.table import ParameterTable, exponents, parameter_table
 class Caution:
     """A warning that a value is beyond a limit."""
 
-    about: str
+    about: str  # what the value is, such as "width ratio"
     value: float
     limit: float
     message: str  # what is beyond the limit, why it matters and what to do
@@ -35,20 +31,22 @@ class Caution:
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
 )
-"""The lowest and the highest tested ratio by rule and axis, and the source of each rule."""
-# At 4 times the tokens per parameter the best weight decay is about twice off (Power Lines' tau ~ TPP^-0.527).
+"""For each rule: the lowest and the highest tested ratio on each axis, and the source."""
+# Warn beyond this change of the tokens per parameter: there the best weight decay is about twice as large or half as
+# large (Power Lines: the best timescale is proportional to (tokens per parameter)^-0.527).
 TOKENS_PER_PARAMETER_FACTOR = 4.0
-# Adam's update is g / (sqrt(v) + eps): at 0.1 eps takes a tenth of it.
+# Warn above this ratio eps / sqrt(v): Adam's update m / (sqrt(v) + eps) is then about a tenth smaller.
 EPS_SHARE = 0.1
-# Times sqrt(1 / (3 d)). Runs at 2.5 (0.02 at width 5,120: OLMo 2 13B, Pythia 12B) trained; a run at 3.7 did not.
+# Warn above this init std, in units of sqrt(1 / (3 d_model)). Runs at 2.5 trained (std 0.02 at width 5,120: OLMo 2
+# 13B, Pythia 12B); BigScience's 104B run at 3.7 did not.
 LARGE_INIT = 3.0
-# RMS of the logits at the start; the first loss is above ln V by half its square. Runs with 1.43 (0.02 at width
-# 5,120) trained; a run with 2.15 (0.02 at width 11,600) did not.
+# Warn above this RMS of the initial logits, which raises the first loss above ln V by half its square. The runs that
+# LARGE_INIT names had 1.43 (trained) and 2.15 (did not).
 LARGE_LOGITS = 1.5
 
 
 def warnings(recipe: Recipe) -> list[Caution]:
-    """Return warnings about a recipe that is far from its base."""
+    """Return all warnings about a recipe: large ratios to its base, and values that are risky at its scale."""
     table = parameter_table(recipe)
     return [
         *_ratios(recipe, table),
@@ -63,14 +61,14 @@ def warnings(recipe: Recipe) -> list[Caution]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[Caution]:
-    """Return warnings about settings that a transfer dropped."""
+    """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> Caution:
-    """Return a warning. ``message`` is the key of its text, by default ``about``."""
+    """Return a warning. ``message`` is the key of its text in ``messages.toml``, by default ``about``."""
     facts |= {"value": value, "limit": limit}
     return Caution(about, value, limit, sentence("warnings", message or about, facts, Path(__file__).parent))
 
@@ -78,9 +76,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
     """Warn about ratios to the base that are outside the tested range.
 
-    The batch was tested at a fixed duration, at which it changes the number of steps. If the batch grows with the
-    tokens, the number of steps stays the same and the rule's factors for batch and tokens cancel. In that case the
-    ratio of steps is compared with the tested range of the batch.
+    The batch was tested at a fixed number of tokens, so that it changed the number of steps. There is no warning
+    about the batch if the ratio of the numbers of steps is within the tested range.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -116,7 +113,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about a token exponent outside the interval that ``leaven check duration`` measured."""
+    """Warn about a token exponent (the lr falls as tokens^-t) outside the interval of ``leaven check duration``."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return
@@ -128,11 +125,11 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn if eps / sqrt(v) of a matrix in a block is too large, as estimated from below.
+    """Warn if eps / sqrt(v) of a matrix in a block is too large. The estimated ratio is a lower bound.
 
-    The estimate assumes a gradient of norm 1 (or the clipping limit) that is spread evenly over all parameters. Real
-    gradients in blocks are smaller, because most of the norm belongs to the unembedding and most runs have a norm
-    below 1 after the warm-up. So the real ratio is higher.
+    It assumes that the gradient norm is 1 (or the clipping limit) and spread evenly over all parameters. Real
+    gradients
+    in blocks are smaller: most of the norm is in the unembedding, and after the warm-up the norm is mostly below 1.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -144,7 +141,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _betas(table: ParameterTable) -> Iterator[Caution]:
-    """Warn about betas beyond the range in which runs have trained well, which `leaven recipes check` reports too."""
+    """Warn about betas outside the range in which runs have trained well, as `leaven recipes check` does."""
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(table.rows, check.hidden, check.trained)):
             (low, high), name, beta = check.trained, check.hidden, getattr(row, check.hidden)
@@ -154,12 +151,10 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
 
 
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about weight decay with Adam (L2 in the loss), because the rules for weight decay are for AdamW.
+    """Warn about weight decay with the optimizer ``adam`` (L2 in the loss), because the rules are for AdamW's decay.
 
-    A check of activations does not find this fault (microsoft/mup, PR 73). It is a warning and not an error, because
-    the run itself is sound, and only its decay does not correspond to the decay at the base. Measured over width 64
-    to 512, the L2 term divided by the gradient grows as width^1.5, because the rule multiplies the decay by the width
-    and the gradient falls.
+    The rule multiplies the decay by the width, while the gradient falls: measured over width 64 to 512, the L2 term
+    relative to the gradient grows as width^1.5. A coordinate check does not find this fault (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -172,10 +167,10 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
 
 
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
-    """Warn about a block's matrix whose initial std is far above sqrt(1 / (3 d)), and about large initial logits.
+    """Warn about large initial logits, and about a matrix in a block with an initial std far above sqrt(1 / (3 d)).
 
-    The std is multiplied by the multiplier of the matrix's branch. The final norm gives activations of RMS 1, so the
-    RMS of the logits is the std of the unembedding x sqrt(d) x the forward multiplier.
+    The std includes the multiplier of the branch that the matrix ends. The final norm gives activations of RMS 1, so
+    the RMS of the logits is the std of the unembedding x sqrt(d) x its forward multiplier, where d is the width.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

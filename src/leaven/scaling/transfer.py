@@ -1,15 +1,11 @@
-"""Transfer: change the shape, the batch or the tokens of a recipe, and nothing else.
+"""Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as written, in base coordinates; the values of each parameter follow from the ratios. Token
-counts scale with the run: warm-up and ramp keep their share of the run, and the start and the increment of a ramp
-keep their share of the batch.
+The hyperparameters stay as written, for the recipe's base; the scaling rule computes the values of each parameter
+from them. Warm-up and batch ramp keep their share of the run, and the start and the increment of a ramp keep their
+share of the batch. Ramps and stages are rounded to whole sequences, so transfer from the base and not from a scale in
+between.
 
-A batch is a whole number of sequences, so ramps and stages are rounded. A recipe that is transferred twice may
-therefore differ by a few sequences from a recipe that is transferred once, and a batch of one sequence loses its
-ramp: transfer from the base, not from a scale in between. The values of parameters are the same in both cases.
-
-:func:`transfer_like` transfers to the scale of another recipe and keeps that recipe's data, layout and everything
-else that is not tuned.
+:func:`transfer_like` puts the hyperparameters of a tuned recipe into another recipe.
 """
 
 from pathlib import Path
@@ -26,7 +22,7 @@ from leaven.recipe.units import format_quantity
 from leaven.scaling.table import parameter_table
 
 _MESSAGES = Path(__file__).parent
-# Intervals of a run, in tokens.
+# Intervals in tokens that keep their share of the run.
 _INTERVALS = (
     "stability.checkpoint_every_tokens",
     "stability.keep_every_tokens",
@@ -43,7 +39,8 @@ _LARGEST = {
 }
 _LEAST_BETA = 0.01  # with a smaller beta, Adam's moment is just the last gradient
 
-# Fields in which models of one family may differ: sizes, and fields that no hyperparameter depends on.
+# Fields of the model that may differ between tuned recipe and target: sizes, and fields without effect on tuned
+# values.
 _FREE_FIELDS = {
     "n_layers",
     "d_model",
@@ -71,9 +68,10 @@ def transfer(
     n_kv_heads: int | None = None,
     name: str | None = None,
 ) -> Recipe:
-    """Return the recipe at another scale, with the same base.
+    """Return the recipe at another width, depth, batch or number of tokens, with the same base.
 
-    Sizes that are not given keep their value or, if they depend on the width, their proportion to the width.
+    The four sizes keep their value if they are not given, and d_ff and the numbers of heads their proportion to the
+    width.
 
     Raises:
         InputError: if the width does not fit the head dimension, if the batch is not a whole number of sequences, if
@@ -83,7 +81,9 @@ def transfer(
     given |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
     for option, count in given.items():
         if count is not None and count < 1:
-            raise InputError(f"--{option} {count}: give 1 or more, or leave it out to keep the recipe's")
+            raise InputError(
+                f"--{option} {count}: give 1 or more, or leave the option out to keep the recipe's value"
+            )
         largest, reason = _LARGEST.get(option, (count, ""))
         if count is not None and largest is not None and count > largest:
             raise InputError(
@@ -141,22 +141,22 @@ def transfer(
 
 
 def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
-    """Return ``target`` with the hyperparameters and the scaling rule of ``tuned``.
+    """Return ``target`` with ``[hyperparameters]`` and ``[scaling]`` of ``tuned``, a recipe that ``leaven tune``
+    wrote.
 
-    Shape, batch, tokens, data, layout, stability, evaluation and precision stay as in the target. Values outside
-    ``[hyperparameters]`` that a study searched are transferred too. The warm-up keeps its share of the run. The
-    tokens keep their ratio to the base's tokens, and the batch its ratio to the batch with which the study began. If
-    that is the target's own value, it keeps the target's reason. Other values are copied.
+    Other values that the study searched are transferred, too: the warm-up as a share of the run, the tokens relative
+    to the tokens of the base, the batch relative to the batch with which the study began, and others as they are.
+    Everything else stays as in the target.
 
     Raises:
-        InputError: if the two models belong to different families, or if the run is too short for Adam's moments.
+        InputError: if the two models differ in more than their sizes, or if the run is too short for Adam's moments.
     """
     for field in type(target.model).model_fields:
         mine, theirs = getattr(tuned.model, field), getattr(target.model, field)
         if field not in _FREE_FIELDS and mine != theirs:
             raise InputError(
                 f"--like: the models belong to different families: model.{field} is {mine} in {tuned.name}, {theirs} "
-                f"in {target.name}; tune a proxy with the target's {field}"
+                f"in {target.name}; tune a small model with the target's {field}"
             )
     if target.data.tokens < target.batch.tokens:
         raise InputError(
@@ -174,7 +174,7 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "data.tokens": longer,
         "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
     }
-    # Where the study stayed at the target's own proportion, the target keeps its value and its reason.
+    # If a searched value, moved to the target, is the target's own value, the target keeps its value and its reason.
     kept_counts = {path for path, factor in counts.items() if round(_at(target, path) / factor) == _at(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
     for path in searched:
@@ -198,10 +198,10 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 
 
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
-    """Return the batch in tokens with which a study began.
+    """Return the batch in tokens with which the study of ``tuned`` began.
 
-    Usually this is the batch of the proxy's base. A proxy that trains on other tokens than its base began with the
-    batch that gives it as many steps as the target; ``leaven new`` writes this batch.
+    If ``tuned`` has the tokens of its base, this is the batch of the base. Otherwise it is the batch that gives
+    ``tuned`` as many steps as the target, which ``leaven new`` writes.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -210,12 +210,12 @@ def _start_batch(tuned: Recipe, target: Recipe) -> float:
 
 
 def searched_paths(recipe: Recipe) -> set[str]:
-    """Return the paths of the values that a study chose: their reasons begin with "study NAME"."""
+    """Return the paths of the values that ``leaven tune`` chose: their reasons begin with "study NAME"."""
     return {path for path, why in recipe.why.items() if why.startswith("study ")}
 
 
 def _require_moments(recipe: Recipe) -> None:
-    """Raise InputError if the run has so few steps, compared with its base, that a beta of Adam would be near 0."""
+    """Raise InputError if the run has so many fewer steps than its base that a beta of Adam would be near 0."""
     base = recipe.hyperparameters
     for row in parameter_table(recipe).rows:
         for name in ("beta1", "beta2"):
@@ -230,7 +230,10 @@ def _require_moments(recipe: Recipe) -> None:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return the recipe's base, with its proportions if the target's proportions differ."""
+    """Return ``scaling.base`` for a recipe with the shape ``target``.
+
+    d_ff, d_head and n_kv_heads of the base are written only if they do not follow from the proportions of the target.
+    """
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
     try:
@@ -243,9 +246,9 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return ``[batch]`` with batches of ``tokens`` tokens for a run that is ``longer`` times as long.
+    """Return the recipe's ``[batch]`` for a batch of ``tokens`` tokens and a run that is ``longer`` times as long.
 
-    Its ramp or its stages are scaled in proportion.
+    The ramp or the stages are scaled in proportion.
     """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens
@@ -259,7 +262,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
             for stage in batch.stages
         ]
     if batch.ramp is not None:
-        # Keep the number of increments; the first batch gets what rounding to whole sequences leaves over.
+        # Keep the number of increments. The first batch is the rest, as each increment is rounded to whole sequences.
         increments = (batch.tokens - batch.ramp.start_tokens) // batch.ramp.increment_tokens
         increment = max(int(batch.ramp.increment_tokens * larger / seq_len), 1) * seq_len
         room = (tokens - seq_len) // increment
@@ -275,7 +278,7 @@ def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, A
 
 
 def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
-    """Return the reason for each value that the transfer changed."""
+    """Return the reason for each value that the transfer changed, by the value's path."""
     base, searched = after.base, searched_paths(before)
     facts = {
         "before": before,

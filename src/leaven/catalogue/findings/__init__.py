@@ -1,7 +1,7 @@
-"""Compare a recipe with the published runs, report each value outside their range, and name runs with usual values.
+"""Compare a recipe with published runs and report unusual values, for ``leaven recipes check``.
 
-To add a check, write its limits and its message in ``checks.toml``, a function in ``quantities.py`` that computes
-what is compared, and a test in ``tests/catalogue`` with a fault that the check finds.
+To add a check, write its limits and its message in ``checks.toml``, a function in ``quantities.py`` that computes the
+compared value (if the keys of ``checks.toml`` do not suffice), and a test in ``tests/catalogue``.
 """
 
 import math
@@ -22,7 +22,7 @@ __all__ = ["CHECKS", "Case", "Check", "FindingRow", "Severity", "Suggestion", "f
 
 SEVERITIES: tuple[Severity, ...] = ("far outside", "outside", "note")
 _ROUNDING = 1.02  # published values are rounded
-_MEASURED = re.compile(r"(\S+: )?study ")  # start of the reason that `leaven tune` writes
+_MEASURED = re.compile(r"(\S+: )?study ")  # the reasons that `leaven tune` writes begin like this
 _FILE = Path(__file__).with_name("checks.toml")
 CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encoding="utf-8"))["check"])
 
@@ -30,11 +30,14 @@ CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encodin
 def findings(
     recipe: Recipe, rows_of: Callable[[Recipe], Sequence[Any]], corpus_tokens: int | None = None
 ) -> list[FindingRow]:
-    """Return the findings of all checks, the most severe first, with only the suggestions that work.
+    """Return the findings of all checks, the most severe first, each with the suggestions that remove it.
 
-    Every suggestion is tried. It is kept if it removes its finding and causes no new fault; suggestions that cause
-    the fewest notes come first. ``rows_of`` returns the rows of a recipe's parameter table. ``corpus_tokens`` is the
-    number of tokens in the text, or None if it is unknown; then the run is assumed to be one epoch.
+    A suggestion is dropped if it does not remove its finding, or if it makes another check "outside". Suggestions
+    that cause the fewest new notes come first.
+
+    Args:
+        rows_of: a function that returns the rows of a recipe's parameter table.
+        corpus_tokens: tokens in the training text. If None, the run is assumed to be one epoch.
     """
 
     def found_in(recipe: Recipe) -> dict[str, FindingRow]:
@@ -45,10 +48,11 @@ def findings(
         return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggestion adds, or None if it leaves its own finding or adds a fault."""
+        """Return how many notes a suggestion adds, or None if it keeps its finding or adds a worse one than a
+        note."""
         try:
             left = found_in(recipe.replace(suggestion))
-        except ValueError:  # the changed recipe is invalid, or the shape of its base is
+        except ValueError:  # the changed recipe or the shape of its base is invalid
             return None
         worse = [one for one in left.values() if rank(one) < rank(found.get(one.check))]
         return None if name in left or any(one.severity != "note" for one in worse) else len(worse)
@@ -62,8 +66,7 @@ def findings(
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return a check's finding in a recipe, or None if the value is usual. Suggestions are included without
-    testing that they help."""
+    """Return the finding of one check, with untested suggestions, or None if the value is usual."""
     read = _read(check, case)
     if read is None:
         return None
@@ -115,7 +118,7 @@ def find(check: Check, case: Case) -> FindingRow | None:
 
 
 def _read(check: Check, case: Case) -> Check | None:
-    """Return the check with what it compares in a recipe, or None if there is nothing to compare."""
+    """Return the check with its values for this recipe filled in, or None if it does not apply to the recipe."""
     if not case.neighbours and check.far_from_runs == "skip":
         return None
     read: Check | None = check.read(case)
@@ -124,7 +127,7 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return an end of a limit; an end in words, such as ``1.5 most`` or ``least / 2``, is computed from facts."""
+    """Return a limit as a number. A limit in words, such as ``1.5 most`` or ``least / 2``, is computed from facts."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")
@@ -133,13 +136,13 @@ def _end(written: float | str, facts: Mapping[str, float]) -> float:
 
 
 def _distance(check: Check, value: float) -> float:
-    """Return the number that is compared with limits: 1 / (1 - beta) steps for a beta, else the value itself."""
+    """Return the number that is compared with limits: 1 / (1 - beta) for a beta of Adam, else the value itself."""
     if check.hidden not in ("beta1", "beta2"):
         return value
     return 1 / (1 - value) if value < 1 else math.inf  # a rule may round a beta to 1
 
 
 def _within(check: Check, value: float, bounds: Sequence[float]) -> bool:
-    """Return whether a value is within bounds, with a tolerance because published values are rounded."""
+    """Return whether a value is within bounds, with a tolerance of 2% because published values are rounded."""
     least, most = (_distance(check, bound) for bound in bounds)
     return (least if least <= 0 else least / _ROUNDING) <= _distance(check, value) <= most * _ROUNDING

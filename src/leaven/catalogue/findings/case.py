@@ -1,7 +1,6 @@
-"""Define a check and the recipe that it reads, and compose the changes that a check suggests.
+"""The data of a check: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-Values of the recipe are compared after the scaling rule has been applied to them, because a published run states the
-values that were applied to its matrices.
+Hyperparameters are compared as the scaling rule gives them to the matrices, as published runs state them.
 """
 
 import math
@@ -18,14 +17,15 @@ from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
-OfRun = Callable[[PublishedRun], Any]  # a number or None, a truth value for a check without limits
+OfRun = Callable[[PublishedRun], Any]  # returns a number or None; for a check without limits, a truth value
 Bounds = tuple[float, float]
 Suggestion = Mapping[str, Any]
 """Values to set, by path; None removes a value."""
 
 VOTES = 5
-"""A finding names at most this many lineages."""
-# A run within all these factors of the recipe is alike. A value that a run alike has is reported as a note only.
+"""A finding names at most this many lineages (groups of runs that copied each other's learning rate)."""
+# A run within all these factors of the recipe counts as alike. If a run alike has the unusual value too, it is a note
+# only.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
@@ -43,9 +43,10 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check of ``checks.toml``; :meth:`read` and a function of `quantities` add what it compares in a recipe.
+    """A check of ``checks.toml``. :meth:`read` and the function of its name in `quantities` add the second group of
+    fields for one recipe.
 
-    A check without limits always gives a note: the choice has caused trouble in published runs.
+    A check without limits always gives a note.
     """
 
     name: str
@@ -55,29 +56,30 @@ class Check:
     usual: Sequence[float | str] = ()  # a value beyond this range gives a note
     outside: Sequence[float | str] = ()  # a value beyond this range is outside
     far: Sequence[float | str] = ()  # a value beyond this range is far outside
-    otherwise: Mapping[str, Any] = field(default_factory=dict)  # these three limits for some recipes
+    otherwise: Mapping[str, Any] = field(default_factory=dict)  # other ranges usual, outside and far for some recipes
     trained: Bounds | None = None  # beyond this range even a value that a search found is outside
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
-    hidden: str | None = None  # the compared quantity of the hidden matrices, for example beta1
+    hidden: str | None = None  # the compared quantity of the matrices inside the blocks, for example beta1
     setting: str | None = None  # or the path of the compared value in the recipe
     run: str | None = None  # path of the same value in a published run
-    wanted: Sequence[float] = ()  # suggested values for the hidden matrices
+    wanted: Sequence[float] = ()  # suggested values for the matrices inside the blocks
     set: Sequence[Suggestion] = ()  # suggested changes of the recipe, by path
     far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
 
     value: float | None = None  # the value of the recipe
-    of_run: OfRun = lambda run: None  # the value of a published run
+    of_run: OfRun = lambda run: None  # returns the same value of a published run
     suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
-    # Fields of the message, besides `value`, `low`, `high` and the extremes of `of_run`: `least` and `most`.
+    # More fields for the message. It also has `value`, the usual range `low` and `high`, and the smallest and largest
+    # published values `least` and `most`.
     facts: dict[str, Any] = field(default_factory=dict)
     runs: Iterable[PublishedRun] | None = None  # runs to name; by default the nearest with a usual value
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
-        """Return the check with the values, the suggestions and the facts that its entry in ``checks.toml`` names."""
+        """Return the check with value, suggestions and facts for one recipe, as its entry in ``checks.toml`` says."""
         value, facts = None, {}
         if self.hidden:
-            value, facts["where"] = case.hidden(self.hidden), "the hidden matrices have"
+            value, facts["where"] = case.hidden(self.hidden), "the matrices inside the blocks have"
         elif self.setting:
             value = read(case.recipe, self.setting)
         if self.hidden and self.trained and (row := farthest(case.rows, self.hidden, self.trained)):
@@ -126,15 +128,15 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return the nearest run of up to five lineages near the recipe's size, runs with the same stack first.
+        """Return the nearest runs within a factor of 4 of the recipe's size, at most five, one of each lineage.
 
-        Nothing is returned if no run is within a factor of 4 of the size.
+        Runs with pre-norm, AdamW and the recipe's QK-norm come first.
         """
         return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs that have nearly this recipe's size, lr and batch, and the same stack."""
+        """Return the ids of runs with nearly this recipe's size, lr and batch, and with pre-norm and its QK-norm."""
         stack = Stack("pre", self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -146,13 +148,13 @@ class Case:
         )
 
     def hidden(self, quantity: str) -> float:
-        """Return the median of a quantity over the matrices of all blocks: single modules may differ on purpose."""
+        """Return the median of a quantity over the matrices inside the blocks, after the scaling rule."""
         values: list[float] = [getattr(row, quantity) for row in self.rows if row.role is Role.HIDDEN_WEIGHT]
         return median(values)
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the matrices that read the residual stream, or 0 if all start from zeros."""
+        """Return the median init std of the matrices in the blocks that do not end a branch, or 0 if all are 0."""
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -162,23 +164,19 @@ class Case:
 
     @cached_property
     def residual_std(self) -> float:
-        """Return the root mean square init std of the matrices that write to the residual stream.
-
-        Each std is multiplied by the multiplier of its branch.
-        """
+        """Return the root mean square of (init std x branch multiplier) over the matrices that end a branch."""
         ends: list[float] = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters that the scaling rule gives to the hidden matrices, by their paths in a
-        recipe."""
+        """Return the hyperparameters that the matrices inside the blocks get from the scaling rule, by path."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the neighbours' values of a quantity, sorted; neighbours that do not publish it are left out."""
+        """Return the published values of a quantity in the neighbours, sorted."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
@@ -187,15 +185,15 @@ class Case:
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return a suggestion: the value to write so that the hidden matrices get ``wanted`` after the scaling rule.
+        """Return the value to write in the recipe so that the matrices inside the blocks get ``wanted``, by path.
 
-        ``to`` rounds the value to two digits: ``math.ceil`` or ``math.floor`` if ``wanted`` ends a range that the
-        value must not leave.
+        The value has two digits. ``to`` rounds it: ``math.ceil`` if it must not be below ``wanted``, ``math.floor``
+        if it must not be above.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
         actual = self.hidden(quantity)
-        if quantity.startswith("beta"):  # a rule raises it to a power
+        if quantity.startswith("beta"):  # the scaling rule raises a beta to a power
             beta = base ** (math.log(wanted) / math.log(actual)) if 0 < actual < 1 else wanted
             return {path: float(f"{beta:.3g}") if beta < 0.9 else round(1 - float(f"{1 - beta:.3g}"), 12)}
         if not actual:
@@ -210,7 +208,7 @@ class Case:
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """Return a suggestion for a constant batch of about ``tokens`` tokens; it removes the ramp or the stages."""
+        """Return the values to write for a constant batch of about ``tokens`` tokens, by path; ramp or stages go."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:
@@ -218,9 +216,9 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return a suggestion for a run of ``tokens`` tokens.
+        """Return the values to write for a run of ``tokens`` tokens, by path.
 
-        If the warm-up is longer than that run, it is shortened to 1% of the run.
+        A warm-up that is longer than the run is shortened to 1% of it.
         """
         longer = self.recipe.schedule.warmup_tokens > tokens
         return {"data.tokens": tokens} | ({"schedule.warmup_tokens": tokens // 100} if longer else {})

@@ -1,7 +1,7 @@
-"""Compute what each check compares, in a recipe and in a published run, and the changes that it suggests.
+"""Compute the value that each check compares, in a recipe and in published runs, and the changes that it suggests.
 
-A function has the name of its check. It completes the check's entry in ``checks.toml``, or returns None if there is
-nothing to compare.
+Each function has the name of its check in ``checks.toml``. It returns the check with these fields filled in, or None
+if the check does not apply to the recipe.
 """
 
 import math
@@ -20,8 +20,8 @@ from leaven.recipe.shape import BRANCH_ENDS, Role
 
 _CHINCHILLA = 20  # tokens per parameter
 _STEPS_OF_WARMUP = 2000  # usual for runs of any length
-# In batches of up to this many tokens a higher beta2 is usual, because it averages over more steps and so over about
-# as many tokens as at a larger batch (Porian et al. 2024, arXiv 2406.19146).
+# For batches of up to this many tokens a higher beta2 is usual: it averages over more steps, and so over about as
+# many tokens as with a larger batch (Porian et al. 2024, arXiv 2406.19146).
 _SMALL_BATCH = 2**18
 
 
@@ -36,13 +36,11 @@ def size(check: Check, case: Case) -> Check | None:
 
 
 def lr(check: Check, case: Case) -> Check | None:
-    """Compare the lr with the lrs of the neighbours.
+    """Compare the lr with the lrs of the nearest published runs.
 
-    The lr is outside if it is beyond all lrs of the neighbours, and also over three times or under a third of their
-    median.
-
-    A published run has one lr for all parameters. If the scaling rule gives the hidden matrices another lr than the
-    embedding, the lr nearest to the published median is compared.
+    The lr is outside if it is beyond all their lrs and more than a factor of 3 from their median. Published runs have
+    one lr for all parameters. If matrices inside the blocks and embedding have different lrs, the lr in this range
+    that is nearest to the published median is compared.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -60,7 +58,7 @@ def lr(check: Check, case: Case) -> Check | None:
 
 
 def qk_norm(check: Check, case: Case) -> Check | None:
-    """Report that QK-norm is missing if the lr is above the lr of every neighbour without QK-norm."""
+    """Report that QK-norm is missing if the lr is above those of the nearest published runs without QK-norm."""
     without = [run for run in case.neighbours if run.arch.qk_norm is False]
     if case.recipe.model.qk_norm or not without:
         return None
@@ -84,7 +82,7 @@ def _unstable(words: str) -> list[tuple[PublishedRun, str, str | None]]:
 
 
 def z_loss(check: Check, case: Case) -> Check | None:
-    """Report an lr more than 1.5 times the highest lr of the neighbours that had no z-loss."""
+    """Report an lr more than 1.5 times the highest lr of the nearest published runs without a z-loss."""
 
     def has_z_loss(run: PublishedRun) -> bool:
         return bool(run.optim and (run.optim.z_loss or run.optim.z_loss_used))
@@ -112,10 +110,10 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay, unless the scaling rule changes it.
+    """Compare the weight decay if the scaling rule does not change it.
 
-    A rule that lowers the lr with the width raises the decay by the same factor. In that case the check of the
-    timescale compares lr and decay together.
+    A rule that lowers the lr with the width raises the decay by the same factor; then the check ``timescale``
+    compares lr and decay together.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -123,20 +121,16 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report the optimizer ``adam`` with a weight decay.
-
-    This optimizer adds the decay to the gradient, and Adam divides the sum by the gradient's size. The effect of the
-    decay thus depends on the gradients and cannot be compared with published decays. Papers may write Adam and mean
-    AdamW.
-    """
+    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient and divides the sum by
+    the gradient's size. Published decays are for AdamW (also where papers write Adam) and cannot be compared."""
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Compare the timescale of weight decay, B / (lr x decay x D), with the best timescale by Power Lines.
+    """Compare the timescale of weight decay, as a share of the run, with the best timescale by Power Lines.
 
-    B and D are the batch and the run in tokens. Published runs have 0.34 to 10.9 times the best timescale, except for
-    GPT-NeoX-20B with 33 times.
+    The timescale is batch / (lr x decay x tokens). Published runs have 0.34 to 10.9 times the best timescale, and
+    GPT-NeoX-20B has 33 times.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -174,10 +168,7 @@ def decay_of_gains(check: Check, case: Case) -> Check | None:
 
 
 def decay_of_embeddings(check: Check, case: Case) -> Check | None:
-    """Report weight decay of an embedding that is not tied to the unembedding.
-
-    A tied embedding decays like any other matrix.
-    """
+    """Report weight decay of an embedding that is not tied to the unembedding and has no embedding norm."""
     decays = [row.weight_decay for row in case.rows if row.role is Role.EMBEDDING and row.module == "embedding"]
     if not any(decays) or case.recipe.model.embedding_norm:
         return None
@@ -209,7 +200,7 @@ def steps(check: Check, case: Case) -> Check:
         return run.tokens / run.batch_tokens if run.tokens and run.batch_tokens else None
 
     smaller = case.tokens / 10_000
-    # Half that batch is suggested as well, in case rounding to whole sequences leaves too few steps.
+    # Suggest half of that batch, too: rounding to whole sequences may leave too few steps.
     batches = [case.with_batch(smaller), case.with_batch(smaller / 2)]
     return replace(
         check,
@@ -235,7 +226,7 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Report a batch larger than the neighbours' batches. A small batch is no fault: it costs time, not quality."""
+    """Report a batch larger than those of the nearest published runs. A small batch costs time, not quality."""
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
@@ -279,7 +270,7 @@ def no_ramp(check: Check, case: Case) -> Check | None:
         return None
 
     def of_run(run: PublishedRun) -> float | None:
-        """Return the batch of a run that had its full batch from the first step, else None."""
+        """Return the batch of a published run without a ramp, else None."""
         return run.batch_tokens if run.constant_batch or run.ramp_start == 1 else None
 
     start, over = case.sequences(case.batch / 8), round(0.03 * case.tokens)
@@ -353,10 +344,10 @@ def final_lr(check: Check, case: Case) -> Check:
 
 
 def init_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std with sqrt(1 / (3 d)), the std of MT-NLG 530B and BLOOM-176B at their width d.
+    """Compare the init std with sqrt(1 / (3 d_model)), the std of MT-NLG 530B and BLOOM-176B.
 
-    The largest published rule, fan-in with 1 / sqrt(d), gives 1.73 times this std. BigScience's 104B model diverged
-    at 3.7 times.
+    The largest usual formula, 1 / sqrt(d_model), gives 1.73 times this std. BigScience's 104B model diverged at 3.7
+    times.
     """
     tuned, std, unit = case.recipe.hyperparameters, case.init_std, math.sqrt(1 / (3 * case.recipe.model.d_model))
     if not std:
@@ -374,9 +365,9 @@ def init_std(check: Check, case: Case) -> Check | None:
 
 
 def residual_std(check: Check, case: Case) -> Check | None:
-    """Compare the std of matrices that write to the residual stream with the std of matrices that read it.
+    """Compare the init std of the matrices that end a branch with the init std of the other matrices in the blocks.
 
-    The ratio of the two is multiplied by sqrt(2 L), for L layers, so that it is 1 for GPT-2.
+    The compared value is the ratio of the two x sqrt(2 n_layers), which is 1 for GPT-2.
     """
     if not case.init_std:
         return None
@@ -403,10 +394,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout if the text is seen only once and thus cannot be memorised.
-
-    The option ``--corpus-tokens`` states the length of the text.
-    """
+    """Report dropout in a run of at most 1.5 epochs, in which the text is hardly memorised."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]
@@ -414,7 +402,7 @@ def dropout(check: Check, case: Case) -> Check | None:
 
 
 def precision(check: Check, case: Case) -> Check | None:
-    """Report fp16: leaven always scales the loss, but fp16 still overflows where bf16 does not."""
+    """Report the compute dtype fp16, which overflows where bf16 does not, even with leaven's loss scale."""
     if case.recipe.precision.compute != "fp16":
         return None
     unstable = _unstable("fp16")

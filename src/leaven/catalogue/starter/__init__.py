@@ -1,1 +1,1 @@
-"""Derive a starter recipe, which is a recipe to start from, out of published runs and laws (`leaven new`)."""
+"""Derive a recipe to start from (a starter recipe) from published runs and laws (`leaven new`)."""

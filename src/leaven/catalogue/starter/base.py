@@ -1,7 +1,7 @@
 """Choose the scale for which the hyperparameters are written: the proxy, a tuned base, or the target itself.
 
-If nothing is published near a size, leaven uses its own tuned bases. These are small recipes in ``catalogue/bases``
-that ``leaven tune`` wrote; their values are valid at their own scale.
+The target is the model that the user requests, and the proxy is a smaller model to tune first. Tuned bases are small
+recipes in ``catalogue/bases`` that leaven tuned; they are used if no published run is near the target's size.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,24 @@ from leaven.recipe.shape import ModelShape
 
 FOLDER = Path(__file__).parents[1] / "bases"
 SAME_DURATION = 4.0
-"""A base is used if its tokens per parameter are within this factor of the target's."""
+"""A tuned base is used only if its tokens per parameter are within this factor of the target's."""
 
 
 @dataclass(frozen=True)
 class StarterBase:
-    """The scale for which the hyperparameters of a starter recipe are written, and the advice about tuning."""
+    """The scale for which the hyperparameters of a starter recipe are written."""
 
-    scale: StarterScale
+    scale: StarterScale  # model and tokens
     batch_tokens: int
-    tuning: TuningAdvice
+    tuning: TuningAdvice  # whether to tune a proxy
     tuned: Recipe | None = None  # the tuned base whose values are used, if any
 
 
 def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, batch: int) -> StarterBase:
-    """Choose the scale for the hyperparameters: a tuned base, a proxy that is worth tuning, or the target itself."""
+    """Return the scale for the hyperparameters: a tuned base, a proxy that is worth tuning, or the target itself.
+
+    ``at`` and ``batch`` are the scale and the batch of the target.
+    """
     if at.reference:
         if request.proxy:
             raise InputError(
@@ -70,10 +73,10 @@ def tuned_bases() -> tuple[Recipe, ...]:
 
 
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
-    """Return the largest tuned base from which values can be transferred to a model, and the model at its scale.
+    """Return the largest tuned base for a model, and the model's shape at the base's width and depth.
 
-    Such a base has at most half the model's parameters and about as many tokens per parameter as the model's run.
-    Return None if there is no such base.
+    The base has at most half the model's parameters and about as many tokens per parameter as the run of ``tokens``
+    tokens. Return None if there is no such base.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -90,7 +93,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Take over the hyperparameters of a tuned base, and its warm-up as the same share of the run."""
+    """Copy the hyperparameters of a tuned base into the draft, and its warm-up as the same share of the run."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

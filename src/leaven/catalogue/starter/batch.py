@@ -16,29 +16,29 @@ from leaven.recipe.recipe import flatten
 from leaven.recipe.units import format_quantity
 
 BATCH_TOKENS_EXPONENT = 0.46
-"""Exponent with which the batch grows with the tokens: the middle of Step Law 0.57, Zhang 0.47, Power Lines 0.46 and
-0.38, DeepSeek 0.33."""
+"""A published batch is converted to another number of tokens with this exponent: the median of Step Law 0.57, Zhang
+0.47, Power Lines 0.46 and 0.38, DeepSeek 0.33."""
 LEAST_STEPS = 1_250
-"""The batch is chosen so that the run has at least this many steps; `leaven recipes check` reports runs of fewer than
+"""The batch is limited so that the run has at least this many steps; `leaven recipes check` reports fewer than
 1,000."""
 FEWEST_STEPS = 200
-"""A run with the batch of a reference run is refused if it has fewer steps than this."""
+"""If the batch is that of a reference run (``--from``), a run with fewer steps than this is refused."""
 LARGEST_CONSTANT = 8_400_000
-"""Tokens of the largest batch that well-documented runs had from their first step (OLMo 2 13B and 32B). Runs with
-larger batches reached them with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M) or do not state how."""
+"""Largest batch without a ramp in well-documented runs, in tokens (OLMo 2 13B and 32B). Larger batches were reached
+with a ramp (Llama 3 405B 16 M, Apertus 70B 16.8 M), or it is not published how."""
 MOST_INCREMENTS = 16
 """A ramp starts at 1/2 to 1/16 of the batch and grows in increments of that size."""
 
 
 def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the starts and the lengths of published batch ramps, both by run id.
+    """Return the starts and the lengths of published batch ramps, as two mappings from run ids.
 
-    A start is the first batch as a share of the last; a length is a share of the run. Each family has one vote, its
-    largest run, because a team chooses its own ramp even if it copies a learning rate.
+    A start is the first batch as a share of the last, and a length is a share of the run. Only the largest run of
+    each model family counts.
     """
     starts: dict[str, tuple[str, float]] = {}
     lengths: dict[str, tuple[str, float]] = {}
-    for run in runs or load_runs():  # from small to large: the largest of a family is kept
+    for run in runs or load_runs():  # from small to large, so that the largest run of a family is kept
         ramp = run.ramp
         if run.kind != "dense" or ramp is None or ramp.kind not in ("increments", "linear"):
             continue
@@ -52,11 +52,15 @@ def batch_ramps(runs: Iterable[PublishedRun] | None = None) -> tuple[dict[str, f
 
 
 def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> dict[str, Any] | None:
-    """Return a run's batch growth, adapted to a run of ``tokens`` tokens that ends with batches of ``batch`` tokens.
+    """Return the ``ramp`` or the ``stages`` for a recipe's ``[batch]`` that repeat the batch growth of a published
+    run.
 
-    The result is the ``ramp`` or the ``stages`` of a recipe's ``[batch]``. Every increment or stage comes at the same
-    share of the run. Batch sizes are multiples of ``unit``, which divides ``batch``. If length, batch and sequence
-    length are the published ones, so is the growth. Return None if too little is published.
+    Every increment or stage comes at the same share of the run. Return None if too little is published.
+
+    Args:
+        tokens: length of the new run.
+        batch: full batch of the new run, in tokens.
+        unit: batch sizes are multiples of this number of tokens, which divides ``batch``.
     """
     ramp, length = run.ramp, run.tokens
     if not (run.batch_grew and ramp and length):
@@ -83,8 +87,7 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: StarterScale) -> Evidence:
-    """Return the batch sizes in tokens that laws predict and that neighbouring runs used. A neighbour's batch size is
-    converted from the length of its run to ``at.tokens``."""
+    """Return the batches in tokens by laws and by published runs, the latter converted to the tokens of ``at``."""
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -97,7 +100,7 @@ def batch_evidence(at: StarterScale) -> Evidence:
 
 
 def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
-    """Choose the batch: the batch of the reference run, or a value between the laws' and the neighbours' values.
+    """Choose and return the batch in tokens: that of the reference run, or a value between laws and published runs.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
@@ -133,11 +136,11 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose whether and how the batch grows: as in the reference run, or else as in most families of this size."""
+    """Choose whether and how the batch grows: as in the reference run, else as in most families of this size."""
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
     sequences = batch // seq_len
-    ranks = math.gcd(at.gpus, sequences)  # the start must divide over as many ranks as the full batch can
+    ranks = math.gcd(at.gpus, sequences)  # the first batch must divide over as many ranks as the full batch does
     shares = [n for n in range(2, MOST_INCREMENTS + 1) if sequences % (n * ranks) == 0]
     if run:
         if growth := repeated_growth(run, at.tokens, batch, ranks * seq_len):
@@ -179,7 +182,7 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
             "ramp", voters, "no ramp", about=about, no_share=ramps, steps=draft.batches.first_step_at(at.tokens)
         )
         return
-    # Starts below 1/16 of the batch are not among the choices, because a small batch limits data parallelism.
+    # A ramp does not start below 1/16 of the batch, because a small batch limits data parallelism.
     part = min(shares, key=lambda n: abs(math.log(n * start)))
     first = sequences // part * seq_len
     over = max(round(length * at.tokens), 1)
@@ -190,19 +193,18 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return a number of sequences near ``sequences`` that can be divided equally among many of the GPUs.
+    """Return a number of sequences within 1/32 of ``sequences`` that divides over as many of the GPUs as possible.
 
-    It is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16, so that it
-    differs from ``sequences`` by at most 1/32.
+    It is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16.
     """
     unit = math.gcd(gpus, 1 << max(sequences // 16, 1).bit_length() - 1)
     return max(round(sequences / unit), 1) * unit
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the number of sequences nearest to ``wanted`` tokens that is 2^k or 3 x 2^k and at most ``most`` tokens.
+    """Return the number of sequences nearest to ``wanted`` tokens, and at most ``most`` tokens, that divides well.
 
-    If the number of GPUs has an odd factor, the number is this factor times 2^k.
+    It is 2^k or 3 x 2^k; if the number of GPUs has an odd factor, it is this factor times 2^k.
     """
     odd = gpus
     while odd % 2 == 0:

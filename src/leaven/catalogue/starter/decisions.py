@@ -1,6 +1,6 @@
 """Build a starter recipe in numbered steps: each value is decided once, with a reason.
 
-The evidence is data (votes, bounds, numbers). The sentences about it are in ``catalogue/messages.toml``.
+The sentences of the reasons are in ``catalogue/messages.toml``.
 """
 
 import math
@@ -23,9 +23,9 @@ from leaven.recipe.shape import ModelShape
 
 @dataclass(frozen=True)
 class StarterScale:
-    """A scale (model and tokens) for which values are chosen, with the neighbours and the laws there."""
+    """A model and a number of training tokens for which values are chosen, with the evidence for this scale."""
 
-    near: Neighbours
+    near: Neighbours  # the published runs nearest in size
     model: ModelShape
     tokens: int
     gpus: int = 1  # the batch must divide over these GPUs
@@ -48,10 +48,12 @@ class StarterScale:
     def evidence(
         self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
     ) -> "Evidence":
-        """Return the values of one quantity by laws and by neighbours.
+        """Return the values of one quantity by laws and by published runs.
 
-        ``laws`` has the value of each law by its name, and ``of_run`` returns the value of a neighbour. If ``own``,
-        the value of the reference run, is given, it replaces the neighbours' values.
+        Args:
+            laws: the value of each law, by the law's name.
+            of_run: a function that returns the value of a published run.
+            own: the value of the reference run, which replaces all other runs; None if there is none.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -73,18 +75,19 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws against the neighbours: 1/2 if all are inside their range, 1/4 if none is."""
+        """Return the weight of the laws: 1/2 if all are within their fitted range, 1/4 if none is. Runs have the
+        rest."""
         return (1 + self.inside / len(self.laws.by)) / 4
 
     @property
     def middle(self) -> float:
-        """Return the weighted mean of the laws' value and the runs' value, in logarithms."""
+        """Return the weighted geometric mean of the laws' median and the runs' median."""
         weight = self.weight
         return math.exp(weight * math.log(self.laws.value) + (1 - weight) * math.log(self.runs.value))
 
     @property
     def spread(self) -> float:
-        """Return the largest value of all laws and runs divided by the smallest."""
+        """Return the largest value by a law or run, divided by the smallest."""
         return max(self.laws.high, self.runs.high) / min(self.laws.low, self.runs.low)
 
 
@@ -95,10 +98,12 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step of the derivation.
+    """Return one step of a derivation.
 
-    ``values`` are the values that the step set, by path. ``lines`` give the reasons; ``sources`` are the runs and
-    laws used.
+    Args:
+        lines: the reasons.
+        values: the values that the step sets, by path.
+        sources: the runs and laws used; duplicates are removed.
     """
     once = list(dict.fromkeys(sources))
     return DerivationRow(
@@ -110,35 +115,37 @@ def derivation_step(
 class StarterDraft:
     """An unfinished starter recipe: the values decided so far, the reason for each, and the finished steps."""
 
-    reference: str | None = None  # id of the run whose values are used
-    document: dict[str, Any] = field(default_factory=dict)  # the recipe
+    reference: str | None = None  # id of the run that ``--from`` names
+    document: dict[str, Any] = field(default_factory=dict)  # the recipe so far, as nested mappings
     why: dict[str, str] = field(default_factory=dict)  # the reason for each decided value, by path
     steps: list[DerivationRow] = field(default_factory=list)
-    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)  # facts about values whose sources differ
-    _open: dict[str, dict[str, Any]] = field(default_factory=dict)  # facts of the values since the last step, by path
+    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)  # how much the sources of a value differ
+    _open: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of messages, by path, since the last step
 
     @property
     def batches(self) -> BatchSchedule:
-        """Return the batch of every step, from the values of ``[batch]`` that are decided."""
+        """Return the batch of every step, from the values of ``[batch]`` that have been decided."""
         return BatchSchedule(Batch.model_validate(self.document["batch"]).sizes)
 
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
-        """Set a value. ``message`` is the key of the message with its reason; the default is the value's path."""
+        """Set a value and its reason.
+
+        ``message`` is the key of the reason in ``messages.toml``, by default the path; ``facts`` are its fields.
+        """
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
         self.why[path] = sentence("reasons", message or path, self._open[path])
 
     def weigh(self, title: str, path: str, value: Any, evidence: Evidence, message: str, **facts: Any) -> None:
-        """Set a value that was chosen between laws and published runs, and finish its step."""
+        """Set a value for which there is evidence from laws and published runs, and finish the step ``title``."""
         self.uncertain[title] = {"spread": evidence.spread}
         self.decide(path, value, message, **vars(evidence), weight=evidence.weight, **facts)
         self.step(title, evidence.sources, message)
 
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
-        """Finish a step, which contains the values decided since the previous step.
+        """Finish a step; it contains the values that were decided since the previous step.
 
-        The fields of its message are filled from ``facts``, then from the facts of these values (of the first value
-        that has the field), then from the values of the recipe.
+        A field of its message is looked up in ``facts``, then in the facts of these values, then in the recipe.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):
@@ -151,7 +158,7 @@ class StarterDraft:
 
 @dataclass(frozen=True)
 class Derivation:
-    """A recipe, how it was derived, and the advice whether to tune a proxy first."""
+    """A recipe, the steps of its derivation, and the advice whether to tune a smaller model (a proxy) first."""
 
     recipe: Recipe
     steps: tuple[DerivationRow, ...]

@@ -12,18 +12,19 @@ from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity
 
 LR_SIZE_EXPONENT = -1 / 3
-"""The lr changes with this power of the size within a lineage: GPT-3 -0.32, LLaMA -0.33; in Porian's law -0.36."""
+"""A published lr is converted to another size with this power of the parameters: in GPT-3 -0.32, in LLaMA -0.33, in
+Porian's law -0.36."""
 MOST_BY_BATCH = 2.0
 """Largest factor by which a published lr is changed for another batch."""
 LR_WIDENING = 2.0
-"""The lr stays within the range of the neighbours' lrs, moved to this size and batch, widened by this factor."""
-LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001
+"""The lr is chosen within the range of the published lrs, converted to this size and batch, widened by this
+factor."""
+LONGEST_WARMUP, SHORTEST_WARMUP = 0.05, 0.001  # shares of the run
 NO_VOTE = frozenset({"Kaplan 2020 learning rate"})
-"""Laws that `leaven laws` shows but that have no vote: fitted to models of 2019 at one batch and one duration."""
+"""Laws that `leaven new` does not use: this one was fitted to models of 2019 at one batch and one duration."""
 LINEAR_TO_ZERO = 15
-"""From this many tokens per parameter on, the lr falls linearly to 0. At 111 M to 1.7 B parameters and 20 or more
-tokens per parameter this is better than a cosine to a tenth; in longer runs the gain is larger (Bergsma et al. 2025,
-arXiv 2502.15938)."""
+"""From this many tokens per parameter on, the lr falls linearly to 0. From 20 tokens per parameter on, this was
+better than a cosine to 10%, the more so in longer runs (Bergsma et al. 2025, arXiv 2502.15938, 111 M to 1.7 B)."""
 ADAM = {
     "hyperparameters.beta1": 0.9,
     "hyperparameters.beta2": 0.95,
@@ -31,21 +32,21 @@ ADAM = {
     "hyperparameters.weight_decay": 0.1,
     "hyperparameters.grad_clip": 1.0,
 }
-"""The values of nearly all published runs, used if no neighbour publishes one."""
+"""The values of nearly all published runs, used if none of the nearest runs publishes a value."""
 
 
 def batch_factor(batch: int, published: int | None) -> float:
-    """Return the factor that converts a published lr to another batch: the square root of the ratio, within bounds.
+    """Return the factor that converts an lr for the batch ``published`` to ``batch``: sqrt(batch / published).
 
-    Batches of runs of the same size differ by up to a factor of a hundred: without bounds the lr would change too
-    much.
+    The factor is at most `MOST_BY_BATCH` and at least 1 / `MOST_BY_BATCH`, because published batches at one size
+    differ by up to a factor of a hundred. It is 1 if ``published`` is None.
     """
     ratio = math.sqrt(batch / published) if published else 1.0
     return min(max(ratio, 1 / MOST_BY_BATCH), MOST_BY_BATCH)
 
 
 def lr_evidence(at: StarterScale, batch: int) -> Evidence:
-    """Return the peak lrs by laws and by neighbours, moved to the size of ``at`` and to a batch in tokens."""
+    """Return the peak lrs by laws and by published runs, converted to the size of ``at`` and to ``batch`` tokens."""
     run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -60,7 +61,7 @@ def lr_evidence(at: StarterScale, batch: int) -> Evidence:
 
 
 def choose_lr(draft: StarterDraft, at: StarterScale, batch: int, where: str) -> float:
-    """Choose the peak lr for a scale. ``where`` names the scale in the messages."""
+    """Choose and return the peak lr for a scale and a batch. ``where`` names the scale in the messages."""
     run, evidence = at.reference, lr_evidence(at, batch)
     if run and run.peak_lr:
         message, lr = "lr of the reference", run.peak_lr
@@ -82,7 +83,7 @@ def choose_schedule(draft: StarterDraft, at: StarterScale, batch: int) -> None:
     votes_by, lengths = {}, {}
     for id, length in near.values(lambda run: (run.batch_tokens and run.warmup_tokens) or None).items():
         steps = length / near.table[id].batch_tokens
-        if near.table[id].batch_grew:  # then the warm-up counts in tokens, else in steps
+        if near.table[id].batch_grew:  # a warm-up is copied in tokens if the batch grew, else in steps
             votes_by[id], lengths[id] = length, f"{format_quantity(length)} tokens"
         else:
             votes_by[id], lengths[id] = steps * batch, f"{steps:,.0f} steps"
@@ -124,7 +125,7 @@ def _choose_decay(draft: StarterDraft, at: StarterScale) -> None:
     cooldowns = near.values(lambda run: run.cooldown_share)
     if decay.value == "wsd" and cooldowns:
         draft.decide("schedule.decay_ratio", float(f"{middle(cooldowns).value:.3g}"), runs=cooldowns)
-    # A floor depends on the shape of its decay (linear: 0, cosine: 10%).
+    # Only runs with this decay count, because the final lr depends on the decay (linear: 0, cosine: 10%).
     alike = {who: floor for who, floor in floors.items() if decay.by.get(who) == decay.value} or floors
     floor = most_common(alike)
     assert floor is not None
@@ -163,7 +164,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
 
 
 def _init_rules(width: int) -> dict[str, float]:
-    """Return the std that each published rule gives the hidden matrices, by the rule's name."""
+    """Return the init std of the matrices inside the blocks by each usual formula, by the formula's name."""
     return {
         "mt-nlg sqrt(1/(3d))": math.sqrt(1 / (3 * width)),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),
@@ -173,10 +174,10 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
-    """Choose the init std, and return its multiplier for the matrices that end a branch."""
+    """Choose the init std. Return the multiplier of this std for the last matrices of the branches."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
-    # One large std everywhere is fine with norms on the branches' outputs (OLMo 2: 0.02), but not in pre-norm blocks.
+    # The std of a run with norms on the branches' outputs (OLMo 2) may be too large for pre-norm blocks.
     pre_norm = run is None or run.arch.norm_placement in (None, "pre")
     facts: dict[str, Any]
     if run and run.init_std and pre_norm:

@@ -1,9 +1,9 @@
-"""Choose the proxy to tune before a run, estimate what tuning costs, and decide when not to tune at all.
+"""Choose the proxy to tune before a run, estimate what tuning costs, and decide whether to tune at all.
 
-A proxy is a smaller model of the same family with as many tokens per parameter and as many steps as the target: its
-batch and its tokens are smaller by the same factor. The scaling rule's changes for batch and for tokens then cancel,
-so that nothing depends on the duration exponent, the least certain one. Hyperparameters are written for the proxy,
-and the rule changes them for the target's width and depth.
+A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps: its batch
+and its tokens are smaller by the same factor. The scaling rule's factors for batch and tokens then cancel, so the
+result does not depend on ``token_exponent``, the least certain exponent. Hyperparameters are written for the proxy,
+and the rule converts them to the target's width and depth.
 """
 
 import math
@@ -20,32 +20,33 @@ SMALLEST = 50_000_000
 """Parameters of the smallest proxy with published evidence: values found at 50 M were used at 7.2 B, and the best lr
 at 58 M "costs a little" at 483 M (arXiv 2512.22382, as its readers report)."""
 SAFE = 136_000_000
-"""Parameters from which a tuned lr was also the best at 483 M (same source)."""
+"""Parameters of a model whose best lr was also the best at 483 M (same source). Larger proxies are not needed."""
 SMALL_FACTOR = 32
-"""Largest ratio of target to proxy where no published values exist: leaven's own searches went from 0.2 M to 6.4 M,
-where a quarter of the gain was left (docs/log.md)."""
+"""Largest ratio of target to proxy, in parameters, if no published run is near the target: leaven's own searches went
+from 0.2 M to 6.4 M, where a quarter of the gain was left (docs/log.md)."""
 FARTHEST_PROXY = 100
 """Largest ratio of target to proxy, in parameters and so in tokens (arXiv 2512.22382: 1.6 B to 155 B tokens)."""
 NARROWER, SHALLOWER = 16, 32
-"""Largest ratios of width and of depth (same source; scaling.tested_ranges)."""
+"""Largest ratios of target to proxy in width and in depth (same source; scaling.tested_ranges)."""
 THINNEST, WIDEST = 16.0, 125.0
-"""Range of d / L of a proxy; it is widened if the target's own lies outside."""
+"""Range of d_model / n_layers of a proxy; it is widened if the target lies outside."""
 LEAST_WIDTH, LEAST_DEPTH = 32, 2
-"""Minimum width and blocks of a proxy; leaven's own runs were not narrower."""
-TRIALS = (64, 48, 32, 24, 16)
+"""Smallest width and number of blocks of a proxy; leaven's own runs were not narrower."""
+TRIALS = (64, 48, 32, 24, 16)  # possible numbers of trials of a search
 LEAST_SEQUENCES = 4
 """Minimum sequences in the batch of a proxy: rounding to one or two would change the number of steps too much."""
 SHARE = 0.10
 """A search should cost at most this share of the run."""
 WORTH = 0.24
-"""Largest gain from tuning, as a share of the run: 1.32 times the tokens at 7.2 B (arXiv 2512.22382); 1.09
-times in leaven's own measurement (docs/log.md)."""
+"""Largest gain from tuning, as a share of the run: at 7.2 B it was worth 1.32 times the tokens (arXiv 2512.22382), in
+leaven's own measurement 1.09 times (docs/log.md)."""
 GPU_FLOPS = 4e14
 """FLOP/s of one H100 at an MFU of 40%, for costs in hours."""
 NEAR = 1.25
-"""Largest factor between the requested size of a proxy and the size of its shape."""
+"""Largest factor between the size of a proxy that the user requests and the nearest possible size."""
 ENOUGH_LINEAGES = 3
-"""If this many published lineages are near a size, their published values are worth using."""
+"""If at least this many lineages are near the target's size, published values are good, and smaller proxies than
+`SMALLEST` are not worth tuning."""
 
 
 _Size = tuple[int, int, int]  # parameters, width and depth
@@ -57,17 +58,17 @@ class Proxy:
 
     shape: ModelShape
     batch_tokens: int
-    tokens: int
+    tokens: int  # of one trial
     trials: int
     cost: float  # of all trials, as a share of the target's training FLOPs
-    evidence: str  # what is known about proxies of this size
+    evidence: str  # a sentence: what is known about proxies of this size
 
 
 @dataclass(frozen=True)
 class TuningAdvice:
-    """Whether to tune a proxy, and why. ``proxy`` is None if the published values are the better choice."""
+    """Whether to tune a proxy, and why."""
 
-    proxy: Proxy | None
+    proxy: Proxy | None  # None: do not tune
     reason: str
 
 
@@ -77,11 +78,12 @@ def choose_proxy(
     """Return the proxy to tune for a target, or the reason not to tune.
 
     Args:
-        lineages: number of published lineages near the target's size.
-        size: parameters of the proxy, if the user requests a size; it is used even if evidence speaks against it.
+        model, batch_tokens, tokens: the target.
+        lineages: number of lineages (groups of published runs) near the target's size.
+        size: parameters of the proxy that the user requests, whatever the evidence; None: leaven chooses.
 
     Raises:
-        InputError: if the family has no shape of about ``size`` parameters to transfer from.
+        InputError: if no smaller shape with the target's proportions has about ``size`` parameters.
     """
     shapes = list(_smaller(model))
     if size is not None:
@@ -123,7 +125,7 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest number of trials that costs at most ``SHARE`` of the run, else the smallest number.
+    """Return the largest of `TRIALS` that costs at most `SHARE` of the run, or the smallest if all cost more.
 
     ``each`` is the cost of one trial as a share of the run.
     """
@@ -131,13 +133,13 @@ def trials_worth(each: float) -> int:
 
 
 def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> ModelShape:
-    """Return the shape nearest to ``params`` and to the target's proportions."""
+    """Return the shape of ``shapes`` that is nearest to ``params`` parameters and to the proportions of ``model``."""
 
     def off(shape: _Size) -> float:
-        """Return how far a shape is from the requested size and proportions; 0 is an exact match.
+        """Return the distance of a shape from the requested size and proportions.
 
-        Too narrow counts more than too shallow: scaling over width is exact only for large widths, but scaling over
-        depth works from a base of only two blocks (CompleteP, arXiv 2505.01618).
+        Too narrow costs twice as much as too shallow: scaling over width is exact only for large widths, but scaling
+        over depth works even from two blocks (CompleteP, arXiv 2505.01618).
         """
         size, width, depth = shape
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
@@ -148,10 +150,10 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
 
 
 def _smaller(model: ModelShape) -> Iterator[_Size]:
-    """Yield every shape that a proxy can have.
+    """Yield the size of every possible proxy of ``model``, as (parameters, width, depth).
 
-    A proxy has at most half the size, and its width and depth are within the tested ratios. The head dimension, the
-    query heads per key-value head and d_ff / d_model stay the same.
+    A proxy has at most half the parameters, and its width and depth are within the tested ratios. The head dimension,
+    the query heads per key-value head and d_ff / d_model stay the same.
     """
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = model.params / 2, model.d_model / model.n_layers
@@ -167,7 +169,7 @@ def _smaller(model: ModelShape) -> Iterator[_Size]:
 
 
 def _scaled(model: ModelShape, width: int, depth: int) -> ModelShape:
-    """Return the model at another width and depth, with d_ff in nearly the same proportion and rounded."""
+    """Return the model at another width and depth; d_ff / d_model changes only by rounding."""
     exact = model.d_ff * width % model.d_model == 0
     step = 32 if width >= 128 else 8
     d_ff = None if exact else max(round(model.d_ff * width / model.d_model / step), 1) * step

@@ -17,12 +17,12 @@ class StarterRequest:
     """The options of `leaven new`."""
 
     name: str
-    params: int
-    tokens: int
-    source: str = "python-stdlib"
-    vocab: int | None = None
-    seq_len: int | None = None
-    reference: str | None = None  # id of a published run whose values are all used together
+    params: int  # size of the model
+    tokens: int  # length of the run
+    source: str = "python-stdlib"  # the training text
+    vocab: int | None = None  # None: leaven chooses
+    seq_len: int | None = None  # None: leaven chooses
+    reference: str | None = None  # ``--from``: id of a published run whose values are used instead of votes
     gpus: int = 1  # the batch must divide over these GPUs
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
     text_tokens: int | None = None  # tokens of the text, if known
@@ -52,10 +52,11 @@ class StarterRequest:
 
 
 def find_reference(id: str) -> PublishedRun:
-    """Return a run to take values from: dense, with a comparable learning rate, and with a known batch and length.
+    """Return the published run that ``--from`` names.
 
     Raises:
-        InputError: if there is no such run, or if it lacks one of these properties; the message names other runs.
+        InputError: if there is no such run, or if it cannot be used: it must be dense, with an lr for plain Adam or
+            AdamW and with known shape, batch and length. The message names runs that can be used.
     """
     run = find_run(id)
     lacks = _lacks(run)

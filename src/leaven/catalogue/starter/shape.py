@@ -1,6 +1,7 @@
-"""Choose the shape of a starter recipe from the neighbours' proportions, in sizes that divide evenly.
+"""Choose the shape of a starter recipe from the proportions of the nearest published runs, in sizes that divide
+evenly.
 
-Symbols: N parameters, d width, L layers, f width of the MLP, V vocabulary.
+Symbols: d is d_model, L the number of layers, and f is d_ff, the width of the MLP.
 """
 
 import math
@@ -20,32 +21,32 @@ from leaven.recipe.shape import Activation, ModelShape, Positions
 from leaven.recipe.units import format_quantity, parse_quantity
 
 TOLERANCE = 0.03
-"""A shape should be within this share of the requested parameters."""
+"""A shape should differ from the requested parameters by at most this share."""
 VOCABULARIES = (512, 1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 49_152, 65_536, 98_304, 131_072)
-"""Vocabulary sizes that are divisible by 128 and by every tensor-parallel degree up to 8 that is a power of two."""
+"""Vocabulary sizes to choose from. All are divisible by 128 and by tensor-parallel degrees of 2, 4 and 8."""
 VOCABULARY_SHARE = 0.25
-"""Largest share of the parameters that one matrix of the vocabulary may take."""
+"""The embedding may have at most this share of the parameters."""
 TIED_SHARE = 0.08
-"""Above this share of the parameters, embedding and unembedding are tied."""
+"""Embedding and unembedding are tied if the embedding has more than this share of the parameters."""
 FARTHEST = 0.05
-"""A shape farther than this from the requested parameters is refused."""
+"""A shape that differs from the requested parameters by more than this share is refused."""
 SHORT = 4_096
-"""Up to this many positions RoPE's default theta of 10,000 is used."""
+"""For sequences of up to this many tokens RoPE's default theta of 10,000 is used."""
 SMALL_ASPECT = 16.0
-"""Largest d / L where nothing near the size is published: small models are better deep and narrow (MobileLLM, arXiv
+"""Largest d / L if no published run is near the size: small models are better deep and narrow (MobileLLM, arXiv
 2402.14905, at 125 M and 350 M; SmolLM-135M has 19)."""
 RECENT = "2024"
-"""Runs from this year on decide sequence length and shared key-value heads, which depend more on year than on
-size."""
+"""Runs from this year on decide the sequence length and grouped-query attention, which depend more on the year than
+on the size."""
 SEQUENCES_A_BATCH = 64
 """Sequences are shortened until the batch that laws predict has about this many, so that the much smaller batch of a
-proxy still has whole sequences."""
+proxy (a smaller model to tune) still has several sequences."""
 SHORTEST = 128
 """Tokens of the shortest sequence."""
-_DEEPEST = 200
-_UNEVEN = (0.0, 0.1, 0.03, 0.1)  # what the number of layers modulo 4 adds to the cost of a shape
-# (least width, unit): from this width on, widths are multiples of this unit. From 4,096 on, the heads of 128 then
-# divide by 8, the GPUs of a node.
+_DEEPEST = 200  # layers
+_UNEVEN = (0.0, 0.1, 0.03, 0.1)  # cost of a number of layers, by its remainder modulo 4
+# (least width, unit): from this width on, widths are multiples of this unit. With 1,024 the number of heads of size
+# 128 is divisible by 8, the GPUs of a node.
 _ROUND = ((4_096, 1_024), (2_048, 512), (1_024, 256), (512, 128), (256, 64), (128, 32), (0, 16))
 _STACK = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "qk_norm": True, "bias": False}
 _CHOICES = (*_STACK, "embedding_norm", "rope_theta", "dropout")
@@ -54,47 +55,41 @@ _SIZES = ("n_layers", "d_model", *_HEADS, "d_ff", "vocab_size", "tied_embeddings
 
 
 class Proportions(NamedTuple):
-    """The proportions of a shape: ``aspect`` is d / L, ``ff_ratio`` is f / d.
+    """The proportions of a shape."""
 
-    The key-value heads are given by their number (``n_kv_heads``) or by the query heads per key-value head
-    (``group``).
-    """
-
-    aspect: float
-    ff_ratio: float
+    aspect: float  # d / L
+    ff_ratio: float  # f / d
     d_head: int
-    group: int = 1
-    n_kv_heads: int | None = None
-    width: int | None = None  # the reference run's width, which is allowed even if it is not round
+    group: int = 1  # query heads per key-value head
+    n_kv_heads: int | None = None  # replaces group
+    width: int | None = None  # width of the reference run (``--from``), which is allowed even if it is not round
 
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
-    """Return the f / d at which a block has 12 d^2 parameters: 4, or 8/3 with a gated MLP.
+    """Return the ratio f / d at which a block has 12 d^2 parameters: 4, or 8/3 with a gated MLP (arXiv 2002.05202).
 
-    See Shazeer 2020, arXiv 2002.05202. Parameters that shared key-value heads save are added to the MLP, as in Llama
-    2 70B (3.5) and Llama 3 405B (3.25).
+    Parameters saved by grouped-query attention are added to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
     """
     return (12 - 2 - 2 * n_kv_heads / n_heads) / (3 if activation == "swiglu" else 2)
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual``, or a smaller size if its matrix would be too large.
-
-    The matrix may have at most `VOCABULARY_SHARE` of the parameters.
-    """
+    """Return the vocabulary size nearest to ``usual`` with at most `VOCABULARY_SHARE` of the parameters."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
 
 
 def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
-    """Return the shape whose proportions are nearest to ``proportions``, among the shapes whose size is within
-    `TOLERANCE` of ``params``.
+    """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
-    If there is no such shape, return the shape nearest in size. Widths within a factor of 3 of ``usual`` are tried;
-    ``fixed`` has the other fields of a :class:`ModelShape`. An error of 1% in size counts as much as 3% in d / L or
-    0.6% in d_ff. An odd number of layers counts as 10% in d / L, because it cannot be halved for pipeline stages; a
-    number that is divisible by 2 but not by 4 counts as 3%.
+    If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. An error of 1% in size costs as
+    much as 3% in d / L or 0.6% in f. An odd number of layers costs as much as 10% in d / L, because it cannot be
+    halved for pipeline stages; a number that is divisible by 2 but not by 4 costs as much as 3%.
+
+    Args:
+        usual: widths within a factor of 3 of this width are tried.
+        fixed: the other fields of a :class:`ModelShape`.
     """
 
     def cost(pair: tuple[ModelShape, int]) -> tuple[bool, float]:
@@ -126,7 +121,7 @@ def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[st
 
 
 def _widths(usual: float, proportions: Proportions) -> list[int]:
-    """Return the widths to try: round multiples of the heads, within a factor of 3 of the usual width."""
+    """Return the widths to try: round multiples of the head dimension, within a factor of 3 of the usual width."""
     unit = proportions.d_head * (proportions.n_kv_heads or proportions.group)
     steps = range(1, max(round(4 * usual / unit), 8) + 1)
     widths = [unit * step for step in steps if usual / 3 <= unit * step <= 3 * usual]
@@ -135,10 +130,7 @@ def _widths(usual: float, proportions: Proportions) -> list[int]:
 
 
 def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
-    """Return the MLP widths to try at width ``d``, the nearest to the usual ratio first.
-
-    They are multiples of 32 to 256 within an eighth of the ratio.
-    """
+    """Return the MLP widths to try at width ``d``, nearest to ``ff_ratio`` x d first, at most an eighth away."""
     wanted = proportions.ff_ratio * d
     step = 32 if d < 512 else 64 if d < 1_024 or proportions.width else 128 if d < 2_048 else 256
     nearest = max(round(wanted / step), 1) * step
@@ -147,10 +139,10 @@ def _mlp_widths(d: int, proportions: Proportions) -> list[int]:
 
 
 def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Choose the shape of a starter recipe.
+    """Return the shape of a starter recipe.
 
     Raises:
-        InputError: if no shape is near the size; the message names a vocabulary or a size that works.
+        InputError: if no shape is within `FARTHEST` of the size; the message names a vocabulary or a size that works.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
@@ -175,7 +167,7 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
 
 
 def _nearest(request: StarterRequest, near: Neighbours) -> ModelShape:
-    """Return the shape nearest to the requested size with the proportions of the neighbours or of the reference."""
+    """Return the shape nearest to the requested size, in the proportions of the reference run or the neighbours."""
     run, arch = near.reference, near.reference.arch if near.reference else None
     stack = _stack_of(run) if run else _STACK
     aspect = middle(near.values(lambda run: run.aspect)).value
@@ -219,7 +211,7 @@ def _stack_of(run: PublishedRun) -> dict[str, Any]:
 
 
 def _theta_of_long() -> tuple[float, list[str]]:
-    """Return the rope_theta that most runs of more than ``SHORT`` positions have, and the ids of these runs."""
+    """Return the most frequent rope_theta of published runs with sequences above `SHORT` tokens, and their ids."""
     by: dict[float, list[str]] = {}
     for run in load_runs():
         if run.arch.rope_theta and run.data and (run.data.seq_len or 0) > SHORT:
@@ -228,7 +220,7 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size, only runs from `RECENT` on if there are any."""
+    """Return the newest run of each lineage near the size: runs from `RECENT` on, else the neighbours."""
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -239,7 +231,7 @@ def _groups(near: Neighbours) -> dict[str, float]:
 
 
 def _grouped(near: Neighbours) -> bool:
-    """Return whether at least half of the recent lineages share key-value heads."""
+    """Return whether at least half of the recent lineages have grouped-query attention."""
     shares = list(_groups(near).values())
     return sum(group > 1 for group in shares) * 2 >= max(len(shares), 1)
 
@@ -251,10 +243,9 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the requested sequence length, or the middle of the recent neighbours' lengths.
+    """Return the requested sequence length, or the median length of recent published runs.
 
-    The middle is shortened to a power of two of which `SEQUENCES_A_BATCH` fit into the batch that the laws
-    predict.
+    The median is shortened to a power of two of which about `SEQUENCES_A_BATCH` fit into the batch that laws predict.
     """
     if request.seq_len:
         return request.seq_len
@@ -266,12 +257,12 @@ def _seq_len(request: StarterRequest, near: Neighbours) -> int:
 
 
 def _predicted_batch(request: StarterRequest) -> float:
-    """Return the middle of the batches that laws predict, in tokens."""
+    """Return the median of the batches that laws predict, in tokens."""
     return float(middle(batches(evaluate(request.params, request.tokens), "optimal")).value)
 
 
 def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours, model: ModelShape) -> None:
-    """Record the values of a shape from :func:`choose_shape`, and the reasons for them, as one step."""
+    """Add the values of ``model``, a shape from :func:`choose_shape`, to the draft as one step, with reasons."""
     run, lengths, predicted = near.reference, _lengths(near), _predicted_batch(request)
     aspects, grouped = middle(near.values(lambda run: run.aspect)), _grouped(near)
     shares_heads = model.n_kv_heads < model.n_heads
@@ -288,7 +279,7 @@ def decide_shape(draft: StarterDraft, request: StarterRequest, near: Neighbours,
         "groups": _groups(near),
         "ratio": model.d_ff / model.d_model,
         "usual": usual_ff_ratio(model.activation, model.n_heads, model.n_kv_heads),
-        "multiple": math.gcd(model.d_ff, 256),  # no step of the MLP widths is larger
+        "multiple": math.gcd(model.d_ff, 256),  # 256 is the largest step of MLP widths
         "vocab": request.vocab,
         "vocab_sizes": middle(near.values("model.vocab_size")),
         "vocab_share": VOCABULARY_SHARE,

@@ -1,16 +1,16 @@
 """Derive a recipe for a size and a duration from published runs and laws (`leaven new`), with reasons.
 
-The method, whose steps are in the modules of this package:
+The method:
 
-- Shape, batch, ramp and schedule are chosen for the target. Learning rate, moments, decay and init are chosen for the
-  *base*: the proxy to tune, or the target itself if tuning is not worth its cost. The scaling rule then changes them
-  for the target.
-- Each lineage of published runs has one vote. The lineages within a factor of 4 of the size vote, or the nearest
-  three if there are fewer; a run that is farther away has less weight.
-- Values that depend on size or duration are converted before they are averaged: a neighbour's lr to this size and
-  batch, its batch to these tokens, a law's lr to this batch.
-- All laws together weigh as much as all neighbours together, since neither group has been right alone; laws outside
-  their fitted range weigh less.
+- The target is the model that the user requests. Its shape, batch, ramp and schedule are chosen directly. Learning
+  rate, betas, decay and init are chosen for the *base*: a smaller model to tune first (the proxy), or the target
+  itself if tuning is not worth its cost. The scaling rule then converts them for the target.
+- The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
+  The lineages within a factor of 4 of the size vote, but at least the nearest three; runs farther away have less
+  weight.
+- Published values are converted before they are averaged: an lr to this size and batch, a batch to these tokens, a
+  law's lr to this batch.
+- All laws together weigh as much as all published runs together; laws outside their fitted range weigh less.
 """
 
 from collections.abc import Iterator
@@ -36,23 +36,25 @@ from leaven.recipe.shape import Activation, ModelShape, Positions
 from leaven.recipe.units import format_quantity
 
 LEAST_SEQUENCES = 2_000
-"""Sequences in the shortest run that is accepted."""
+"""Shorter runs, in sequences, are refused."""
 MOST_EPOCHS = 4
 """Up to this many epochs, repeated text is nearly as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
-LEAST_HELD_OUT, MOST_EVALUATED = 64, 1 / 7
-"""The fewest held-out sequences: the loss of 8 sequences of 128 tokens was off by 0.17 nats. Evaluations read at most
-this share of the run's tokens, and so take about 5% of its time."""
+LEAST_HELD_OUT = 64
+"""Sequences in an evaluation, at least: the loss of 8 sequences of 128 tokens was off by 0.17 nats."""
+MOST_EVALUATED = 1 / 7
+"""All evaluations together read at most this share of the run's tokens, and so take about 5% of its time."""
 PROCESSOR_PARAMS = 20_000_000
-"""Up to this size models are also trained on CPUs, most of which compute bf16 at half the speed of fp32."""
+"""Models of up to this many parameters get fp32, because they are often trained on CPUs, where bf16 is mostly
+slower."""
 
-# Groups of a run's file whose values a recipe has under other paths.
+# Tables of a run's file whose values are in other tables of a recipe.
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
 def starter(request: StarterRequest) -> Derivation:
-    """Return the target's recipe and how it was derived. Equal requests give equal results.
+    """Return the recipe that `leaven new` writes for a request, and how it was derived.
 
-    The recipe has a layout for one process; the planner can choose another layout later.
+    The recipe has a layout for one process.
 
     Raises:
         InputError: if size or duration are out of range, or if the reference run cannot be used.
@@ -99,10 +101,8 @@ def starter(request: StarterRequest) -> Derivation:
 
 
 def untuned(recipe: Recipe) -> Recipe:
-    """Return a recipe with the schedule and hyperparameters that `leaven new` would choose, without tuning.
-
-    They are chosen for the shape, batch and length of this recipe.
-    """
+    """Return a recipe with the schedule and hyperparameters that `leaven new` chooses for its shape, batch and
+    length, without a proxy or a tuned base."""
     at = StarterScale(neighbours(recipe.model.params, recipe.data.tokens), recipe.model, recipe.data.tokens)
     draft, batch = StarterDraft(), recipe.batch.tokens
     draft.decide("batch", recipe.batch.model_dump(mode="json", exclude_none=True))
@@ -164,7 +164,7 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
     stand_in = request.source == "python-stdlib"
     draft.decide("data.source", request.source, stand_in=stand_in)
     draft.decide("data.tokenizer", "bpe")
-    # Epochs, if they are known and more than one.
+    # Epochs of the text; None if at most one, or if the length of the text is unknown.
     text = STDLIB_TOKENS if stand_in else request.text_tokens
     epochs = request.tokens / max(text, 1) if text is not None and request.tokens > text else None
     many = epochs is not None and epochs > MOST_EPOCHS
@@ -186,9 +186,9 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 
 
 def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
-    """Choose the precision and the base, which is the scale for which the recipe's hyperparameters are written.
+    """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
-    The base is the reference run if there is one; otherwise it is the proxy, a tuned base, or the target itself.
+    It is the scale of the reference run if the user names one, else of the tuned base, the proxy or the target.
     """
     model, run, shape = at.model, at.reference, base.scale.model
     if model.params <= PROCESSOR_PARAMS:

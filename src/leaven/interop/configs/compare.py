@@ -1,10 +1,11 @@
 """Compares a recipe's parameter table with the settings that another trainer would use.
 
-A target is a trainer to which recipes are exported. Each target computes the settings that it would give every
-parameter (:class:`ParameterSettings`). A difference from the recipe's table is a loss, so the list of losses is never
-written by hand. Equivalent parametrizations do not count as different: a matrix whose output is multiplied by c
-trains like a matrix that is c times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``,
-where the decay is part of the gradient). Multipliers are folded in on both sides before the comparison.
+A target is a trainer to which recipes are exported. A loss is a value that is lost in the export: a difference
+between the recipe's table and the settings that the target would give a parameter (:class:`ParameterSettings`).
+
+Equivalent settings do not count as different. A matrix whose output is multiplied by c trains like a matrix that is c
+times as large, with c times the lr, eps / c and decay / c (decay / c^2 for ``adam``, where the decay is part of the
+gradient). So multipliers are folded into the matrices on both sides before the comparison.
 """
 
 import json
@@ -21,8 +22,8 @@ from leaven.recipe.shape import ModelShape, Role
 from leaven.scaling.table import folding, parameter_table
 
 SAME = 1e-6  # relative difference up to which two numbers count as equal
-# The same for initial standard deviations: recipes write factors such as 1 / sqrt(2 L) with four digits, and the
-# standard deviation of a million random numbers varies by 0.07%.
+# Relative difference up to which two initial stds count as equal: recipes have factors such as 1 / sqrt(2 n_layers)
+# with four digits, and the std of a million random numbers varies by 0.07%.
 SAME_START = 1e-3
 
 
@@ -30,10 +31,10 @@ SAME_START = 1e-3
 class Loss:
     """A value of the recipe that a target cannot represent."""
 
-    key: str  # of the recipe, or "QUANTITY of MODULES"
-    value: Any  # the recipe's
-    why: str  # what happens instead
-    modules: int = 1  # how many modules lose it
+    key: str  # key of the recipe, or "QUANTITY of MODULES"
+    value: Any  # value in the recipe
+    why: str  # what the target would do instead, and why
+    modules: int = 1  # number of modules with this loss
 
     @property
     def text(self) -> str:
@@ -55,7 +56,10 @@ class ParameterSettings:
     multiplier: float = 1.0  # on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return equivalent settings with ``factor`` folded into the parameter."""
+        """Return equivalent settings with ``factor`` folded into the parameter.
+
+        ``decoupled`` states whether the decay is AdamW's and not part of the gradient.
+        """
         return replace(
             self,
             init_mean=self.init_mean * factor,
@@ -70,8 +74,7 @@ QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
 
 
 class ResolvedRecipe:
-    """A recipe with its parameter table, and with its sizes converted to sequences, optimizer steps and
-    micro-batches."""
+    """A recipe with its parameter table, and its token counts as sequences, optimizer steps and micro-batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -88,7 +91,7 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The table of an equivalent model without multipliers; only gradient clipping differs."""
+        """The settings in an equivalent model without multipliers, by parameter; only gradient clipping differs."""
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -96,8 +99,7 @@ class ResolvedRecipe:
 
     @cached_property
     def hidden(self) -> ParameterSettings:
-        """The most common settings of the matrices inside the blocks, for a target that has a single value of each
-        setting."""
+        """The most common settings of the matrices in the blocks, for targets with one value for all parameters."""
         counts = Counter(self.rows[row.name] for row in self.table.rows if row.role is Role.HIDDEN_WEIGHT)
         return counts.most_common(1)[0][0]
 
@@ -147,13 +149,13 @@ def compare(
     *,
     plain: bool,
 ) -> list[Loss]:
-    """Return the differences between the recipe's parameter table and the settings ``given`` by a target: one loss
-    for each quantity and value.
+    """Return the differences between the recipe and a target: one loss for each quantity and value.
 
-    ``reasons`` contains the target's reason for each quantity. With ``plain``, the target is compared with the table
-    of an equivalent model without multipliers. Parameters that are missing in ``given`` do not exist in the target's
-    model; that counts as a loss of the model shape. ``attention_scale`` is the target's factor on query . key, or
-    None if that factor is folded into the weights.
+    Args:
+        given: the target's settings by parameter. Parameters that the target does not have are not compared.
+        attention_scale: the target's factor on query . key; None if that factor is folded into the weights.
+        reasons: why the target loses a quantity, by quantity.
+        plain: whether to compare with an equivalent model without multipliers.
     """
     ours = run.plain if plain else run.rows
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -188,7 +190,7 @@ def compare(
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
-    """Format two ranges of numbers with enough digits (at least four) to show the difference."""
+    """Return two ranges of numbers as text, with enough digits (at least four) to show the difference."""
 
     def text(values: Sequence[float], digits: int) -> str:
         low, high = (f"{value:.{digits}g}" for value in (min(values), max(values)))
@@ -201,8 +203,8 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:
     """Return the nearest model shape that a target supports, and the losses.
 
-    ``holds`` lists the supported values of each key. The first value in the list replaces any value that is not
-    supported. For ``d_attention``, "d_model" means the default.
+    ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first of the
+    list. For ``d_attention``, "d_model" means the default.
     """
     losses, changes = [], {}
     for key, held in holds.items():

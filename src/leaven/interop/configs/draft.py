@@ -1,8 +1,8 @@
 """Builds a recipe from the configuration of another trainer.
 
 :class:`Settings` contains the keys or flags of that configuration, with the trainer's defaults. :class:`Draft`
-collects the values of the recipe, each with the key from which it was taken, and estimates values that a recipe needs
-but the configuration does not contain.
+collects the values of the recipe with their reasons, and estimates the required values that the configuration does
+not contain.
 """
 
 import math
@@ -37,15 +37,15 @@ class Draft:
     origin: str  # the file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    unread: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)  # as in `Imported`
+    unread: list[str] = field(default_factory=list)  # as in `Imported`
 
     def set(self, path: str, value: Any, why: str) -> None:
         self.values[path] = value
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json. The reasons call it ``file``."""
+        """Set the model shape and the initial std from a config.json, which the reasons call ``file``."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -83,7 +83,7 @@ class Draft:
 
         if "data.tokens" not in self.values:
             tokens = TOKENS_PER_PARAMETER * shape.params
-            guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} a parameter, as a run from scratch takes")
+            guess("data.tokens", tokens, f"{TOKENS_PER_PARAMETER} tokens per parameter, as for a run from scratch")
         tokens = self.values["data.tokens"]
         if "batch.tokens" not in self.values:
             guess("batch.tokens", *likely_batch(shape, tokens))
@@ -122,7 +122,7 @@ class Settings:
     origin: str  # the file, for messages
     table: Mapping[str, Mapping[str, Any]]  # a row for each setting
     default: str  # the reason for a default value, with {} for the name of the setting
-    prefix: str = ""  # text before the name of a setting
+    prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
     unset: dict[str, str] = field(default_factory=dict)  # names of variables without a value, by setting
@@ -164,7 +164,10 @@ class Settings:
         return f"{self.origin}: {self.prefix}{name}"
 
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
-        """Return leaven's equivalent for the value of a setting."""
+        """Return leaven's equivalent for the value of a setting.
+
+        ``known`` has the equivalents by value, or for a switch as (off, on).
+        """
         if not isinstance(known, Mapping):  # the equivalents of a switch: off, on
             return known[self[name]]
         if self[name] not in known:
@@ -180,8 +183,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Copy all settings that have the same meaning as a key of a recipe into ``draft``, except keys that are
-        already set."""
+        """Copy all settings with an equivalent key of a recipe into ``draft``, but do not replace values."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):
@@ -205,8 +207,7 @@ def as_number(value: Any, label: str) -> float:
 
 
 def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
-    """Return the batch size in tokens that the Step Law recommends, rounded to whole sequences, and the reason for
-    it."""
+    """Return (batch in tokens, reason): the batch by the Step Law, rounded to whole sequences."""
     laws = evaluate(shape.params, tokens, params_non_embedding=shape.params_non_embedding)
     step_law = next(law for law in laws if law.law == "Step Law 2025")
     assert step_law.batch_tokens is not None
@@ -217,7 +218,7 @@ def likely_batch(shape: ModelShape, tokens: int) -> tuple[int, str]:
 
 
 def likely_lr(shape: ModelShape, tokens: int) -> tuple[float, str]:
-    """Return the peak lr of the published run that is nearest in size, and the reason for it."""
+    """Return (peak lr, reason): the peak lr of the published run that is nearest in size."""
     neighbour = next(run for run, _ in nearest(shape.params, tokens, limit=99) if run.peak_lr is not None)
     assert neighbour.peak_lr is not None
     return neighbour.peak_lr, f"the peak of {neighbour.id}, the published run nearest in size"

@@ -1,10 +1,9 @@
 """Exports recipes as configurations of other trainers.
 
-A target is a trainer to which recipes are exported; it is defined by a table and its templates. The table
-``targets/NAME.toml`` contains the model shapes that the target supports, its names for schedules, its losses other
-than parameter settings, and notes. Losses and notes that are common to all targets are in ``targets/common.toml``.
-:mod:`.per_parameter` computes the settings that a target would give each parameter, and they are compared with the
-recipe's table. The templates are Jinja templates, and format numbers and strings as the file type requires.
+A target is a trainer to which recipes are exported. Its table ``targets/NAME.toml`` lists the supported model shapes,
+its names for schedules, and its Jinja templates. Losses are values of the recipe that the target cannot represent:
+some are in the table or in ``targets/common.toml``, the others are found by comparing the recipe's parameter table
+with the settings that the target would give each parameter (:mod:`.per_parameter`).
 """
 
 import json
@@ -38,14 +37,14 @@ class Target:
     sources: str  # the sources of its flags, keys, defaults and behaviour
     path: str  # the default path, with {name} or {identifier} of the recipe
     files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
-    decays: Mapping[str, str]  # its name of each decay; the name of cosine replaces missing names
-    # why it loses a quantity; "*" stands for all other quantities
+    decays: Mapping[str, str]  # its name for each decay; a missing decay is exported as cosine
+    # why the target loses a quantity; "*" stands for all other quantities
     reasons: Mapping[str, str] = field(default_factory=dict)
     holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values of keys of [model]
     plain: bool = False  # whether multipliers are folded into the weights
-    ramp: bool = False  # whether it has a batch that grows
-    samples: bool = False  # whether it counts samples instead of steps
-    # its words for leaven's words, for templates
+    ramp: bool = False  # whether the target supports a batch ramp
+    samples: bool = False  # whether the target counts samples instead of steps
+    # the target's words for leaven's, for templates
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     lost: Sequence[Mapping[str, str]] = ()  # losses, in rows as in common.toml
     notes: Sequence[Mapping[str, str]] = ()  # notes, in rows as in common.toml
@@ -62,7 +61,7 @@ class Export:
 
 @cache
 def target(name: str) -> Target:
-    """Read the table of a target.
+    """Return the export target with this name.
 
     Raises:
         InputError: if there is no such target.
@@ -78,7 +77,7 @@ def default_path(name: str, recipe_name: str) -> str:
 
 
 def export(name: str, recipe: Recipe) -> Export:
-    """Export a recipe for a target. The result also lists the values that the target cannot represent."""
+    """Return the files for a target, and the values of the recipe that the target cannot represent."""
     to, run = target(name), ResolvedRecipe(recipe)
     if name == "transformers":
         architecture, changes = nearest(recipe.model, trained=True)
@@ -174,7 +173,7 @@ def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candida
 
 
 def _texts(rows: Iterable[Mapping[str, str]], known: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows that apply, with their templates and expressions evaluated."""
+    """Yield the rows (losses or notes) whose condition ``when`` is true, with templates and expressions evaluated."""
 
     def evaluated(expression: str) -> Any:
         return environment("").compile_expression(expression)(**known)
@@ -223,8 +222,7 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML. This is its JSON text, but 1e-08 is written as 1.0e-08, because YAML 1.1 reads a number
-    without a dot before its exponent as a string."""
+    """Return a value as YAML: its JSON text, with 1e-08 as 1.0e-08, because YAML 1.1 reads 1e-08 as a string."""
     text = _json(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 

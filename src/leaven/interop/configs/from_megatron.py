@@ -1,8 +1,8 @@
 """Imports a recipe from a list of Megatron-LM arguments.
 
 ``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Megatron
-uses the same lr, decay and standard deviation for all matrices except the embedding and the ends of branches; the
-imported recipe has multipliers for these modules, and no scaling rule.
+uses the same lr, decay and initial std for all matrices, except for embedding, unembedding and the last matrices of
+branches; the imported recipe has multipliers for these modules, and scaling rule ``standard``.
 """
 
 import math
@@ -110,8 +110,8 @@ def _sizes(given: Settings, draft: Draft) -> None:
         padded = -(-given["vocab-size"] // multiple) * multiple
         draft.set("model.vocab_size", padded, f"--vocab-size, padded to a multiple of {multiple}")
     else:
-        draft.unknown.append("model.vocab_size: the tokenizer's; 50,304 (GPT-2's, padded) is used")
-        draft.set("model.vocab_size", 50_304, "not in the file: that of GPT-2's tokenizer, padded")
+        draft.unknown.append("model.vocab_size: give that of your tokenizer; 50,304 (GPT-2's, padded) is used")
+        draft.set("model.vocab_size", 50_304, "not in the file: the vocabulary of GPT-2's tokenizer, padded")
 
 
 def _kind(given: Settings, draft: Draft) -> None:
@@ -143,14 +143,14 @@ def _kind(given: Settings, draft: Draft) -> None:
 
 
 def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Set the multipliers of modules: for the init std of branch ends and embeddings, and for the lr of embedding and
-    unembedding."""
+    """Set multipliers: for the init std of embeddings and of the last matrices of branches, and for the lr of
+    embedding and unembedding."""
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
             draft.set(f"hyperparameters.modules.{module}.{quantity}", value, why)
 
-    multiply("init_std", BRANCH_ENDS, 1 / math.sqrt(2 * n_layers), "Megatron's init std of these / sqrt(2 L)")
+    multiply("init_std", BRANCH_ENDS, 1 / math.sqrt(2 * n_layers), "Megatron divides this std by sqrt(2 n_layers)")
     if "embedding-init-method-std" in given:
         relative = given["embedding-init-method-std"] / given["init-method-std"]
         modules = ["embedding", "positions"] if learned else ["embedding"]
@@ -174,7 +174,7 @@ def _batch_and_duration(given: Settings, length: int, draft: Draft) -> None:
             label = f"{given.origin}: --rampup-batch-size"
             sizes = [int(as_number(word, label)) * length for word in words]
             ramp = dict(zip(("start_tokens", "increment_tokens", "over_tokens"), sizes, strict=True))
-            why = "--rampup-batch-size, which a Megatron-LM since April 2026 parses and ignores"
+            why = "--rampup-batch-size, which Megatron-LM since April 2026 parses and ignores"
             draft.set("batch.ramp", ramp, why)
     parts = {path.removeprefix("batch."): value for path, value in draft.values.items() if path.startswith("batch.")}
     parts.pop("micro_batch", None)

@@ -34,7 +34,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
     draft.set_architecture(model, CONFIG)
     if architecture.scaled_branch_ends:
         for module in BRANCH_ENDS:
-            why = f"initializer_range / sqrt(2 L), as {architecture.name} starts them"
+            why = f"{architecture.name} draws this matrix with initializer_range / sqrt(2 n_layers)"
             draft.set(f"hyperparameters.modules.{module}.init_std", 1 / math.sqrt(2 * shape.n_layers), why)
     if arguments_path is not None:
         leaven = model.config.get("leaven")
@@ -47,7 +47,7 @@ def read(path: Path, name: str, ranks: int | None = None) -> Imported:
             draft.unknown.append("layout.dp: the number of processes, here 1; batch and tokens grow with --ranks N")
         _arguments(draft, shape.seq_len, read_json(arguments_path), draft.values.get("layout.dp", 1))
     if (config_path.parent / "parameters.json").exists():
-        draft.unread.append("parameters.json: values of single parameters; the recipe has those of TrainingArguments")
+        draft.unread.append(f"parameters.json: values of single parameters; the recipe has those of {ARGUMENTS}")
     return draft.finish(name, shape)
 
 
@@ -91,7 +91,7 @@ def _arguments(draft: Draft, seq_len: int, document: dict[str, Any], ranks: int)
     compute = "bf16" if given["bf16"] else "fp16" if given["fp16"] else "fp32"
     draft.set("precision.compute", compute, given.why("bf16", "fp16"))
     warmup = given["warmup_steps"] or given["warmup_ratio"]
-    # Below 1 it is a share of the run, as transformers 5 reads it.
+    # A warm-up below 1 is a share of the run, as in transformers 5.
     tokens = warmup * (batch if warmup >= 1 else draft.values.get("data.tokens", 0))
     draft.set("schedule.warmup_tokens", round(tokens), given.why("warmup_steps", "warmup_ratio"))
     _schedule(draft, given)

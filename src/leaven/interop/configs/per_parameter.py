@@ -1,6 +1,7 @@
-"""Computes the settings that each target would give every parameter: its parameter group and its initial values.
+"""Computes the optimizer settings and initial values that each export target (Megatron, ...) would give every
+parameter.
 
-The table of each target, ``targets/NAME.toml``, begins with the sources of these settings.
+The sources are in the table of each target, ``targets/NAME.toml``.
 """
 
 import math
@@ -18,7 +19,7 @@ from leaven.scaling.table import ParameterRow, optimizer_groups
 class Candidate:
     """A possible configuration of a target. The export uses the candidate with the fewest losses."""
 
-    given: Mapping[str, ParameterSettings]  # by the name of our parameter
+    given: Mapping[str, ParameterSettings]  # by leaven's name of the parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
     values: Mapping[str, Any] = field(default_factory=dict)  # more variables for the templates
 
@@ -27,10 +28,10 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for Megatron: one with --lr, and --decoupled-lr for embedding and unembedding; the other
-    with --use-mup.
+    """Yield the candidates for Megatron: with --lr, and --decoupled-lr for embedding and unembedding; and with
+    --use-mup.
 
-    --use-mup implements Table 8 of Yang et al. 2022. It is a candidate only for a model that is wider than its base.
+    --use-mup, which implements Table 8 of Yang et al. 2022, is a candidate only if the model is wider than its base.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -51,10 +52,11 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
     base = replace(hidden, init_mean=0.0, multiplier=1.0)
     stages = [f"{each.first_token}:{each.batch_tokens // shape.seq_len}" for each in recipe.batches.segments]
-    # The vocabulary is padded to a multiple of this times tp; if tp allows, it does not change.
+    # Megatron pads the vocabulary to a multiple of this number x tp. It is chosen so that padding changes nothing, if
+    # tp divides the vocabulary.
     multiple = math.gcd(shape.vocab_size, 128 * recipe.layout.tp) // recipe.layout.tp or 1
     counts = {
-        "batch_stages": " ".join(stages),  # at the tokens where the recipe's batch grows
+        "batch_stages": " ".join(stages),  # for each batch size: first token and sequences
         "vocabulary_multiple": multiple,
         "samples": -(-recipe.data.tokens // shape.seq_len),
     }
@@ -73,7 +75,7 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
     )
     if recipe.base.width >= shape.d_model:
         return
-    # The flags have the values of parameters that do not change with width, such as the embedding's.
+    # Megatron divides the values of matrices by the width ratio m; flags have the values before this division.
     m = recipe.model.d_model / recipe.base_shape.d_model
     vector = replace(base, lr=rows["embedding.weight"].lr, eps=hidden.eps * m)
     matrix = replace(vector, lr=vector.lr / m, eps=hidden.eps)
@@ -99,8 +101,8 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for nanotron, which has a single parameter group: the initial std of branch ends is std /
-    sqrt(2 L) (NUM_LAYERS) or std (NONE)."""
+    """Yield two candidates for nanotron, which has a single parameter group: the last matrices of branches start with
+    std / sqrt(2 n_layers) (NUM_LAYERS) or with std (NONE)."""
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
     for method, ratio in (("NUM_LAYERS", 1 / math.sqrt(2 * recipe.model.n_layers)), ("NONE", 1.0)):
@@ -109,8 +111,8 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the settings of litgpt. It has a single parameter group with weight decay, also for gains; its initial
-    values are fixed, and its attention scale is rounded."""
+    """Yield the settings of litgpt: one parameter group with weight decay, also for gains, fixed initial values, and
+    a rounded attention scale."""
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
@@ -122,8 +124,8 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Give all matrices the settings ``matrix``, except ``end`` at the end of a branch, and all gains and biases the
-    settings ``vector`` with the recipe's initial values."""
+    """Return the settings of all parameters: ``end`` for the last matrices of branches, ``matrix`` for other
+    matrices, and ``vector`` with the recipe's initial values for gains and biases."""
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix
@@ -138,7 +140,7 @@ def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) ->
     yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 
-# torchtitan: a start for each module, and groups by regular expressions ------------------------------------------
+# torchtitan: initial values for each module, and parameter groups by regular expressions ----------------------------
 
 TORCHTITAN_NAMES = {
     "embedding": "tok_embeddings",
@@ -220,8 +222,8 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the settings of each tensor of transformers. In a fused matrix, query, key and value have separate
-    initial stds, but the query's lr."""
+    """Yield the settings of each tensor of transformers. Parts of a fused matrix (query, key and value) have separate
+    initial stds, but all other settings are those of the query."""
     assert architecture is not None
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)

@@ -17,7 +17,7 @@ HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
 def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
-    """Draw new weights for ``model``, and return Adam or AdamW, in which parameters with equal values share a group.
+    """Draw new weights for ``model``, and return its Adam or AdamW with one group for each set of values.
 
     Raises:
         ValueError: if the file belongs to another model.
