@@ -65,7 +65,7 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     assert read_run(run).validation == []
     page = folder_page(run)
     assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in page
-    assert "1 of 2 times by itself" in page
+    assert "1 times by itself and 1 times by --rewind-to" in page
 
 
 def test_an_interrupted_run_has_no_final_loss(folder):

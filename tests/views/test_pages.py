@@ -38,7 +38,7 @@ PAGES: dict[str, tuple[str, set[str]]] = {
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
     "comparison": ("runs/moved has the lowest validation loss, 2.8101", RUN),
-    "plan": ("It fits: ", {"memory", "passes", "layouts", "ramp"}),
+    "plan": ("The run fits in memory: ", {"memory", "passes", "layouts", "ramp"}),
 }  # fmt: skip
 
 

@@ -57,7 +57,9 @@ def device_option(default: str) -> Any:
         envvar="LEAVEN_DEVICE",
         help="The device to compute on.",
         show_default=default,
-        callback=lambda name: os.environ.update({"LEAVEN_DEVICE": name} if name else {}),  # worker processes inherit it
+        callback=lambda name: os.environ.update(
+            {"LEAVEN_DEVICE": name} if name else {}
+        ),  # worker processes inherit it
     )
 
 

@@ -140,9 +140,7 @@ def nearest_runs(
 @app.command("diff")
 def diff_runs(
     a: Annotated[str, typer.Argument(metavar="A", help="The id of a published run, or a recipe file (.toml).")],
-    b: Annotated[
-        str, typer.Argument(metavar="B", help="The id or recipe file (.toml) to compare with.")
-    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The id or recipe file (.toml) to compare with.")],
     json_output: JsonOption = False,
 ) -> None:
     """Print the values in which two published runs or recipes differ."""

@@ -27,7 +27,7 @@ _COMPARED = (
 
 
 def wrote(path: Path, recipe: Recipe) -> str:
-    return f"wrote {path} (with the reasons of {len(recipe.why)} values under [why])"
+    return f"wrote {path} ({len(recipe.why)} values with their reason under [why])"
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:

@@ -24,7 +24,7 @@ def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ())
     reason instead of suggesting a change.
     """
     size, tokens = format_quantity(check.params), format_quantity(check.tokens)
-    yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values are compared after the scaling rule")
+    yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values after the scaling rule")
     for one in check.findings:
         label = Text(one.severity if one.severity == "note" else one.severity.upper(), _STYLES[one.severity])
         lines = [f"{one.check}: {one.says}", *_evidence(one)]

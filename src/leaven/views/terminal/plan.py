@@ -87,7 +87,7 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch size of a ramp, and its speed as a share of the full speed, rounded down to 99%."""
+    """Return the first batch size of a ramp, and its share of the full speed. Only a share of 1 is shown as 100%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
