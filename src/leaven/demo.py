@@ -1,9 +1,9 @@
 """``leaven demo`` shows how the best learning rate (lr) changes when a model gets wider.
 
-The demo trains the smallest width, called the base, with a grid of learning rates. At every larger width it trains the
-grid twice: with all hyperparameters copied from the base, and with hyperparameters moved (scaled) by a rule. Finally
-it trains the largest width, copied and moved, with more seeds at the lr that had the lowest mean loss at the base.
-The losses depend only on the recipe and the seeds, not on the speed of the machine.
+The demo trains the smallest width, called the base, with a grid of learning rates. At every larger width, it trains
+the grid twice: with all hyperparameters copied from the base, and with hyperparameters moved (scaled) by a rule.
+Finally it trains the largest width, copied and moved, with more seeds at the base's best lr. The losses depend only
+on the recipe and the seeds, not on the speed of the machine.
 """
 
 import json
@@ -99,8 +99,7 @@ def run_demo(
         stop: returns true once the user asked to stop.
 
     Raises:
-        InputError: if the folder contains other files or a demo with another size or text, if another process uses the
-            folder, or if the source has no text.
+        InputError: if the folder contains other files or another demo, or is in use, or if the source has no text.
         ChecksStopped: if ``stop`` returned true. Finished runs are saved, and the same call resumes the demo.
     """
     began, before = time.monotonic(), _earlier(folder, size, source)

@@ -68,7 +68,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename a temporary folder to ``final``, which must be new or empty. The caller has synced the folder's files."""
+    """Rename a folder, whose files the caller has synced, to ``final``. ``final`` must be new or empty."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()

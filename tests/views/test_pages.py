@@ -32,7 +32,7 @@ VOID = {"meta", "link", "br", "wbr", "input"}
 RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
     "demo": ("end 0.610 nats below the same values copied", {"standard", "complete-d-p"}),
-    "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
+    "run": ("Finished: after 4.93 M tokens, the validation loss is", RUN),
     "study": ("is the best of 64", {"search", "curves", "ahead", "front", "timeline"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),

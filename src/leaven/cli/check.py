@@ -51,7 +51,7 @@ LrsOption = Annotated[
     Any,
     list_option(
         number_above_0,
-        "Learning rates to try at the base size, separated by commas. For module:factory: multiples of the model's lr.",
+        "Learning rates to try at the base size, separated by commas. For module:factory, multiples of its own lr.",
         "1/4 to 4 times the recipe's",
     ),
 ]
@@ -77,9 +77,8 @@ def coordinates(
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
-    The check keeps the recipe's scaling rule and its ratio of d_ff to d_model. The smallest width and depth become the
-    base, from which the rule scales. The initial weights are changed so that small models already show the exponents
-    of large models.
+    The check keeps the recipe's scaling rule and ratio of d_ff to d_model. The rule scales from the smallest width
+    and depth. The initial weights are changed so that small models already show the exponents of large models.
     """
     from leaven.verification.coordinates import CoordinateCheck
 

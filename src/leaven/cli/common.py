@@ -156,8 +156,7 @@ def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
     """Read and validate a recipe file. ``overrides`` are the values of ``--set``.
 
     Raises:
-        InputError: if the file is missing or invalid. If ``recipe`` is the id of a published run, the message says how
-            to show that run.
+        InputError: if the file is missing or invalid. For the id of a published run, the message says how to show it.
     """
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
@@ -189,7 +188,7 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether the user pressed Ctrl-C or SIGTERM arrived. A second Ctrl-C interrupts."""
+    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. A second Ctrl-C interrupts at once."""
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:

@@ -71,9 +71,9 @@ def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
 def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
     """Return the commands after the plan of a recipe: train it in the planned layout. A proxy is tuned instead.
 
-    If the recipe has a proxy that is not tuned yet, tune the proxy first. With ``overrides`` (values of ``--set``) the
-    proxy is ignored, because it was made for the recipe without them. Return no commands if the layout does not fit,
-    or if leaven cannot train it.
+    If the recipe has a proxy that is not tuned yet, tune the proxy first. With ``overrides`` (values of ``--set``),
+    ignore the proxy, because it was made for the recipe without them. Return no commands if the layout does not fit
+    or leaven cannot train it.
     """
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:

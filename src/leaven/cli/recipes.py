@@ -114,10 +114,10 @@ def nearest_runs(
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """List the published runs that are most similar to a model: first by norms and optimizer, then by size and length.
+    """List the published runs most similar to a model: first by norms and optimizer, then by size and length.
 
-    The list begins with the nearest run of each lineage, which is a group of runs with a common origin of their
-    learning rate. The other runs follow.
+    The list begins with the nearest run of each lineage (a group of runs that inherited one learning rate). The other
+    runs follow.
     """
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:

@@ -137,7 +137,7 @@ def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(
-            f"the run in {run.path} has stopped ({last['why']}) and is not restarted automatically; to resume it, run "
-            "the same command again"
+            f"the run in {run.path} has stopped ({last['why']}) and is not restarted automatically; to resume it, "
+            "run the same command again"
         )
         raise typer.Exit(75 if last["why"] == "interrupted" else 1)

@@ -53,9 +53,9 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run, or the best recipe of a study, or the starting recipe of a study without a best recipe.
+        """The recipe of a run, or the best recipe of a study (its starting recipe if there is no best recipe).
 
-        None if the folder contains none of these files.
+        None if the folder contains no recipe.
         """
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():

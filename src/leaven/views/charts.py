@@ -88,7 +88,7 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart of ``traces``. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations."""
+    """Return a chart of traces. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations."""
     axes = {"xaxis": {"title": {"text": x_title}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
     return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}

@@ -95,8 +95,8 @@ def drawn_ranks(p: int) -> list[int]:
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
     """Draw the forward and backward passes of each pipeline rank over the time of a step.
 
-    A rank waits where nothing is drawn. If a rank has several stages, later stages are paler. All times are multiplied
-    by ``slower``, the factor of the calibration.
+    A rank waits where nothing is drawn. If a rank has several stages, later stages are paler. All times are
+    multiplied by ``slower``, the factor of the calibration.
     """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
@@ -157,8 +157,8 @@ def layouts(
 ) -> tuple[Figure, int]:
     """Draw layouts by step time and memory. Return the chart and the number of layouts in the chart.
 
-    ``candidates`` are sorted, with the best layout first. ``front`` contains the layouts that no other layout beats in
-    both time and memory.
+    ``candidates`` are sorted, with the best layout first. ``front`` contains the layouts that no other layout beats
+    in both time and memory.
     """
     slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
     shown = [each for each in candidates if each.time.step <= slowest][:DOTS]

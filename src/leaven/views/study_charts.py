@@ -157,9 +157,9 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
     """Draw the predicted loss over one value's change from the start, in nats above the best point.
 
-    The line is the surrogate's prediction, with a band of one standard deviation. In the grey region, the loss is flat
-    within the noise. The red area is the probability of divergence, which is 1 at the top. Crosses are trials that
-    diverged, and ticks are complete trials. The y axis is from ``depth`` to ``height``.
+    The line is the surrogate's prediction, with a band of one standard deviation. In the grey region, the loss is
+    flat within the noise. The red area is the probability of divergence, which is 1 at the top. Crosses are trials
+    that diverged, and ticks are complete trials. The y axis is from ``depth`` to ``height``.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)

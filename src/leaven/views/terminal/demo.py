@@ -26,8 +26,8 @@ class DemoScreen(LiveScreen):
         self.line("Is the best learning rate of a small model also the best for a wider model?")
         lrs = f"{len(demo.lrs)} learning rates from {demo.lrs[0]:g} to {demo.lrs[-1]:g}"
         self.line(
-            f"1  train width {base} with {lrs}, and widths {', '.join(map(str, wider))} twice: with the values of width "
-            f"{base} copied (rule {copied}), and moved by the rule {moved}"
+            f"1  train width {base} with {lrs}, and widths {', '.join(map(str, wider))} twice: with the values of "
+            f"width {base} copied (rule {copied}), and moved by the rule {moved}"
         )
         self.line(
             f"2  train width {wider[-1]} with the best learning rate of width {base}, copied and moved, with "

@@ -185,7 +185,7 @@ def headline(state: StudyDocument) -> list[str]:
 
 
 def _noise(state: StudyDocument, repeats: int = 2) -> str | None:
-    """Return the noise between seeds as text, or None if it was measured with fewer than ``repeats`` repeated runs."""
+    """Return the noise between seeds as text, or None if fewer than ``repeats`` repeated runs measured it."""
     if state.noise_floor is None or state.noise_runs < repeats:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeat{'s' if state.noise_runs > 1 else ''})"
@@ -197,7 +197,7 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
 
 
 def _lower(best: StudyTrial | None, trial: StudyTrial) -> StudyTrial | None:
-    """Return ``trial`` if it is a complete trial of the search with a lower loss than ``best``, otherwise ``best``."""
+    """Return ``trial`` if it is a complete trial of the search with a lower loss than ``best``, else ``best``."""
     if trial.state != "complete" or trial.purpose != "search" or trial.loss is None:
         return best
     return trial if best is None or best.loss is None or trial.loss < best.loss else best
