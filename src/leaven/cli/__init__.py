@@ -126,7 +126,6 @@ def main() -> None:
 
 
 def _run() -> int:
-    """Run the verb and return the exit code."""
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except BrokenPipeError:  # leaven ... | head

@@ -211,7 +211,6 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
 
 
 def _launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
-    """Return the command that trains a recipe, with torchrun if there are several ranks."""
     run = _free(Path("runs", path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)

@@ -104,7 +104,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return a function that returns the number ``part`` of a row as text, with its interval if it has one."""
+    """Return the function for a column's cells: the number ``part`` of a row as text, with its interval if any."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

@@ -104,7 +104,6 @@ def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[st
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return text that names the sources of an accelerator's numbers. Numbers with the same source are grouped."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

@@ -108,7 +108,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return the recipe setting that widens the search beyond ``best``, a change at the limit of the search space."""
+    """Return the recipe setting with which the search goes beyond ``best``, the limit of the search space."""
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
     # 0, which stands for the value in the recipe, must be between the two limits.

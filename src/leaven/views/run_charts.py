@@ -106,7 +106,6 @@ def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _values(run: RunView, quantity: str) -> list[Point]:
-    """Return the values of a quantity as pairs (tokens, value)."""
     return [(step["tokens"], step[quantity]) for step in run.steps if step.get(quantity) is not None]
 
 

@@ -87,5 +87,4 @@ def _half(one: AcceleratorRow) -> str:
 
 
 def _by_dtype(tflops: Mapping[str, float | None]) -> list[str]:
-    """Return the known speeds as texts such as ``bf16 989``."""
     return [f"{dtype} {rate:g}" for dtype, rate in tflops.items() if rate is not None]

@@ -83,7 +83,7 @@ _LEGEND = Facts(
     [
         (
             "fitted range",
-            ("x7 above, /7 below the fit in", "N parameters", "D tokens", "C FLOPs", "D/N tokens a parameter"),
+            ("x7 N: N is 7 times above the range", "/7: below", "N parameters", "D tokens", "C FLOPs", "D/N ratio"),
         ),
         ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
     ]
@@ -185,15 +185,16 @@ def _spreads(
     tau = next(law.tau for law in own if law.tau)
     decay = f"{batch / (tau * tokens * lr):.2g} by tau {tau:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}"
     counted = params if params_non_embedding is None else params_non_embedding
-    missing = "" if params_non_embedding else ", embeddings included; give --params-non-embedding"
+    missing = "" if params_non_embedding else " (taken as all parameters; give --params-non-embedding)"
     smaller = [law.law for law in laws if law.params_definition == "non-embedding"]
     head = [law.law for law in laws if law.params_definition == "without input embedding"]
-    without = f"which leave out only the input embedding: taken as {format_quantity(params)}, all parameters"
+    smaller_n = f"{format_quantity(counted)} without embeddings{missing}: {', '.join(smaller)}"
+    head_n = f"{format_quantity(params)} without the input embedding (taken as all parameters): {', '.join(head)}"
     losses = _spread([(law.loss, law.in_range) for law in own if law.loss], _loss)
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
         [
-            ("N less embeddings", (*smaller, f"taken as {format_quantity(counted)}{missing}", *head, without)),
+            ("N", (smaller_n, head_n)),
             ("loss", (*losses, "nats per token, of Chinchilla's text")),
             ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
             *((f"{kind} batch", (*_spread(found, quantity), "tokens")) for kind, found in batches.items()),
@@ -207,7 +208,7 @@ def _spreads(
 
 
 def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> list[str]:
-    """Return as texts the median and range of the values, and the range of those inside their law's fitted range."""
+    """Describe the values of several laws: the median and range, and the range of laws inside their fitted range."""
     found = [value for value, _ in values]
     inside = [value for value, within in values if within]
     parts = [

@@ -175,12 +175,12 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     usual = f"sqrt(1 / (3 d)) is {numbers.value(init['usual_std'])} at d {shown.scale['width']:,}"
     nearest = [f"{each['init']} {each['octaves']:.2g} octaves" for each in init["nearest"][:3]]
     formulas = [f"{name} {published['std']}" for name, published in init["published"].items()]
-    not_in_recipes = f"only to compare with: {', '.join(name for name in COMPARED if name not in INITS)}"
+    not_in_recipes = f"not available in recipes: {', '.join(name for name in COMPARED if name not in INITS)}"
     yield Facts([("init", (init["why"], usual))])
     yield Table(columns, rows)
     yield Facts(
         [
-            ("nearest", (*nearest, "the mean over all matrices")),
+            ("nearest", (*nearest, "mean distance over all matrices; an octave is a factor of 2")),
             ("formulas", (*formulas, not_in_recipes)),
             ("letters", ("d width", "L layers", "l layer from 0", "f fan in", "o fan out")),
         ]
