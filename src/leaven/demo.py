@@ -228,10 +228,9 @@ def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate how many seconds a run takes in a worker process, which has one thread.
+    """Estimate how many seconds a run takes in a worker process (one thread), from the speed of four steps.
 
-    The training speed is measured over four steps. A validation token is assumed to take a third of the time of a
-    training token.
+    A validation token is assumed to take a third of the time of a training token.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -135,10 +135,7 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a recipe name from the name of its file, with hyphens for spaces and special characters.
-
-    Return ``default`` if nothing else is left.
-    """
+    """Return a name for the recipe in ``file``: the file's name with hyphens for special characters."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
@@ -173,8 +170,7 @@ def print_document(
 ) -> None:
     """Print a document as JSON, or as text: its ``screen``, and then the commands to type next.
 
-    If ``following`` is given, it replaces the document's commands to type next. In JSON, infinite numbers and NaN are
-    null.
+    ``following`` replaces the document's commands to type next. In JSON, infinite numbers and NaN are null.
     """
     if following and isinstance(document, Document):
         document = document.model_copy(update={"next": list(following)})

@@ -33,8 +33,7 @@ def laws(
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's three approaches and later
-    laws."""
+    """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's approaches and later laws."""
     if flops is not None:
         require_alone(context, "--flops", "params tokens batch_tokens params_non_embedding")
         sizes = compute_optimal(flops)
@@ -52,9 +51,6 @@ def laws(
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
-    """Add the lr at a batch of ``batch_tokens`` to a law's row, and the ratio of this batch to the law's batch.
-
-    ``critical`` is the critical batch size in tokens.
-    """
+    """Add to a law's row the lr at the user's batch size. ``critical`` is the critical batch size in tokens."""
     ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
     return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

@@ -28,10 +28,7 @@ def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[st
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a passed ``check coordinates``: tune the recipe's proxy, or train the recipe.
-
-    The recipe is trained if it has no proxy, or if a tuned recipe is in the same folder.
-    """
+    """Return the commands after a passed ``check coordinates``: tune the proxy, or without a proxy to tune, train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -45,10 +42,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a study of the recipe at ``path``: transfer the best values to the target.
-
-    If there is no file of a target, train the best recipe itself.
-    """
+    """Return the commands after a study: transfer the best values to the target, or without a target, train with them."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -111,10 +105,7 @@ def after_budget(found: BudgetDocument) -> list[str]:
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands after a finished run: write a report, sample text, and export the weights.
-
-    The export is left out if no architecture of transformers can represent the model.
-    """
+    """Return the commands after a finished run: write a report, sample text, and if possible export the weights."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]

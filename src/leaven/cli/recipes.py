@@ -171,8 +171,7 @@ def check(
 ) -> None:
     """Compare every value of a recipe with the range of published runs.
 
-    For each value outside the range, the command names published runs and says what to set. The exit code is 1 if a
-    value is outside.
+    If a value is outside, the command names published runs, says what to set, and has the exit code 1.
     """
     from leaven.catalogue.findings import CHECKS, findings
     from leaven.cli import next_commands

@@ -53,10 +53,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run, or the best recipe of a study (its starting recipe if there is no best recipe).
-
-        None if the folder contains no recipe.
-        """
+        """The recipe of a run, or the best recipe of a study, or else the study's starting recipe."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)

@@ -104,8 +104,7 @@ def line(
     shape: str = "linear",
     **style: Any,
 ) -> Figure:
-    """Return a trace of a line through ``points``. If ``size`` is given, each point also has a dot of ``size``
-    pixels."""
+    """Return a trace of a line through ``points``. With ``size``, each point has a dot of ``size`` pixels."""
     looks = {"color": colour, "width": width, "dash": dash, "shape": shape}
     if size:
         return _trace(points, "lines+markers", line=looks, **{"marker": {"color": colour, "size": size}} | style)

@@ -24,8 +24,7 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class CheckTable:
-    """A table of a check: the rows of one axis (such as width), the rows of a sweep, or measured values without a
-    verdict."""
+    """A table of a check: the rows of an axis such as width, the rows of a sweep, or numbers without a verdict."""
 
     name: str
     title: str

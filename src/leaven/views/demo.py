@@ -71,8 +71,7 @@ def _path(first: float, last: float, lrs: list[float]) -> str:
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return a table with a row for each width and rule, and a column for each lr. The lowest loss of a row has a
-    star."""
+    """Return a table of losses with a row for each width and rule, and a star at the lowest loss of a row."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -87,8 +86,7 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table of the losses at the best lr of the base width, with a row for each model and a column for each
-    seed."""
+    """Return a table of the losses at the base's best lr, with a row for each model and a column for each seed."""
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
     lines = [
@@ -148,8 +146,7 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule, with a line for each width and a diamond at the lowest point of a
-    line."""
+    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

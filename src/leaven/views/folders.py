@@ -72,10 +72,7 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss, in nats per token.
-
-        None if the interval is infinite, or if the best point (set of values) was not run again with fresh seeds.
-        """
+        """The 95% interval of the best loss in nats per token. None without enough runs with fresh seeds."""
         if self.best is None or not self.best.fresh:
             return None
         low, high = self.best.interval
@@ -88,8 +85,7 @@ class StudyView(StudyDocument):
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the starting values over seeds, or the loss of the first complete trial if they were not
-        run. None if no trial is complete."""
+        """The mean loss of the starting values over seeds, or else the loss of the first complete trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None

@@ -15,8 +15,7 @@ NONE = "–"
 def value(number: float | None, digits: int = 3) -> str:
     """Return a hyperparameter as text for a recipe, for example ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    Numbers from 0.9 to 1 and from 1000 on have one digit more than ``digits``. A diverged run may give ``nan`` or
-    ``inf``.
+    Numbers from 0.9 to 1 and from 1000 on have one digit more than ``digits``.
     """
     if number is None:
         return NONE

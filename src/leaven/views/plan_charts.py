@@ -25,8 +25,7 @@ _LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not draw
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each part of memory, such as activations. Parts that are small on every rank are left
-    out."""
+    """Return the colour of each part of memory, such as activations, without parts that are small on every rank."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 

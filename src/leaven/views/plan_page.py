@@ -79,10 +79,7 @@ def plan_page(
 
 
 def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
-    """Add the chart ``passes`` to ``charts``, and return the context of the page's section on the pipeline.
-
-    The chart shows only some micro-batches of a long step.
-    """
+    """Add the chart ``passes`` to ``charts``, and return the context of the page's section on the pipeline."""
     how, layout = plan.arrangement, plan.arrangement.layout
     m = scheduled(layout, how.grad_accumulation)
     drawn = min(m, scheduled(layout, 2 * layout.pp + STEADY))

@@ -73,8 +73,7 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
     """Return a band with a colour for each layer's factor.
 
-    ``text`` is shown next to the band. ``label`` is shown when the user points at the band. ``state`` "left" means
-    that the search left this multiplier out.
+    ``text`` is next to the band, ``label`` in its tooltip. ``state`` is "left" if the value was not searched.
     """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
@@ -106,8 +105,7 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the entries of the colour legend as pairs (colour, factor), with at most three factors below 1 and three
-    above."""
+    """Return the entries of the colour legend as (colour, factor), with at most three factors on each side of 1."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
@@ -131,10 +129,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers to show, such as ``lr``: those that are searched or not 1 in the recipe.
-
-    ``space`` contains the paths of the searched values.
-    """
+    """Return the kinds of multipliers, such as ``lr``, that are searched (in ``space``) or not 1 in the recipe."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}

@@ -64,11 +64,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss that a chart shows.
-
-    The range contains the loss of the start and all losses except outliers. Outliers and diverged trials are drawn at
-    the top.
-    """
+    """Return the lowest and the highest loss that a chart shows: all losses except high outliers."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
@@ -247,8 +243,7 @@ def against_best(study: StudyView, known: Curves) -> Curves:
 
 
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
-    """Draw the loss curves of all trials over tokens, with the best trial highlighted. Stopped and diverged trials
-    end early."""
+    """Draw the loss curves of all trials over tokens, with the best trial highlighted."""
     most = 60 if len(known) <= 150 else 30
     traces = []
     for name, trials in by_kind(study).items():
@@ -304,10 +299,7 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker, with a bar from the start to the end of each of its trials.
-
-    Return None if the times of the trials are not known.
-    """
+    """Draw a row for each worker, with a bar from the start to the end of each trial. None without known times."""
     names = points.workers(study)
     bars = [
         (name, trial, trial.ended - trial.seconds, trial.seconds)

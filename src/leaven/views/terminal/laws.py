@@ -156,10 +156,7 @@ def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
 
 
 def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
-    """Return (law, batch size in tokens) for each law that predicts a batch size of this ``kind``.
-
-    If a law has several forms, only the main form is used.
-    """
+    """Return (law, batch size in tokens) for each main law that predicts a batch size of this ``kind``."""
     return [
         (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     ]

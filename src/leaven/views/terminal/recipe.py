@@ -37,11 +37,7 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield a table of every parameter's values. Neighbouring layers with equal values share a row.
-
-    The column ``lr`` is the peak lr. The column ``decay`` is the weight decay, which the optimizer multiplies by the
-    lr.
-    """
+    """Yield a table of every parameter's values. Neighbouring layers with equal values share a row."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
         [
