@@ -24,7 +24,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 - pip refuses, but a checkout or a
 __version__ = "0.1.0"
 __all__ = ["Hyperparameters", "Ratios", "fold", "load", "parametrize", "read_recipe", "save_folded", "train"]
 
-# The module of each name. It is imported on first use, so that `import leaven` is fast and needs no torch.
+# The module that defines each name. It is imported on first use, so that `import leaven` is fast and needs no torch.
 _MODULES = {
     "Hyperparameters": "leaven.recipe.hyperparameters",
     "Ratios": "leaven.scaling.cells",

@@ -1,10 +1,9 @@
-"""``leaven demo`` measures the loss over the learning rate at several widths.
+"""``leaven demo`` shows how the best learning rate (lr) changes when a model gets wider.
 
-The demo trains a grid of learning rates at the base width. It trains the same grid twice at every wider width: once
-with the recipe's values copied unchanged (rule ``standard``), and once with the values moved by the scaling rule
-``complete-d-p``. Then it takes the learning rate with the lowest mean loss at the base width, and trains it at the
-widest width with more seeds, both copied and moved. The losses depend only on the recipe and the seeds. They do not
-depend on the machine's speed or on the order in which runs end.
+The demo trains the smallest width, called the base, with a grid of learning rates. At every larger width, it trains
+the grid twice: with all hyperparameters copied from the base, and with hyperparameters moved (scaled) by a rule.
+Finally it trains the largest width, copied and moved, with more seeds at the base's best lr. The losses depend only
+on the recipe and the seeds, not on the speed of the machine.
 """
 
 import json
@@ -34,26 +33,22 @@ from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.demo import DemoScreen
 
-COPIED, MOVED = "standard", "complete-d-p"  # rules
-START_SECONDS = 8.0  # to start the processes and write the page
-MOST_SECONDS = 600.0  # above this estimate the size is quick, unless one is given
+COPIED, MOVED = "standard", "complete-d-p"  # the scaling rules that copy and that move hyperparameters
+START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
+MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estimated to take longer
 
 
 @dataclass(frozen=True)
 class Size:
-    """A preset of the demo, such as ``quick``. It sets which widths, learning rates and seeds are trained."""
+    """The widths, learning rates and seeds of a demo. Each ``--size`` of the command is one :class:`Size`."""
 
-    widths: tuple[int, ...]  # the base first
+    widths: tuple[int, ...]  # from the smallest (the base) to the largest
     lrs: tuple[float, ...]
-    seeds: int
+    seeds: int  # number of seeds at the base, and of the last runs at the largest width
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the grid.
-
-        The base width runs every lr with all seeds, because the mean over these seeds chooses the best lr. The wider
-        widths run every lr with one seed.
-        """
+        """The runs of the grid: every lr with all seeds at the base, and every lr with one seed at larger widths."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -61,15 +56,14 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the runs at the widest width that train ``lr`` with all seeds except seed 0, both copied and
-        moved."""
+        """Return the runs of ``lr`` at the largest width, copied and moved, with the seeds that the grid lacks."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
 
     @property
     def count(self) -> int:
-        """The number of runs."""
+        """The number of runs of the whole demo."""
         return len(self.grid) + len(self.again(self.lrs[0]))
 
 
@@ -77,9 +71,9 @@ class Size:
 class DemoPoint:
     """One training run of a demo."""
 
-    rule: str
+    rule: str  # scaling rule: COPIED or MOVED
     width: int
-    lr: float  # base value
+    lr: float  # lr at the base width
     seed: int
 
 
@@ -94,16 +88,18 @@ def run_demo(
 ) -> DemoDocument:
     """Run or resume the demo in a folder, and return its document.
 
-    The folder gets the demo's document as demo.json, the finished runs in runs/, three recipes and a page.
+    The folder gets the demo's document as demo.json, the finished runs in runs/, three recipes and an HTML page.
 
     Args:
-        size: a key of ``SIZES``. The default is the size of an earlier call, or what this machine can do in time.
-        source: the text, as ``data.source`` in a recipe. The default is the text of an earlier call, or the recipe's.
+        size: a key of ``SIZES``. By default, a resumed demo keeps its size, and a new demo is full unless that is
+            estimated to take more than ``MOST_SECONDS``.
+        source: the training text, written as ``data.source`` in a recipe. By default, a resumed demo keeps its text,
+            and a new demo trains on the text in demo.toml.
         workers: number of processes.
         stop: returns true once the user asked to stop.
 
     Raises:
-        InputError: if the folder contains something else or is in use, or the source has no text.
+        InputError: if the folder contains other files or another demo, or is in use, or if the source has no text.
         ChecksStopped: if ``stop`` returned true. Finished runs are saved, and the same call resumes the demo.
     """
     began, before = time.monotonic(), _earlier(folder, size, source)
@@ -113,7 +109,7 @@ def run_demo(
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with locked_folder(folder, "demo folder"):
-            _save(document, folder)  # first, so that a demo killed in its first run is recognised
+            _save(document, folder)  # before any run, so that an interrupted demo can be resumed
             try:
                 count = SIZES[document.size].count
                 with RunStore(folder / "runs", workers, lambda done, _: screen.runs(done, count), stop) as store:
@@ -132,25 +128,28 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
     """Return the document that an earlier call wrote into this folder, or None if there is none.
 
     Raises:
-        InputError: if the folder contains something else, or a demo with other options.
+        InputError: if the folder contains other files, or a demo with another size or text.
     """
     if (folder / "demo.json").exists():
         before = read_demo(folder)
         for option, given, earlier in (("size", size, before.size), ("source", source, before.source)):
             if given not in {None, earlier}:
-                raise InputError(f"{folder} contains a demo with {option} {earlier}; use another --run")
+                raise InputError(
+                    f"{folder} contains a demo with --{option} {earlier}; leave out --{option} to resume it, or give "
+                    "another folder with --run"
+                )
         return before
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--run {folder} is a file; give a folder")
-    # A demo that was killed before it wrote demo.json leaves these files.
+    # A demo that is killed before it writes demo.json leaves its lock and a temporary file.
     names = [entry.name for entry in folder.iterdir()] if folder.exists() else []
     if any(name != LOCK and not name.startswith(".demo.json.") for name in names):
-        raise InputError(f"{folder} is not empty and does not contain a demo; use another --run")
+        raise InputError(f"{folder} is not empty and does not contain a demo; give another folder with --run")
     return None
 
 
 def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: DemoScreen) -> DemoDocument:
-    """Choose the size. Announce what the demo will train, and how long this takes on this machine."""
+    """Choose the size, print what the demo will train and how long that takes, and return the new demo's document."""
     seconds = {}
     for name, size in SIZES.items():
         of_width = {width: run_seconds(recipe_at(base, width), tokens) for width in size.widths}
@@ -218,21 +217,20 @@ def base_recipe() -> Recipe:
 
 
 def recipe_at(base: Recipe, width: int) -> Recipe:
-    """Return the recipe transferred to a width by the scaling rule that it names."""
+    """Return the recipe scaled to another width by its own scaling rule."""
     return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
 
 def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
-    """Return the training run of a point."""
+    """Return the training run that a point describes."""
     family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
     return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
 
 
 def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
-    """Estimate how many seconds a run takes in a worker process.
+    """Estimate how many seconds a run takes in a worker process (one thread), from the speed of four steps.
 
-    A worker has one thread, so the speed of a few steps is measured with one thread. A validation token is assumed to
-    take a third of the time of a training token.
+    A validation token is assumed to take a third of the time of a training token.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -245,17 +243,14 @@ def run_seconds(recipe: Recipe, tokens: TokenSet) -> float:
 
 
 def paired(first: list[float], second: list[float]) -> tuple[float, float]:
-    """Compare two lists of losses seed by seed.
-
-    Return the mean of ``first`` - ``second``, and half the width of its 95% interval (Student's t).
-    """
+    """Return the mean of ``first`` - ``second`` over seeds, and half the width of its 95% interval (Student's t)."""
     differences = [a - b for a, b in zip(first, second, strict=True)]
     spread = statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences), t95(len(differences) - 1) * spread
 
 
 def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRun]:
-    """Train the points that have no result yet, and return all of them."""
+    """Train the points that have no result yet, and return the results of all points."""
     trials = {point: trial_of(base, point) for point in points}
     outcome = store.run(trials.values())
     ended = {point: outcome(trial) for point, trial in trials.items()}
@@ -263,7 +258,7 @@ def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRu
 
 
 def _losses(runs: list[DemoRun], width: int, rule: str) -> dict[float, list[float]]:
-    """Return a mapping from each lr to its losses at this width, in the order of their seeds."""
+    """Return the losses of the runs with this width and rule: for each lr, a list in the order of the seeds."""
     found: dict[float, list[float]] = {}
     for run in sorted(runs, key=lambda run: run.seed):
         if (run.width, run.rule) == (width, rule):

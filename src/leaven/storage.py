@@ -1,6 +1,6 @@
-"""Writes files, folders and JSON lines so that they survive kills, power cuts and full disks, and locks files.
+"""Write and lock files so that they survive kills, power cuts and full disks.
 
-leaven writes all its permanent files with this module. A function that raises OSError does not change the old file.
+leaven writes all its permanent files with this module. If replacing a file raises OSError, the old file is unchanged.
 """
 
 import json
@@ -20,10 +20,9 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that replaces ``path`` when the block ends. A reader of ``path`` finds either the old file or the
-    complete new file.
+    """Yield a temporary file that replaces ``path`` when the block ends, so that ``path`` is never half written.
 
-    A device or a pipe, for example ``/dev/null``, is not replaced but written to.
+    A device or a pipe, for example ``/dev/null``, is written to directly.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         with path.open("wb") as file:
@@ -52,8 +51,7 @@ def write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to ``path`` when the block ends. An empty folder at ``path`` is
-    replaced."""
+    """Yield a temporary folder that is renamed to ``path`` when the block ends. ``path`` must be new or empty."""
     path = path.absolute()
     _remove_leftovers(path)
     temporary = _temporary(path)
@@ -70,8 +68,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def place_folder(temporary: Path, final: Path) -> None:
-    """Rename a temporary folder, whose files must be synced, to ``final``. If ``final`` is an empty folder, replace
-    it."""
+    """Rename a folder, whose files the caller has synced, to ``final``. ``final`` must be new or empty."""
     sync_folder(temporary)
     if final.is_dir():
         final.rmdir()
@@ -98,7 +95,7 @@ def sync_folder(folder: Path) -> None:
 
 @cache
 def _machine() -> str:
-    """Return a short name of this machine and its process namespace. Process ids are unique within the namespace."""
+    """Return a hash that identifies this machine and, in a container, the process namespace."""
     named = socket.gethostname()
     with suppress(OSError):
         named += os.readlink("/proc/self/ns/pid")
@@ -115,13 +112,13 @@ def _remove_leftovers(path: Path) -> None:
         from psutil import pid_exists  # slow to import
 
         pid = int(left.name.split("-")[-1].removesuffix(".tmp"))
-        if pid == os.getpid() or not pid_exists(pid):  # a killed process may have had this process's id
+        if pid == os.getpid() or not pid_exists(pid):  # an earlier, killed process may have had the same id
             with suppress(OSError):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
-    """Append complete lines to a file. First repair the last line if a crash cut it short.
+    """Append complete lines to a file. If a crash has cut the file's last line short, repair that line first.
 
     The caller must hold a lock, so that only one process appends at a time. After an error, the file may contain some
     of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. Without ``create``, the file
@@ -146,7 +143,7 @@ def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True)
 
 
 def append_json(path: Path, document: Mapping[str, Any], *, sync: bool = False) -> None:
-    """Append a JSON object as one line. :func:`append` describes ``sync`` and locking."""
+    """Append a JSON object as one line. The caller must hold a lock. With ``sync``, the line survives a power cut."""
     append(path, json.dumps(document).encode() + b"\n", sync=sync)
 
 
@@ -172,12 +169,11 @@ class JsonLines:
 
     documents: list[dict[str, Any]]
     torn: bool  # whether a crash cut the last line short; the next append repairs it
-    damaged: list[int]  # numbers, from 1, of other lines that are not a JSON object
+    damaged: list[int]  # line numbers, counted from 1, of the other lines that are not JSON objects
 
 
 def read_json_lines(path: Path) -> JsonLines:
-    """Return the content of a file with one JSON object per line. A missing file counts as empty, and blank lines are
-    ignored."""
+    """Return the content of a file with one JSON object per line. A missing file counts as an empty file."""
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
     try:
@@ -205,12 +201,10 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def lock(path: Path, seconds: float = -1) -> Iterator[None]:
-    """Hold a lock file during the block. The lock excludes other processes and other threads of this process. It is
-    released when the process ends, even if the process is killed. Wait for the lock for at most ``seconds``, or
-    without a limit if ``seconds`` is negative.
+    """Hold a lock file during the block, against other processes and threads. A killed process releases its locks.
 
     Raises:
-        TimeoutError: if the lock is not released in time.
+        TimeoutError: if another holder keeps the lock for ``seconds``. A negative number waits without a limit.
     """
     from filelock import FileLock  # slow to import
 

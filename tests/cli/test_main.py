@@ -57,7 +57,7 @@ leaven.cli.main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    message = f"error: this needs the package {module}, which is not installed; run: {line}"
+    message = f"error: this command needs the package {module}, which is not installed; run: {line}"
     assert " ".join(done.stderr.split()) == message
 
 

@@ -94,7 +94,7 @@ def test_transfer_says_what_a_studys_gain_is_worth_at_the_target(
     by_hand = [(1 - share * 0.1 / reducible) ** (-1 / 0.3658) for share in (1, 0.5, 0.25)]
     assert [row["times"] for row in worth("20B")] == pytest.approx(by_hand)
     text = " ".join(leaven("transfer", best, "--tokens", "20B")[1].split())
-    assert f"gained 0.1000 nats. If all of it carries over to this run, it is worth {by_hand[0]:.2f} times" in text
+    assert f"gained 0.1000 nats. If this run gains as much, that is worth {by_hand[0]:.2f} times" in text
     assert worth("20B", gain=None) == worth("20B", gain=-0.01) == worth("20M") == []
     (tmp_path / "centre.toml").write_text(tiny_file.read_text())
     assert worth("20B", name="centre.toml") == []

@@ -80,7 +80,7 @@ def test_a_demo_stopped_half_way_and_run_again(tmp_path: Path, capsys: pytest.Ca
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert run(tmp_path) == done
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
-    with pytest.raises(InputError, match=r"contains a demo with size full; use another --run"):
+    with pytest.raises(InputError, match=r"contains a demo with --size full; leave out --size to resume it"):
         run(tmp_path, size="quick")
 
 

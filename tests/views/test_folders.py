@@ -64,8 +64,8 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run).validation == []
     page = folder_page(run)
-    assert "loss 9.1 deviations up: rolled back to 30 k tokens, leaving out 4 k tokens" in page
-    assert "1 of 2 times by itself" in page
+    assert "loss 9.1 deviations up: rolled back to 30 k tokens, skipping 4 k tokens" in page
+    assert "1 times by itself and 1 times by --rewind-to" in page
 
 
 def test_an_interrupted_run_has_no_final_loss(folder):
@@ -95,7 +95,7 @@ def test_a_loss_that_is_not_finite_is_a_gap(folder):
         (
             ".",
             lambda folder: (folder / "check.json").write_text('{"name": "x"}'),
-            "check.json: passed: field required; write the file again",
+            "check.json: passed: field required; to write the file again, run",
         ),
         (".", lambda folder: (folder / "runs.jsonl").touch(), "has not finished; run the same leaven check command"),
         (".", lambda folder: (folder / "demo.json").write_text("{"), "demo.json: invalid JSON"),

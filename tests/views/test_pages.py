@@ -32,13 +32,13 @@ VOID = {"meta", "link", "br", "wbr", "input"}
 RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
     "demo": ("end 0.610 nats below the same values copied", {"standard", "complete-d-p"}),
-    "run": ("Finished: after 4.93 M tokens the validation loss is", RUN),
+    "run": ("Finished: after 4.93 M tokens, the validation loss is", RUN),
     "study": ("is the best of 64", {"search", "curves", "ahead", "front", "timeline"}),
     "catalogue": ("published runs of 70.4 M to", {"lr", "batch", "tokens", "init"}),
     "check of slopes": ("FAILED: 2 of", {"width-change", "width-end", "depth-change", "depth-end"}),
     "check of runs": ("FAILED: 1 of", {"losses", "best-width"}),
     "comparison": ("runs/moved has the lowest validation loss, 2.8101", RUN),
-    "plan": ("It fits: ", {"memory", "passes", "layouts", "ramp"}),
+    "plan": ("The run fits in memory: ", {"memory", "passes", "layouts", "ramp"}),
 }  # fmt: skip
 
 

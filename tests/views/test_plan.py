@@ -26,7 +26,7 @@ def test_the_text_of_the_page_has_the_plans_numbers(way):
     found = planned(way)
     said = " ".join(words(plan_page(found, found.document(price=PRICE), "rye-7b", "leaven plan rye.toml")).split())
     for part in (
-        "It fits" if found.fits else "It does not fit",
+        f"The run {'fits' if found.fits else 'does not fit'} in memory",
         f"{found.memory.total / GIB:.1f} GiB",
         f"{found.speed.mfu:.1%}",
         *costs(found.cluster.cost(found.seconds, PRICE)),

@@ -42,7 +42,7 @@ def test_the_page_states_the_result_first(study, state, tmp_path):
     assert f"{len(state.idle)} of 31: resetting them all to the start costs less than the noise" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
     assert f"{state.gain:.3f} below the start" in text
-    assert f"{worth} gained more than the noise by themselves" in text
+    assert f"{worth} of them gained more than the noise" in text
     assert f"{state.trials[0].loss - state.best.loss:.4f}" in text
     assert "The search stopped early" in text
     for section in ("Slices through", "What mattered", "Multipliers by module", "changes", "Loss curves", "Cost"):
@@ -97,7 +97,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     page = folder_page(studied.write(tmp_path / "study", state))
     text = words(page)
     assert "has the lowest loss of" in text
-    assert "which was not run again with fresh seeds: expect a higher loss" in text
+    assert "This trial was not run again with fresh seeds: expect a higher loss" in text
     assert "the mean of" not in text
     assert "95%" not in text.split("Where every value")[0]
     document = json.loads((tmp_path / "study/study.json").read_text())

@@ -103,7 +103,7 @@ def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
     assert lines[0] == "slope against width (limit 0.15; 3 steps, 3 seeds)"
     assert lines[2].split() == ["mlp.in", "0.30", "FAILED"]
     assert [line.strip() for line in lines if "GROWS" in line] == ["GROWS: · mlp.in, mlp.out"]
-    assert lines[-2] == "the check ran on small models, for which it changed: d_head 16"
+    assert lines[-2] == "the check trained small models and changed for this: d_head 16"
     assert lines[-1].startswith("FAILED: 2 of 2 lines, mlp.in most. ")
 
 
@@ -155,7 +155,7 @@ def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
             before = len(seen.getvalue())
             screen.event(renamed.get(event, event), values)
             assert len(seen.getvalue()) > before, event
-    assert "rolled back to 1 k tokens, data left out from 2 k to 3 k, lr x0.5" in seen.getvalue()
+    assert "rolled back to 1 k tokens, skipping the data from 2 k to 3 k, lr x0.5" in seen.getvalue()
 
 
 # --- while a study searches

@@ -1,5 +1,7 @@
-"""Define the command line. Each verb has a file, which parses the options, calls the library and prints the resulting
-document."""
+"""Define the command line. Each command, such as ``leaven train``, has a file in this folder.
+
+The file parses the options, calls the library, and prints the document (typed result) that the library returns.
+"""
 
 import errno
 import os
@@ -15,30 +17,30 @@ from leaven import __version__
 from leaven.recipe.errors import InputError, ProcessLost, out_of_memory
 from leaven.views.terminal.console import console, errors
 
-# The lines of `leaven --help`. A verb is defined in the file with its name, which is imported when it is called.
+# The commands ("verbs") and their lines in `leaven --help`. The file of a verb is imported when the verb is called.
 VERBS = {
     "recipes": "List, show and compare published training runs with their sources. Check a recipe against them.",
     "laws": "Predict the learning rate, batch size, weight decay and loss with every published scaling law.",
-    "new": "Write a recipe, and a small proxy recipe on which to tune it, with a reason for every value.",
+    "new": "Write a recipe, and the recipe of a small proxy model to tune, with a reason for every value.",
     "show": "Print the shape, init std, lr, weight decay, betas, eps and multiplier of every parameter.",
-    "transfer": "Scale a recipe to another width, depth, batch size or length. Warn where that is untested.",
-    "plan": "Predict memory, speed, time and cost on a cluster in the best layout. --budget lists sizes that fit.",
+    "transfer": "Scale a recipe to another width, depth, batch size or run length. Warn about untested ranges.",
+    "plan": "Find the best parallel layout of a run on a cluster. Predict its memory, speed, time and cost.",
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
     "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
-    "train": "Train a recipe. Run the command again to resume; the losses are the same to the last bit.",
+    "train": "Train a recipe. Run the same command again to resume, with bitwise the same losses.",
     "sample": "Generate text from a trained run.",
     "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",
-    "bench": "Measure tokens/s, MFU and memory at several batch sizes, and propose where a batch ramp starts.",
-    "report": "Write a self-contained HTML page about a run, study, check or demo, or one that compares runs.",
+    "bench": "Measure tokens/s, MFU and memory at several batch sizes. Propose the first batch of a batch ramp.",
+    "report": "Write a self-contained HTML page about a run, study, check or demo, or a comparison of runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
-    "demo": "Show in minutes how a small model's best learning rate fares at larger widths, copied and moved.",
+    "demo": "Show in minutes if a small model's best learning rate works at larger widths, copied or scaled.",
 }
 
 
 class Verbs(TyperGroup):
-    """The command group of all verbs. It imports the file of a verb when the verb is called."""
+    """The ``leaven`` command. It imports the file of a verb when the verb is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -46,8 +48,10 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb, and return the command that it defines: a function with the name of the verb, or
-    ``app`` if the verb has subcommands."""
+    """Import the file of a verb and return its command.
+
+    The file defines ``app`` if the verb has subcommands, and otherwise a function with the name of the verb.
+    """
     module = import_module(f"leaven.cli.{'import_' if verb == 'import' else verb}")
     app = getattr(module, "app", None)
     if app is None:
@@ -88,7 +92,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FIRST_STEPS = """leaven chooses the hyperparameters of a language-model pre-training run, checks on small models
 that they transfer to the large model, and trains it. Three ways to begin:
 
-  leaven demo                                     a small model's best learning rate at 8 times the width
+  leaven demo                                     does a small model's best learning rate suit wider models?
   leaven plan bloom-176b --gpus 384xA100-80GB     predict memory, speed, time and cost of a run
   leaven new mine.toml --params 1B --tokens 20B   write a recipe for your own run
 
@@ -109,21 +113,19 @@ def _no_verb(
 
 
 def main() -> None:
-    """Run the verb on the command line. Wrong input gives one line on standard error and exit code 2, never a
-    traceback."""
+    """Run the command line. Wrong input gives one line on standard error and exit code 2, never a traceback."""
     if "RANK" not in os.environ:
         sys.exit(_run())
     console.quiet = errors.quiet = os.environ["RANK"] != "0"  # only the first process prints
     code = _run()
-    # Under torchrun, threads of torch may still wait for other processes. They would abort a normal exit, which
-    # torchrun counts as a failure.
+    # Under torchrun, torch threads may still wait for other processes. They would abort a normal exit, and torchrun
+    # would count that as a failure.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def _run() -> int:
-    """Run the verb and return the exit code."""
     try:
         code = app(prog_name="leaven", standalone_mode=False)
     except BrokenPipeError:  # leaven ... | head
@@ -134,7 +136,7 @@ def _run() -> int:
         return FAILED
     except Exception as error:
         if errors.quiet and getattr(error, "__notes__", None):
-            errors.quiet = False  # only this process has the error
+            errors.quiet = False  # no other process prints this error
             errors.print(Text(f"{error.__notes__[0]}: ", style="bold red"), end="")
         message = error_message(error)
         if message is None:
@@ -148,7 +150,7 @@ def _run() -> int:
 
 
 def error_message(error: Exception) -> str | None:
-    """Return what to tell the user about an error, or None if it is a defect of leaven, which needs a traceback."""
+    """Return the message of an error for the user. Return None for a bug in leaven, which is shown as a traceback."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
@@ -157,7 +159,7 @@ def error_message(error: Exception) -> str | None:
             return None
         extra = next((name for name, packages in EXTRAS.items() if package in packages.split()), None)
         what = f"'leaven[{extra}]'" if extra else package
-        return f"this needs the package {package}, which is not installed; run: pip install {what}"
+        return f"this command needs the package {package}, which is not installed; run: pip install {what}"
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}; free some space and run the same command again; finished work is kept"
@@ -170,10 +172,10 @@ def error_message(error: Exception) -> str | None:
 
 
 def usage_message(error: Any) -> str | None:
-    """Return what is wrong with a command line and what to type, or None if ``error`` is not an error of typer.
+    """Return what is wrong with a command line and what to type. Return None if ``error`` is not from typer or click.
 
-    Some versions of typer contain a copy of click, so errors of click are recognised by their attributes and not by
-    their class.
+    Errors are recognised by their attributes, because some versions of typer contain their own copy of click's
+    classes.
     """
     if not hasattr(error, "format_message"):
         return None
@@ -194,6 +196,6 @@ def usage_message(error: Any) -> str | None:
 
 
 def parameter_name(param: Any) -> str:
-    """Return an option as it is typed, such as ``--output/-o``, or the name of an argument in ``--help``."""
+    """Return the name of an option as in ``--output/-o``, or the name of an argument as in ``RECIPE``."""
     names = [*param.opts, *param.secondary_opts]
     return "/".join(names) if names[0].startswith("-") else str(param.metavar or param.name.upper())

@@ -49,14 +49,14 @@ def bench(
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Do not measure speed; propose a batch ramp from the noise scale that was measured in this run "
-            "folder.",
+            help="Do not measure speed. Propose a batch ramp from the gradient noise scale that the run in this "
+            "folder has recorded.",
         ),
     ] = None,
     noise_multiple: Annotated[
         float,
         typer.Option(
-            min=0.01, help="With --noise-from: the largest allowed batch, as a multiple of the noise scale."
+            min=0.01, help="With --noise-from: the largest allowed batch size, as a multiple of the noise scale."
         ),
     ] = 1.0,
     overrides: SetOption = None,

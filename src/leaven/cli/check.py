@@ -42,7 +42,7 @@ def _scale(text: str) -> "RunScale":
 
 
 FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this number.")]
-SCALES = "Sizes as WIDTHxDEPTH, separated by commas; the first is the base."
+SCALES = "Model sizes as WIDTHxDEPTH, separated by commas. The first is the base, from which the rule scales."
 ScalesOption = Annotated[Any, list_option(_scale, SCALES)]
 ScaleOption = Annotated[
     Any, parsed_option(_scale, "WIDTHxDEPTH", "Size of the model as WIDTHxDEPTH, e.g. 64x4.", "the recipe's")
@@ -51,7 +51,7 @@ LrsOption = Annotated[
     Any,
     list_option(
         number_above_0,
-        "Learning rates to try, at the base size, separated by commas. For module:factory: multiples of its lr.",
+        "Learning rates to try at the base size, separated by commas. For module:factory, multiples of its own lr.",
         "1/4 to 4 times the recipe's",
     ),
 ]
@@ -59,7 +59,7 @@ DurationsOption = Annotated[
     Any, list_option(number_above_0, "Lengths of runs as multiples of the recipe's length, separated by commas.")
 ]
 BatchesOption = Annotated[
-    Any, list_option(number_above_0, "Batch sizes, as multiples of the recipe's, separated by commas.")
+    Any, list_option(number_above_0, "Batch sizes as multiples of the recipe's batch size, separated by commas.")
 ]
 
 
@@ -70,16 +70,15 @@ def coordinates(
     steps: Annotated[
         int,
         typer.Option(
-            min=1, help="Number of training steps, all on the same batch. With more than 3, the limits are wider."
+            min=1, help="Number of training steps on the same batch. With more than 3 steps, the limits are wider."
         ),
     ] = 3,
     lr_factor: FactorOption = 1.0,
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
-    The check keeps the recipe's rule and its ratio of d_ff to d_model. It moves the base to the smallest width and
-    depth. It also changes the initial values, so that small models already show the exponents of large models. The
-    exponents do not depend on initial values.
+    The check keeps the recipe's scaling rule and ratio of d_ff to d_model. The rule scales from the smallest width
+    and depth. The initial weights are changed so that small models already show the exponents of large models.
     """
     from leaven.verification.coordinates import CoordinateCheck
 
@@ -101,11 +100,10 @@ def gradients(
     ] = 20,
     lr_factor: FactorOption = 0.125,
 ) -> None:
-    """Check that eps scales with the gradients, that every parameter is updated, and that the rule's values are
-    exact.
+    """Check that Adam's eps scales with the gradients, that every parameter is updated, and that the rule is exact.
 
-    The rule's values are computed from the optimizer's settings at several widths, depths, batch sizes and lengths,
-    without training. They are lr, lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
+    For the last part, the check compares the optimizer's settings at several widths, depths, batch sizes and lengths,
+    without training: lr, lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
     """
     from leaven.verification.gradients import GradientCheck
 
@@ -138,8 +136,8 @@ def memory(
 ) -> None:
     """Compare the planned memory of a rank with the memory of two simulated training steps.
 
-    The steps run the real model, layout and optimizer on one processor for any number of ranks, with tensors that
-    have shapes but no data. The memory between steps may differ by 2%, and the peak by 5%.
+    The simulation runs the real model, layout and optimizer on this machine's CPU, with tensors that have shapes but
+    no data. The memory between steps may differ by 2%, and the peak by 5%.
     """
     from leaven.verification.memory import arrangement, check_memory, ranks_to_check, rehearsal, with_layout
 
@@ -202,7 +200,7 @@ def duration(
         write_recipe(recipe.replace(measured), write, template=read_text(Path(subject)))
         more = [f"wrote {write}; next: leaven transfer {write} --tokens TOKENS -o big.toml"]
     elif write is not None:
-        more = [f"{write} is not written, because no exponent with an interval was measured; see the advice above"]
+        more = [f"{write} is not written, because no exponent with a 95% interval was measured; see the advice above"]
     elif measured is not None and family.rule is not None:
         option = f"--set scaling.token_exponent={measured['scaling.token_exponent']:g}"
         more = [f"to use the measured exponent: leaven transfer {subject} {option} --tokens TOKENS -o big.toml"]
@@ -267,8 +265,8 @@ def init(
 def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
     """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
 
-    The rule is exact in the limit of many steps with noisy gradients. Choose small batches, and at least 200 steps
-    with the largest batch.
+    The rule is exact only for many steps with noisy gradients. Choose small batches, and at least 200 steps with the
+    largest batch.
     """
     from leaven.verification.equivalence import FACTORY_TOKENS, equivalence
 

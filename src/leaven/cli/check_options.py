@@ -1,4 +1,4 @@
-"""Define the options that commands of ``leaven check`` share, as data classes, and what is done with them."""
+"""Define the options that the commands of ``leaven check`` share, as data classes with methods that run a check."""
 
 import inspect
 import math
@@ -41,16 +41,18 @@ SourceOption = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="For module:factory: the text to train on, written as data.source in a recipe, or made-up for random "
-        "tokens.",
+        help="For module:factory: the text to train on, written as data.source in a recipe, or the word made-up for "
+        "random tokens.",
         show_default="python-stdlib",
     ),
 ]
 
 
 def with_options(shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator for commands. The command line gets an option for each field of the data class ``shared``,
-    beside the command's own options. The command gets an instance of ``shared`` as its first argument."""
+    """Return a decorator that adds an option to a command for each field of the data class ``shared``.
+
+    The command gets an instance of ``shared`` as its first argument.
+    """
     fields = inspect.signature(shared).parameters
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -85,13 +87,13 @@ class CheckOptions:
     overrides: SetOption = None
     json_output: JsonOption = False
 
-    for_factories: ClassVar[tuple[str, ...]] = ()  # fields that a recipe cannot be given with
+    for_factories: ClassVar[tuple[str, ...]] = ()  # names of the options that apply only to module:factory
 
     def read(self) -> Recipe | str:
         """Return the recipe, or the subject itself if it is ``module:factory``.
 
         Raises:
-            InputError: if a recipe is given with an option for factories, or a factory with ``--set``.
+            InputError: if an option for ``module:factory`` is given with a recipe, or ``--set`` without a recipe.
         """
         if ":" in self.subject and not Path(self.subject).exists():
             if self.overrides:
@@ -106,7 +108,7 @@ class CheckOptions:
         return load_recipe(Path(self.subject), self.overrides)
 
     def finish(self, document: CheckDocument, *more: str, following: Sequence[str] = ()) -> None:
-        """Print the result of a check, write its page, and exit with code 1 if the check failed."""
+        """Print a check's result and the lines ``more``, write its HTML page, and exit with code 1 if it failed."""
         from leaven.views.check_page import check_page
 
         if self.output is not None:
@@ -175,13 +177,13 @@ class RecipeRunOptions(CheckOptions):
     ] = None
 
     def models(self, scale: "RunScale | None") -> "tuple[ModelFamily, RunScale]":
-        """Return the models, and the scale to train them at: ``scale``, or by default the scale of the recipe."""
+        """Return the model family (the model at any size), and its base size: ``scale``, or the recipe's own size."""
         from leaven.verification.model_instance import RunScale
         from leaven.verification.recipe_family import recipe_models
 
         recipe = self.read()
         if isinstance(recipe, str):
-            raise InputError(f"this check changes values that {recipe} does not state; give a recipe file")
+            raise InputError(f"this check cannot change the values inside {recipe}; give a recipe file instead")
         return recipe_models(recipe, prepare_text), scale or RunScale(recipe.model.d_model, recipe.model.n_layers)
 
     def sweep(
@@ -192,7 +194,7 @@ class RecipeRunOptions(CheckOptions):
         values: Sequence[float] | None,
         scales: "Sequence[RunScale]",
     ) -> None:
-        """Run a check that trains a grid of values at several scales, and print its result."""
+        """Run the check ``check``, which trains a grid of values at several model sizes, and print its result."""
         from leaven.verification.sweep import SWEPT, sweep
 
         grid = values or SWEPT[quantity].grid(family)
@@ -201,7 +203,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Return the result of a check that trains whole runs. Ctrl-C stops it, and the same command resumes it."""
+        """Run a check with its run folder, and return the result. Ctrl-C stops it; the same command resumes it."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (

@@ -1,4 +1,4 @@
-"""Define what several verbs share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
+"""Define what several commands share: options, reading a recipe, printing a document and stopping at Ctrl-C."""
 
 import json
 import math
@@ -51,13 +51,15 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def device_option(default: str) -> Any:
-    """Return an option for the device. ``default`` describes the device that is used if none is chosen."""
+    """Return the option ``--device``. ``--help`` shows the text ``default`` as the device that is used without it."""
     return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",
         help="The device to compute on.",
         show_default=default,
-        callback=lambda name: os.environ.update({"LEAVEN_DEVICE": name} if name else {}),  # for workers too
+        callback=lambda name: os.environ.update(
+            {"LEAVEN_DEVICE": name} if name else {}
+        ),  # worker processes inherit it
     )
 
 
@@ -65,20 +67,22 @@ DeviceOption = Annotated[str | None, device_option("the best of this machine")]
 
 
 def parsed_option(parse: Callable[[str], Any], metavar: str, help: str, default: str | bool = True) -> Any:
-    """Return an option whose value is ``parse(text)``. ``parse`` raises InputError. ``default`` describes a default
-    that is not a fixed value."""
+    """Return an option whose value is ``parse(text)``. ``parse`` raises InputError for wrong text.
+
+    ``--help`` shows the text ``default`` if the default is not a fixed value.
+    """
 
     def parser(text: str) -> Any:
         try:
             return parse(text)
-        except InputError as error:  # typer would rewrite the message of a ValueError
+        except InputError as error:  # typer would change the message of any other exception
             raise typer.BadParameter(str(error)) from None
 
     return typer.Option(parser=parser, metavar=metavar, help=help, show_default=default)
 
 
 def list_option(parse: Callable[[str], Any], help: str, default: str | bool = True, metavar: str = "LIST") -> Any:
-    """Return an option for values that are separated by commas. ``parse`` reads one value."""
+    """Return an option for a list of values, separated by commas. ``parse`` reads one value."""
     return parsed_option(lambda text: [parse(part) for part in text.split(",")], metavar, help, default)
 
 
@@ -111,7 +115,7 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if one of ``others``, names of parameters, was typed together with ``option``."""
+    """Raise InputError if the user typed ``option`` and one of ``others``, parameter names separated by spaces."""
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -119,7 +123,7 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError if a path is a folder, or a file that must not be overwritten.
+    """Raise InputError if a path is a folder, or an existing file and ``force`` is not true.
 
     ``force`` is the value of ``--force``, or None for a command without this option.
     """
@@ -131,12 +135,12 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return the name of a recipe in a file: the file's name without spaces and special characters."""
+    """Return a name for the recipe in ``file``: the file's name with hyphens for special characters."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 
 def group() -> typer.Typer:
-    """Return the typer app of a command that has subcommands. Without a subcommand, the command prints its help."""
+    """Return the typer app of a command with subcommands. Called without a subcommand, it prints its help."""
     return typer.Typer(add_completion=False, invoke_without_command=True, callback=_help)
 
 
@@ -146,10 +150,10 @@ def _help(context: typer.Context) -> None:
 
 
 def load_recipe(recipe: Path, overrides: list[str] | None) -> Recipe:
-    """Read a recipe file with :func:`leaven.recipe.files.read_recipe`, which checks it.
+    """Read and validate a recipe file. ``overrides`` are the values of ``--set``.
 
     Raises:
-        InputError: if the file cannot be read. For the id of a published run, the message says how to show that run.
+        InputError: if the file is missing or invalid. For the id of a published run, the message says how to show it.
     """
     if not recipe.exists() and (RUNS / f"{recipe}.toml").is_file():
         raise InputError(
@@ -164,10 +168,9 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or print its screen and then the commands to type next.
+    """Print a document as JSON, or as text: its ``screen``, and then the commands to type next.
 
-    ``following`` are these commands, if the document does not have them yet. In JSON, infinite numbers and NaN become
-    null.
+    ``following`` replaces the document's commands to type next. In JSON, infinite numbers and NaN are null.
     """
     if following and isinstance(document, Document):
         document = document.model_copy(update={"next": list(following)})
@@ -181,7 +184,7 @@ def print_document(
 
 @contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. A second Ctrl-C stops at once."""
+    """Yield a function that returns whether Ctrl-C or SIGTERM has arrived. A second Ctrl-C interrupts at once."""
     requested = False
 
     def request(number: int, frame: FrameType | None) -> None:
@@ -200,13 +203,13 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 
 def exit_interrupted(message: str) -> NoReturn:
-    """Print why the command has stopped, and exit with the code that says that it can be run again."""
+    """Print why the command stopped, and exit with code 75 (interrupted)."""
     errors.print(message)
     raise typer.Exit(INTERRUPTED)
 
 
 def prepare_text(data: "Data", vocab_size: int) -> "TokenSet":
-    """Tokenise text with a progress bar, or read its tokens from the cache."""
+    """Return the tokens of a text, from the cache or by tokenising with a progress bar."""
     from leaven.data.tokens import prepare
     from leaven.views.terminal.live import LiveScreen
 

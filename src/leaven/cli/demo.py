@@ -11,11 +11,11 @@ from leaven.recipe.errors import InputError
 
 
 def demo(
-    run: Annotated[Path, typer.Option(help="The folder to write everything to.")] = Path("runs/demo"),
+    run: Annotated[Path, typer.Option(help="The folder for the runs, the recipes and the page.")] = Path("runs/demo"),
     size: Annotated[
         Literal["full", "quick"] | None,
         typer.Option(
-            help="full: about five minutes on two slow cores. quick: one minute, fewer widths.",
+            help="full: about five minutes on two slow cores. quick: about one minute, with fewer widths.",
             show_default="full, or quick where full takes more than ten minutes",
         ),
     ] = None,
@@ -29,7 +29,9 @@ def demo(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes; the losses do not depend on them.", show_default="one per core"),
+        typer.Option(
+            min=1, help="Number of worker processes. The losses do not depend on it.", show_default="one per core"
+        ),
     ] = None,
     device: Annotated[str, device_option("cpu: the same losses on every machine")] = "cpu",
     json_output: JsonOption = False,
@@ -44,5 +46,5 @@ def demo(
         try:
             document = run_demo(run, "quick" if quick else size, source, workers or cores(), stop)
         except ChecksStopped:
-            exit_interrupted(f"stopped; run it again to resume ({run})")
+            exit_interrupted(f"stopped; run the same command again to resume from {run}")
     print_document(document, demo_summary(document), json_output)

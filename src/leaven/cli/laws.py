@@ -21,20 +21,19 @@ def laws(
     batch_tokens: Annotated[
         int | None,
         count_option(
-            "Batch size in tokens. Also prints each law's lr at this batch size, and the ratio to the law's batch "
-            "size."
+            "Batch size in tokens. Also print each law's lr at this batch size, and this batch size divided by the "
+            "law's batch size."
         ),
     ] = None,
     flops: Annotated[
         int | None,
         count_option(
-            "Training FLOPs, instead of --params and --tokens. Prints the compute-optimal parameters and tokens."
+            "Training FLOPs, instead of --params and --tokens. Print the compute-optimal parameters and tokens."
         ),
     ] = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's three approaches and later
-    laws."""
+    """With --flops, predict the compute-optimal parameters and tokens with Chinchilla's approaches and later laws."""
     if flops is not None:
         require_alone(context, "--flops", "params tokens batch_tokens params_non_embedding")
         sizes = compute_optimal(flops)
@@ -52,7 +51,6 @@ def laws(
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
-    """Return a law's row with its lr at a batch of ``batch_tokens`` and the ratio of this batch to the law's batch.
-    ``critical`` is the critical batch size in tokens."""
+    """Add to a law's row the lr at the user's batch size. ``critical`` is the critical batch size in tokens."""
     ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
     return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

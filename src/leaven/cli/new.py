@@ -35,7 +35,8 @@ def new(
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT.toml", help="The recipe file to write. The proxy recipe is written to OUT-proxy.toml."
+            metavar="OUT.toml",
+            help="The recipe file to write. The recipe of a small proxy model is written to OUT-proxy.toml.",
         ),
     ],
     params: Annotated[int | None, count_option("Size of the model, embeddings included, e.g. 1B.")] = None,
@@ -64,7 +65,7 @@ def new(
         typer.Option(
             "--from",
             metavar="ID",
-            help="Copy the values of this published run (see leaven recipes list), and without --params also its "
+            help="Copy the values of this published run (see leaven recipes list). Without --params, also copy its "
             "size and length.",
         ),
     ] = None,
@@ -150,7 +151,7 @@ def new(
 
 
 def _require_no_proxy(path: Path) -> None:
-    """Raise InputError if an earlier recipe has left a proxy there, which would be tuned for the new recipe."""
+    """Raise InputError if ``path`` exists, because leaven would take this file for the new recipe's proxy."""
     if path.exists():
         raise InputError(f"{path} exists, but the new recipe has no proxy; remove that file, or give another name")
 

@@ -1,9 +1,8 @@
-"""Return the commands to type next: new -> recipes check -> tune -> transfer -> recipes check -> plan -> train ->
-report.
+"""Choose the commands that leaven suggests after its result, or with ``--json`` under the key ``next``.
 
-Each verb prints these commands after its result, or with ``--json`` under the key ``next``. A command is complete and
-works as printed. ``leaven new`` chooses the names of files: OUT.toml is the target, OUT-proxy.toml is the small
-recipe that is tuned for the target, and OUT-tuned.toml is the target with the tuned values.
+The order is new -> recipes check -> tune -> transfer -> recipes check -> plan -> train -> report. ``leaven new``
+chooses the names of files: OUT.toml is the recipe of the large model (the target), OUT-proxy.toml the recipe of a
+small model (the proxy) that is tuned instead, and OUT-tuned.toml the target with the tuned values.
 """
 
 import shlex
@@ -23,15 +22,13 @@ PROXY, TUNED = "-proxy", "-tuned"
 
 
 def after_check(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a ``recipes check`` that passed: first ``check coordinates`` for a tuned recipe, then
-    the commands after that check."""
+    """Return the commands after a passed ``recipes check``. A tuned recipe gets ``check coordinates`` first."""
     check = [_line("check", "coordinates", path, sets=overrides)] if path.stem.endswith(TUNED) else []
     return [*check, *after_coordinates(path, recipe, overrides)]
 
 
 def after_coordinates(path: Path, recipe: Recipe, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after a ``check coordinates`` that passed: tune the proxy of the recipe, or train the
-    recipe if it has no proxy or a tuned recipe lies beside it."""
+    """Return the commands after a passed ``check coordinates``: tune the proxy, or without a proxy to tune, train."""
     if path.stem.endswith(PROXY):
         target = path.with_stem(path.stem.removesuffix(PROXY))
         return tune(path, recipe, read_recipe(target) if target.exists() else None, overrides)
@@ -45,8 +42,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a study of the recipe at ``path``: transfer the best values to the target, or train
-    the best recipe if the target's file does not exist."""
+    """Return the commands after a study: transfer the best values to the target, or without a target, train with them."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
@@ -57,17 +53,22 @@ def after_tune(path: Path, study: Path) -> list[str]:
 
 
 def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
-    """Return the commands after ``transfer`` and ``import config``: check and train the new recipe, or if no recipe
-    was written, run the same command again and write it to ``name``.toml."""
+    """Return the commands after ``transfer`` and ``import config``: check and train the new recipe.
+
+    If the recipe was not written (``output`` is None), run the same command again with ``-o name.toml``.
+    """
     if output is None:
         return [again("-o", str(_free(Path(f"{name}.toml"))))]
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
 def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after the plan of a recipe: train it in the planned layout, if it fits and leaven supports
-    it. A proxy is tuned instead. A recipe with an untuned proxy is tuned first, unless ``overrides`` make it another
-    recipe."""
+    """Return the commands after the plan of a recipe: train it in the planned layout. A proxy is tuned instead.
+
+    If the recipe has a proxy that is not tuned yet, tune the proxy first. With ``overrides`` (values of ``--set``),
+    ignore the proxy, because it was made for the recipe without them. Return no commands if the layout does not fit
+    or leaven cannot train it.
+    """
     how = found.arrangement
     if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
         return []
@@ -87,26 +88,24 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
-    """Return the command that plans the time of a new recipe on a cluster. Without a cluster it measures this
-    machine."""
+    """Return the command that plans a new recipe on a cluster, or without a cluster on this machine's CPU."""
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
 def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
-    """Return the command after the plan of a published run: write a recipe with the values of the run."""
+    """Return the command after the plan of a published run: write a recipe with the run's values."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 
 
 def after_budget(found: BudgetDocument) -> list[str]:
-    """Return the command to type after ``plan --budget``. It writes a recipe for the middle size in the list."""
+    """Return the command after ``plan --budget``: write a recipe for the middle one of the listed sizes."""
     middle = found.rows[len(found.rows) // 2]
     params, tokens = (format_quantity(count).replace(" ", "") for count in (middle.params, middle.tokens))
     return [f"leaven new {params}.toml --params {params} --tokens {tokens} --gpus {found.cluster}"]
 
 
 def after_train(run: Path, recipe: Recipe) -> list[str]:
-    """Return the commands after a finished run: write a report, sample text, and export the weights if an
-    architecture of transformers fits."""
+    """Return the commands after a finished run: write a report, sample text, and if possible export the weights."""
     from leaven.interop.architectures import ARCHITECTURES
 
     commands = [_line("report", run, "-o", run / "report.html"), _line("sample", run, "The ")]
@@ -118,7 +117,7 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
 
 
 def after_bench(path: Path, settings: Sequence[str]) -> list[str]:
-    """Return the command after ``bench``: train with the proposed micro-batch or batch ramp."""
+    """Return the command after ``bench``: train with ``settings``, the proposed micro-batch or batch ramp."""
     return [_launch(path, settings)]
 
 
@@ -127,8 +126,10 @@ def after_export_weights(folder: Path) -> list[str]:
 
 
 def after_export_config(to: str, path: Path) -> list[str]:
-    """Return the command after ``export config``: import the configuration again, if leaven can read it. It cannot
-    read a configuration with the muP of Megatron-LM, because no recipe has that rule."""
+    """Return the command after ``export config``: import the configuration again, if leaven can read it.
+
+    leaven cannot import Megatron-LM's muP (``--use-mup``), because a recipe has no such scaling rule.
+    """
     if to not in ("transformers", "megatron"):
         return []
     if to == "megatron" and "--use-mup" in map(str.strip, read_text(path).splitlines()):
@@ -137,10 +138,9 @@ def after_export_config(to: str, path: Path) -> list[str]:
 
 
 def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] = ()) -> list[str]:
-    """Return the commands that tune a proxy. If the target is given, ``--trials`` is the number of trials that pays
-    off for the target.
+    """Return the command that tunes the proxy at ``path``, with the number of trials that pays off for the target.
 
-    If a trial is too large for this machine, the first command is ``leaven plan`` for a cluster.
+    If a trial is too large for this machine, ``leaven plan`` for a cluster comes first.
     """
     trials: tuple[object, ...] = ()
     name = proxy.name.removesuffix(PROXY)
@@ -154,9 +154,10 @@ def tune(path: Path, proxy: Recipe, target: Recipe | None, sets: Sequence[str] =
 
 
 def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster | None = None) -> list[str]:
-    """Return all commands from ``leaven new``, which wrote a target at ``path``, to the training of the target. They
-    begin with the tuning of the proxy if there is one. A target that is too large for this machine is planned on
-    ``cluster``."""
+    """Return the commands after ``leaven new``, up to the training of the target at ``path``.
+
+    If there is a proxy, it is tuned first. A target that is too large for this machine is planned on ``cluster``.
+    """
     if proxy is None:
         return [_line("recipes", "check", path), *train(path, target, cluster=cluster)]
     tuned = beside(path, TUNED)
@@ -170,13 +171,13 @@ def after_new(path: Path, proxy: Recipe | None, target: Recipe, cluster: Cluster
 
 
 def _proxy_to_tune(path: Path) -> Recipe | None:
-    """Return the proxy beside the target at ``path``, or None if there is none or a tuned recipe is there already."""
+    """Return the proxy of the target at ``path``, or None if there is no proxy or the tuned recipe exists."""
     proxy = beside(path, PROXY)
     return read_recipe(proxy) if proxy.exists() and not beside(path, TUNED).exists() else None
 
 
 def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
-    """Return the commands that tune the proxy of the target at ``path`` and write the tuned target."""
+    """Return the commands that tune the proxy of the target at ``path``, and write the tuned target."""
     best = Path("studies", target.name, "best.toml")
     transfer = _line("transfer", best, "--like", path, "-o", beside(path, TUNED))
     return [*tune(beside(path, PROXY), proxy, target), transfer]
@@ -195,13 +196,12 @@ def again(*words: str) -> str:
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
-    """Return a command as it is typed. ``sets`` are the values of ``--set``."""
+    """Return a shell command. ``sets`` are the values of ``--set``."""
     options = [word for change in sets for word in ("--set", change)]
     return shlex.join([*start, *map(str, words), *options])
 
 
 def _launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
-    """Return the command that trains a recipe, with torchrun if it has several ranks."""
     run = _free(Path("runs", path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
@@ -218,7 +218,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def _free(path: Path) -> Path:
-    """Return the path if it is unused. Otherwise append -2, -3, ... to it and return the first unused one."""
+    """Return the path, with -2, -3 and so on appended to its name if it exists already."""
     free, number = path, 2
     while free.exists():
         free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

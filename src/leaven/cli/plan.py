@@ -97,7 +97,7 @@ def plan(
     ] = None,
     moments: Annotated[
         Moments,
-        typer.Option(help="The optimizer for whose states memory is counted. leaven itself trains only with adam."),
+        typer.Option(help="Count memory for the states of this optimizer. leaven itself trains only with adam."),
     ] = "adam",
     measure: MeasureOption = False,
     history: HistoryOption = True,
@@ -143,11 +143,10 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Return a plan that is calibrated with steps measured now (``measure``), or with earlier runs (``history``), or
-    with neither.
+    """Calibrate a plan with steps measured on this machine (``measure``) or with earlier runs (``history``).
 
     Raises:
-        InputError: if this machine does not have the planned accelerator.
+        InputError: if the measurement needs an accelerator that this machine does not have.
         typer.Exit: with code 75 if the measurement was stopped.
     """
     if not measure:

@@ -59,7 +59,7 @@ def list_runs(
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """List published runs and the runs that leaven has tuned itself, from the smallest to the largest."""
+    """List the small runs that were tuned with leaven, and then the published runs, both sorted by size."""
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
     for path, ends in (("params_total", params), ("tokens", tokens)):
@@ -108,17 +108,16 @@ def nearest_runs(
         typer.Option(help="Only runs of this kind of model. Mixtures of experts are not compared with dense models."),
     ] = "dense",
     factor: Annotated[
-        float, typer.Option(help="Only runs that are at most this many times larger or smaller.")
+        float, typer.Option(help="Only runs whose models are at most this many times larger or smaller.")
     ] = 4.0,
     limit: Annotated[int, typer.Option(min=1, help="How many runs to list.")] = 5,
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """List the published runs that are most similar to a model. Norms and optimizer count first, then size and
-    length.
+    """List the published runs most similar to a model: first by norms and optimizer, then by size and length.
 
-    The list begins with the nearest run of each lineage, which is a group of runs that share one learning rate. The
-    other runs follow.
+    The list begins with the nearest run of each lineage (a group of runs that inherited one learning rate). The other
+    runs follow.
     """
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:
@@ -141,9 +140,7 @@ def nearest_runs(
 @app.command("diff")
 def diff_runs(
     a: Annotated[str, typer.Argument(metavar="A", help="The id of a published run, or a recipe file (.toml).")],
-    b: Annotated[
-        str, typer.Argument(metavar="B", help="The run or recipe to compare with: also an id or a recipe file.")
-    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The id or recipe file (.toml) to compare with.")],
     json_output: JsonOption = False,
 ) -> None:
     """Print the values in which two published runs or recipes differ."""
@@ -174,8 +171,7 @@ def check(
 ) -> None:
     """Compare every value of a recipe with the range of published runs.
 
-    For each value outside the range, the command names published runs and says what to set. The exit code is 1 if a
-    value is outside.
+    If a value is outside, the command names published runs, says what to set, and has the exit code 1.
     """
     from leaven.catalogue.findings import CHECKS, findings
     from leaven.cli import next_commands
@@ -201,8 +197,7 @@ def check(
 
 
 def _text_tokens(recipe: Recipe) -> int | None:
-    """Return an estimate of the number of tokens in a recipe's files. Return None for remote files and for the
-    built-in sample text."""
+    """Estimate the number of tokens in a recipe's text. Return None for remote files and the built-in sample text."""
     from leaven.data.sources import estimated_tokens
 
     names = [source.source for source in recipe.data.sources]

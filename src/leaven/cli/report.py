@@ -23,7 +23,7 @@ def report(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
     catalogue: Annotated[
-        bool, typer.Option("--catalogue", help="Describe the published runs, instead of PATH.")
+        bool, typer.Option("--catalogue", help="Write a page about the published runs. Give no PATH.")
     ] = False,
     json_output: JsonOption = False,
 ) -> None:

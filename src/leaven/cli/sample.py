@@ -29,7 +29,7 @@ def sample(
     top_p: Annotated[
         float,
         typer.Option(
-            min=0, max=1, help="Sample from the fewest most likely tokens whose total probability reaches this."
+            min=0, max=1, help="Sample from the most likely tokens whose total probability reaches this number."
         ),
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
@@ -83,8 +83,7 @@ def sample(
 
 
 def shown(text: str) -> str:
-    """Return the text. On a terminal, control characters are replaced, because a model may generate escape
-    sequences."""
+    """Return the text to print. For a terminal, replace control characters, because a model may generate them."""
     if not sys.stdout.isatty():
         return text
     return "".join(each if each in "\n\t" or unicodedata.category(each) != "Cc" else "\ufffd" for each in text)

@@ -29,8 +29,7 @@ def show(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Also compare the initialisation with published initialisations, and say how the optimizer applies weight
-    decay."""
+    """Also compare the init stds with published initialisations, and say how the optimizer applies weight decay."""
     if rule is not None:
         document = RuleDocument(**RULES[rule].document())
         print_document(document, rule_table(document), json_output)
@@ -46,7 +45,7 @@ def show(
 def resolved(
     recipe: Recipe, found: list[Caution], following: list[str], worth: Sequence[WorthRow] = ()
 ) -> ShowDocument:
-    """Return the document of a resolved recipe with its warnings. The warnings are also printed on standard error."""
+    """Return the document of a recipe's resolved values, and print the warnings ``found`` on standard error."""
     warn(each.message for each in found)
     cautions = [asdict(each) for each in found]
     return ShowDocument(

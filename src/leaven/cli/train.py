@@ -74,8 +74,7 @@ def train(
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --rewind-to, --set may change the schedule, stability and evaluation settings and the optimizer's
-    values."""
+    """With --rewind-to, --set may change the schedule, stability, evaluation and optimizer settings."""
     if skip_tokens is not None and rewind_to is None:
         raise InputError("--skip-tokens needs --rewind-to COUNT, which says where skipping begins")
     loaded = load_recipe(recipe, overrides)
@@ -92,7 +91,7 @@ def train(
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
     if "WORLD_SIZE" in os.environ and not layout_is_set and RunFolder(folder).recipe_file.exists():
-        loaded = resized(loaded, world_size())  # the number of processes changed: a node was lost or returned
+        loaded = resized(loaded, world_size())  # torchrun has lost a node, or has got it back
     require_trainable(loaded, world_size())
     if loaded.start.folder is not None:  # an error is raised here, before hours of tokenising
         require_start(loaded.model, loaded.start.folder)
@@ -134,9 +133,11 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if the run has stopped on purpose. After an exit code other than 0, torchrun restarts all processes, but a
-    run that has stopped on purpose must not continue before the user starts it again."""
+    """Exit if torchrun has restarted a run that had stopped on purpose. Only the user may start such a run again."""
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
-        errors.print(f"the run has stopped ({last['why']}) and is not restarted automatically")
+        errors.print(
+            f"the run in {run.path} has stopped ({last['why']}) and is not restarted automatically; to resume it, "
+            "run the same command again"
+        )
         raise typer.Exit(75 if last["why"] == "interrupted" else 1)

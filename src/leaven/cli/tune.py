@@ -50,7 +50,7 @@ def tune(
     hours: Annotated[
         float | None,
         typer.Option(
-            help="Time budget in hours. Time in which several machines run trials at once counts only once.",
+            help="Time budget in hours. An hour in which several machines run trials counts as one hour.",
             show_default="no limit",
         ),
     ] = None,
@@ -61,7 +61,8 @@ def tune(
         str | None,
         typer.Option(
             help="What to search: global, global-full (adds schedule, clipping, dropout, optimizer), per-module "
-            "(about 25 values), per-module-full (about 90), or paths separated by commas.",
+            "(about 25 values), per-module-full (about 90), or keys of the recipe separated by commas, e.g. "
+            "hyperparameters.lr.",
             show_default="the tuning section of the recipe, else global",
         ),
     ] = None,
@@ -81,7 +82,7 @@ def tune(
         Any,
         list_option(
             count_above_0,
-            "Train each trial for several lengths in tokens, which branch off a common trunk (only for the wsd "
+            "Lengths in tokens: each trial gives a loss for each length, as branches of one run (only for the wsd "
             "schedule).",
             metavar="COUNT,COUNT",
         ),
@@ -92,17 +93,17 @@ def tune(
             min=0,
             max=100,
             help="The standard deviation of the loss between seeds, in nats, e.g. from an earlier study of this "
-            "recipe. No trial is then spent to measure it.",
-            show_default="measured from 12 trials on",
+            "recipe. Without it, some trials repeat the start with other seeds to measure it.",
+            show_default="measured in studies of 12 trials or more",
         ),
     ] = None,
     prior: Annotated[
         Literal["laws"] | None,
         typer.Option(
             metavar="laws",
-            help="laws: begin from where published laws and runs expect the best values. What the trials contradict "
-            "is dropped.",
-            show_default="no expectation",
+            help="laws: begin where published laws and runs expect the best values. Expectations that the trials "
+            "contradict are dropped.",
+            show_default="none",
         ),
     ] = None,
     from_study: Annotated[
@@ -167,7 +168,7 @@ def tune(
 
 
 def _with_laws(space: "Space") -> "Space":
-    """Return the space with what laws and published runs expect, and print it."""
+    """Return the search space with the values that laws and published runs expect, and print these values."""
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
@@ -177,7 +178,10 @@ def _with_laws(space: "Space") -> "Space":
     known = expectations(Case(recipe, parameter_table(recipe).rows))
     informed = space.expecting(known)
     if not any(each.expected for each in informed.dimensions):
-        raise InputError(f"--prior laws: there are laws for {', '.join(known)} only, and none of these is searched")
+        raise InputError(
+            f"--prior laws: there are laws only for {', '.join(known)}, and none of these is searched; leave --prior "
+            "out"
+        )
     for each in informed.dimensions:
         if each.expected and isinstance(each.centre, float):
             value, factor = each.centre * 2 ** each.expected[0], 2 ** each.expected[1]
@@ -186,7 +190,7 @@ def _with_laws(space: "Space") -> "Space":
 
 
 def _as_of_stacks(space: "Space") -> "Space":
-    """Return the search space that a study with stacked trials had. With it, the same command resumes that study."""
+    """Return the search space of a study with stacked trials, so that the same command resumes the study."""
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
     errors.print(

@@ -1,7 +1,8 @@
-"""Define documents: the typed and versioned results of leaven's commands, which ``--json`` prints and views draw.
+"""Define documents: the typed and versioned results of leaven's commands.
 
-Keys are never renamed or removed; new keys may be added. The number in ``schema`` changes when the meaning of a key
-changes. docs/reference/documents.md is generated from these files: the comment of a field becomes its description.
+``--json`` prints a document, and :mod:`leaven.views` shows it as text or as a page. Keys may be added, but are never
+renamed or removed. The number in ``schema`` changes when the meaning of a key changes. docs/reference/documents.md is
+generated from these files: the comment of a field becomes its description.
 """
 
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Number = int | float
-"""A number that JSON writes as a whole number if it is a count, and as a decimal number if it is a measurement."""
+"""A number that may be whole in JSON (a count) or decimal (a measurement)."""
 
 
 class Entry(BaseModel):
@@ -30,7 +31,7 @@ class Document(Entry):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, values: Any) -> Any:
-        """Check the ``schema`` that :meth:`dump` added, and remove it."""
+        """Check and remove the key ``schema``, which :meth:`dump` adds."""
         if isinstance(values, dict) and "schema" in values:
             if values["schema"] != cls.SCHEMA:
                 raise ValueError(f"the schema is {values['schema']}, expected {cls.SCHEMA}")

@@ -20,14 +20,14 @@ class RunSummary(Document, schema="run-summary/1"):
     kind: str  # dense, moe or vlm
     optimizer: str | None
     decay: str | None  # shape of the learning rate's decay
-    lineage: str  # model family that its learning rate comes from; by default the run's own family
+    lineage: str  # model family from which the learning rate was inherited; by default the run's own family
     lr_comparable: bool  # false for runs with muP or an optimizer other than Adam(W)
 
 
 class NearRun(RunSummary, schema="near-run/1"):
-    """A published run near a given size. ``leaven recipes nearest`` prints a list of these, the nearest first."""
+    """A published run near a given size. ``leaven recipes nearest`` prints a list of these."""
 
-    distance: float  # distance in octaves of parameters; an octave of tokens counts as an eighth
+    distance: float  # distance in size and length, in octaves (factors of 2); an octave of tokens counts as 1/8
     size_ratio: float  # larger size / smaller size
     within_factor: bool  # whether size_ratio is within --factor
     same_stack: bool  # whether the run has the requested norms and optimizer
@@ -35,10 +35,7 @@ class NearRun(RunSummary, schema="near-run/1"):
 
 
 class PublishedRunDocument(Document, schema="published-run/1"):
-    """A published run in full: groups of values with their sources, without unknown values.
-
-    ``leaven recipes show`` prints it.
-    """
+    """The result of ``leaven recipes show``: the known values of a published run in groups, with their sources."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -51,14 +48,14 @@ class DifferenceRow(Document, schema="difference/1"):
     """A value in which two published runs differ. ``leaven recipes diff`` prints a list of these."""
 
     path: str  # path of the value, e.g. model.d_model
-    a: Any  # value of the first side
-    b: Any  # value of the second side
+    a: Any  # value of the first run or recipe
+    b: Any  # value of the second run or recipe
 
 
 class RecipeDifference(DifferenceRow, schema="recipe-difference/1"):
-    """A value in which a recipe file differs from a run or recipe. ``leaven recipes diff`` prints a list of these."""
+    """A value in which two recipes, or a recipe and a run, differ. ``leaven recipes diff`` prints a list of these."""
 
-    counterpart: bool  # whether both sides can state this value
+    counterpart: bool  # false for values that only a recipe or only a published run can have
 
 
 Severity = Literal["far outside", "outside", "note"]
@@ -69,13 +66,13 @@ class FindingRow(Entry):
     severity: Severity
     value: float | None
     low: float | None  # lower end of the range of published runs
-    high: float | None  # upper end of this range
-    factor: float | None  # factor by which the value is outside the range; null if it is not a number
+    high: float | None  # upper end of the range of published runs
+    factor: float | None  # factor by which the value is outside the range; null if the value is not a number
     says: str  # the finding as a sentence
     runs: list[str]  # ids of published runs that support the finding
-    did_so: list[str]  # ids of published runs that were as far outside and succeeded
-    alike: list[str]  # ids from did_so of runs with the recipe's size, lr, batch and stack
-    mends: list[dict[str, Any]]  # changes that correct the value, by path, the best first; null removes a value
+    did_so: list[str]  # ids of published runs that succeeded although they were as far outside
+    alike: list[str]  # the ids in did_so of runs with a similar size, lr, batch, norms and optimizer
+    mends: list[dict[str, Any]]  # possible corrections, the best first: new values by path; null removes a value
     check: str  # name of the check
     source: str
 
@@ -86,50 +83,50 @@ class RecipeCheck(Document, schema="recipe-check/1"):
     name: str
     params: int
     tokens: int
-    passed: bool  # whether no value is outside; notes are allowed
+    passed: bool  # whether all findings are notes
     checks: list[str]  # names of all checks
-    findings: list[FindingRow]  # the farthest outside first
-    next: list[str]  # commands
+    findings: list[FindingRow]  # values farthest outside the range come first
+    next: list[str]  # commands to type next
 
 
 class BeyondRange(Entry):
-    axis: str  # N parameters, D tokens, C FLOPs or D/N tokens a parameter
+    axis: str  # N (parameters), D (tokens), C (FLOPs) or D/N (tokens per parameter)
     side: str  # above or below the fitted range
-    factor: float  # how far beyond the fitted range
+    factor: float  # ratio of the value to the nearer end of the fitted range
 
 
 class LrAtBatch(Entry):
     batch_tokens: Number
-    ratio: float  # batch_tokens / the batch at which the law's lr holds
-    square_root: float  # lr scaled with the square root of the ratio
-    linear: float  # lr scaled with the ratio
-    surge: float  # lr by the surge rule for Adam, in which it falls above the noise scale
-    own: float | None  # lr scaled with the law's own exponent; null if it gives none
+    ratio: float  # batch_tokens / the batch size for which the law predicts its lr
+    square_root: float  # the law's lr times the square root of ratio
+    linear: float  # the law's lr times ratio
+    surge: float  # lr by the surge rule for Adam (Li et al. 2024): falls with batches above the noise scale
+    own: float | None  # the law's lr times ratio^(the law's own exponent); null if the law has no exponent
 
 
 class LawRow(Document, schema="law/1"):
     """What one scaling law predicts for a run. ``leaven laws --params --tokens`` prints a list of these."""
 
     law: str
-    lr: float | None  # peak; null if the law gives none
+    lr: float | None  # peak lr; null if the law does not predict the lr
     batch_tokens: Number | None
     batch_kind: str | None  # optimal or critical
-    in_range: bool | None  # whether the point is in the fitted range; null if the range is not known
-    extrapolation: float | None  # the largest factor beyond the fitted range
-    conditions: str  # what the law was fitted on
+    in_range: bool | None  # whether the run is in the law's fitted range; null if the range is not known
+    extrapolation: float | None  # the largest factor by which the run is beyond the fitted range
+    conditions: str  # the training runs on which the law was fitted
     source: str
     loss: float | None  # nats per token
     tau: float | None  # timescale of weight decay, as a share of the run
-    says: str  # the statement of a law without a number
-    trust: str  # verified, read, secondary or memory
+    says: str  # the statement of a law that predicts no number
+    trust: str  # how the law is known: verified, read, secondary or memory
     doubt: str  # reasons to doubt the law
-    params_definition: str  # what N counts
-    beyond: list[BeyondRange]  # where the point is beyond the fitted range
-    form_of: str | None  # the law of which this is another form
-    lr_batch_tokens: Number | None  # the batch at which lr holds
-    lr_batch_exponent: float | None  # exponent with which lr grows with the batch
+    params_definition: str  # which parameters N counts: all, or without some embeddings
+    beyond: list[BeyondRange]  # the axes on which the run is beyond the fitted range
+    form_of: str | None  # name of the main law, if this law is another form of the same fit
+    lr_batch_tokens: Number | None  # the batch size for which lr is predicted
+    lr_batch_exponent: float | None  # exponent of the batch size in the law for lr
     at_batch: LrAtBatch | None = None  # lr at --batch-tokens, by several rules
-    batch_ratio: float | None = None  # --batch-tokens / the law's batch
+    batch_ratio: float | None = None  # --batch-tokens / batch_tokens
 
 
 class OptimumRow(Document, schema="optimum/1"):
@@ -140,13 +137,13 @@ class OptimumRow(Document, schema="optimum/1"):
     tokens: float
     tokens_per_param: float
     loss: float | None  # nats per token, by this law
-    loss_replication: float | None  # by the replication of Chinchilla (Besiroglu et al. 2024)
-    in_range: bool | None  # whether the optimum is in the fitted range; null if the range is not known
-    extrapolation: float | None  # the largest factor beyond the fitted range
-    beyond: list[BeyondRange]  # where the optimum is beyond the fitted range
-    conditions: str  # what the law was fitted on
+    loss_replication: float | None  # nats per token, by the replication of Chinchilla (Besiroglu et al. 2024)
+    in_range: bool | None  # whether the optimum is in the law's fitted range; null if the range is not known
+    extrapolation: float | None  # the largest factor by which the optimum is beyond the fitted range
+    beyond: list[BeyondRange]  # the axes on which the optimum is beyond the fitted range
+    conditions: str  # the training runs on which the law was fitted
     source: str
-    trust: str  # verified, read, secondary or memory
+    trust: str  # how the law is known: verified, read, secondary or memory
     doubt: str  # reasons to doubt the law
 
 
@@ -154,7 +151,7 @@ Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 
 
 class NumberSource(Entry):
-    group: str  # group of numbers: peak, matmul, memory, board, link or network
+    group: str  # the numbers with this source: peak, matmul, memory, board, link or network
     text: str
     confidence: Confidence  # how reliable the source is
 
@@ -163,15 +160,15 @@ class AcceleratorRow(Document, schema="accelerator/1"):
     """The published numbers of an accelerator. ``leaven hardware`` prints a list of these, or only the named one."""
 
     name: str
-    peak_tflops: dict[str, float | None]  # dense peak by dtype
-    matmul_tflops: dict[str, float | None]  # best measured rate of a matmul by dtype
-    planned_tflops: float  # rate that the planner assumes for a 16-bit matmul
+    peak_tflops: dict[str, float | None]  # peak without sparsity, by dtype
+    matmul_tflops: dict[str, float | None]  # highest measured speed of a matmul, by dtype
+    planned_tflops: float  # speed of a 16-bit matmul that the planner assumes
     memory_gib: float
     memory_tb_s: float
     power_w: float | None
     multiprocessors: int | None
-    link_gb_s: float  # in one direction, within a node
-    node_size: int  # accelerators that the link connects
-    network_gb_s: float  # in one direction, of one accelerator
+    link_gb_s: float  # bandwidth in one direction between accelerators of a node
+    node_size: int  # number of accelerators in a node
+    network_gb_s: float  # bandwidth in one direction between nodes, per accelerator
     note: str
     sources: list[NumberSource]

@@ -7,14 +7,16 @@ from pydantic import Field
 from leaven.documents import Document, Entry, Number
 
 Layout = dict[str, Any]
-"""The keys of a recipe's [layout], micro_batch and grad_accumulation."""
+"""The keys of [layout] in a recipe, with micro_batch and grad_accumulation."""
 
 
 class StateRow(Entry):
+    """A tensor that training keeps for every parameter, such as the optimizer's first moment."""
+
     name: str
     bytes_each: Number  # bytes per parameter
-    bytes: Number  # bytes of all parameters
-    why: str  # what it is for
+    bytes: Number  # bytes for all parameters
+    why: str  # purpose of the tensor
 
 
 class MemoryPlan(Entry):
@@ -23,7 +25,7 @@ class MemoryPlan(Entry):
     fits: bool
     parts: dict[str, float]  # GiB by part
     activations: dict[str, float]  # GiB by operator
-    states: list[StateRow]  # what the whole model stores between steps
+    states: list[StateRow]  # the tensors that the whole model keeps between steps
 
 
 class SpeedPlan(Entry):
@@ -32,12 +34,14 @@ class SpeedPlan(Entry):
     mfu_causal: float  # counts the causal half of the attention matrix
     hfu: float  # counts the full attention matrix and recomputation
     step_seconds: float
-    tokens_per_second: float  # of the whole cluster
+    tokens_per_second: float  # speed of the whole cluster
 
 
 class CandidateRow(Entry):
+    """A layout with its memory and speed."""
+
     layout: Layout
-    gib: float
+    gib: float  # memory of the rank that needs the most
     step_seconds: float
 
 
@@ -48,9 +52,9 @@ class Price(Entry):
 
 class CostRow(Entry):
     days: float
-    device: str  # what is paid by the hour: GPU, or process on a CPU
+    device: str  # unit that is paid by the hour: GPU, or process on a CPU
     gpu_hours: float
-    energy_kwh: float | None  # at the rated power of the boards; null if it is not known
+    energy_kwh: float | None  # energy at the rated power of the boards; null if the power is not known
     board_power_w: float | None  # power of one GPU's board
     pue: float  # power of the building / power of the boards
     price_per_gpu_hour: Price | None
@@ -58,11 +62,15 @@ class CostRow(Entry):
 
 
 class StageMemory(Entry):
+    """The memory of a pipeline rank."""
+
     gib: float
     parts: dict[str, float]  # GiB by part
 
 
 class RampPoint(Entry):
+    """The planned speed at one batch size of a batch ramp."""
+
     global_batch: int  # sequences
     batch_tokens: int
     micro_batch: int  # sequences
@@ -70,40 +78,42 @@ class RampPoint(Entry):
     step_seconds: float
     tokens_per_second: float
     tflops_per_gpu: float
-    share: float  # share of the full batch's throughput
-    filled: bool  # whether every pipeline stage has a micro-batch; leaven cannot train if not
+    share: float  # throughput / throughput of the full batch
+    filled: bool  # whether there are enough micro-batches for all pipeline stages; if not, leaven cannot train
 
 
 class RampChoice(Entry):
-    start_tokens: int  # first batch
-    increment_tokens: int | None
+    """A batch ramp that begins at one batch size, and its cost."""
+
+    start_tokens: int  # first batch size
+    increment_tokens: int | None  # growth of the batch size at a time
     over_tokens: int  # length of the ramp
-    share: float  # share of the full batch's throughput at the start
+    share: float  # throughput at the start / throughput of the full batch
     hours: float  # duration of the ramp
-    extra_hours: float  # hours more than for the same tokens at the full batch
+    extra_hours: float  # hours minus the duration of the same tokens at the full batch
     steps: int  # optimizer steps in the ramp
-    full_steps: int  # optimizer steps for as many tokens at the full batch
+    full_steps: int  # optimizer steps for the same tokens at the full batch
 
 
 class RampMicroBatch(Entry):
-    from_batch_tokens: int  # smallest batch with this micro-batch
+    from_batch_tokens: int  # the smallest batch size with this micro-batch
     micro_batch: int  # sequences
 
 
 class RampPlan(Entry):
-    """The plan of a batch ramp: where it should start, and what each start costs."""
+    """The plan of a batch ramp: the recommended first batch size, and the cost of other first batch sizes."""
 
-    share: float  # share of the full throughput that the start must keep
-    start: RampPoint  # the smallest batch that keeps this share
-    increment_tokens: int
-    micro_batches: list[RampMicroBatch]  # for batches from the start on
-    points: list[RampPoint]  # from the smallest batch to the full one
-    choices: list[RampChoice]
-    own: RampChoice | None  # the recipe's own ramp
+    share: float  # lowest acceptable throughput at the start, as a share of the full batch's throughput
+    start: RampPoint  # the smallest batch size with an acceptable throughput
+    increment_tokens: int  # growth of the batch size at a time
+    micro_batches: list[RampMicroBatch]  # micro-batch by batch size, beginning with the start
+    points: list[RampPoint]  # from the smallest batch size to the full batch
+    choices: list[RampChoice]  # ramps with different first batch sizes
+    own: RampChoice | None  # the ramp in the recipe
 
     @property
     def chosen(self) -> RampChoice:
-        """The entry of ``choices`` for the recommended start."""
+        """The entry of ``choices`` that begins at ``start``."""
         return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
 
 
@@ -113,23 +123,27 @@ class Comparison(Entry):
 
 
 class Explanation(Entry):
-    asked: str  # the request as the user typed it
-    line: str  # why it was not chosen
-    possible: bool  # whether such a layout exists
-    fits: bool  # whether such a layout fits
-    layout: Layout | None  # the best layout with the requested values; if none fits, the one with the least memory
+    """Why a layout that the user asked about was not chosen."""
+
+    asked: str  # the requested values as the user typed them
+    line: str  # why the layout was not chosen
+    possible: bool  # whether a layout with the requested values exists
+    fits: bool  # whether a layout with the requested values fits in memory
+    layout: Layout | None  # the fastest such layout; if none fits, the layout with the least memory
     step_seconds: float | None
     seconds: dict[str, Comparison]  # seconds of a step by part
     gib: dict[str, Comparison]  # memory by part
 
 
 class CalibrationRow(Entry):
+    """Factors from measured runs by which the predicted time and memory are multiplied."""
+
     time: float  # factor on the time of a step
-    memory: float | None  # factor on memory; null if it was not measured
-    runs: int  # number of runs
+    memory: float | None  # factor on memory; null if memory was not measured
+    runs: int  # number of measured runs
     low: float  # smallest time factor of a run
     high: float  # largest time factor of a run
-    measurement: bool  # whether it is from --measure
+    measurement: bool  # whether the factors are from --measure
     uncalibrated_step_seconds: float
     says: str  # the calibration in words
 
@@ -141,7 +155,7 @@ class PlanDocument(Document, schema="plan/1"):
     gpus: int
     layout: Layout
     memory: MemoryPlan
-    speed: SpeedPlan  # at the full batch
+    speed: SpeedPlan  # speed at the full batch
     time: dict[str, float]  # seconds of a step by part
     days: float
     gpu_hours: float
@@ -149,18 +163,20 @@ class PlanDocument(Document, schema="plan/1"):
     alternatives: list[CandidateRow]  # the next best layouts that fit
     cost: CostRow
     stages: list[StageMemory]  # memory by pipeline rank
-    pareto: list[CandidateRow]  # no other layout beats these in both time and memory
+    pareto: list[CandidateRow]  # layouts that no other layout beats in both time and memory
     untrained: CandidateRow | None  # a faster layout that leaven can plan and export but not train
     ramp: RampPlan
     not_: list[str] = Field(alias="not")  # why neighbouring layouts were not chosen
     cautions: list[str]
-    calibration: CalibrationRow | None  # from runs or a measurement; all times include it
-    explain: Explanation | None = None  # with --explain
-    next: list[str]  # commands
+    calibration: CalibrationRow | None  # all times in this document include the calibration
+    explain: Explanation | None = None  # answer to --explain
+    next: list[str]  # commands to type next
 
 
 class FittingSize(Entry):
-    law: str
+    """A model size that can be trained with a budget."""
+
+    law: str  # scaling law that gives the ratio of tokens to parameters
     params: float
     tokens: float
     tokens_per_param: float
@@ -169,7 +185,7 @@ class FittingSize(Entry):
     mfu: float
     tflops_per_gpu: float
     batch_tokens: int
-    shape: dict[str, Any]  # [model] of a recipe, and params
+    shape: dict[str, Any]  # the keys of [model] in a recipe, and params
     layout: Layout | None  # the fastest layout; null with --mfu
 
 
@@ -184,16 +200,18 @@ class BudgetDocument(Document, schema="budget/1"):
     cluster: str
     nodes: str  # e.g. 8 nodes of 8
     gpus: int
-    note: str  # about the accelerator
+    note: str  # note about the accelerator
     days: float
     cost: CostRow
     flops_convention: str
     rows: list[FittingSize]  # from the largest model to the smallest
-    refused: list[RefusedRow]  # laws for which nothing fits
-    next: list[str]  # commands
+    refused: list[RefusedRow]  # laws for which no model size fits
+    next: list[str]  # commands to type next
 
 
 class DerivationRow(Entry):
+    """A step in the choice of a recipe's values."""
+
     step: int
     title: str
     values: dict[str, Any]  # values of the recipe by path
@@ -203,15 +221,19 @@ class DerivationRow(Entry):
 
 
 class ProxyRow(Entry):
+    """The small proxy model on which a recipe is tuned."""
+
     params: int
     tokens: int
     batch_tokens: int
     trials: int  # number of trials
-    cost: float  # cost of all trials as a share of the run
+    cost: float  # FLOPs of all trials / FLOPs of the recipe's run
     evidence: str  # what is known about tuning on proxies of this size
 
 
 class ComparedRow(Entry):
+    """A value of a new recipe, compared with similar published runs."""
+
     what: str  # the compared value in words
     path: str  # path of the value in the recipe
     value: float
@@ -222,9 +244,11 @@ class ComparedRow(Entry):
 
 
 class TimeFit(Entry):
+    """The result of ``leaven new --time``."""
+
     cluster: str
     seconds: float  # planned training time
-    text_tokens: int | None  # tokens of the text, if it is too short for the given time; null if the time is used
+    text_tokens: int | None  # tokens of a text that is too short for the given time; null if the text is long enough
 
 
 class NewRecipe(Document, schema="new/1"):
@@ -236,10 +260,10 @@ class NewRecipe(Document, schema="new/1"):
     tokens: int
     steps: list[DerivationRow]  # how the recipe was derived
     proxy: ProxyRow | None
-    tuning: str  # cost of tuning, and whether it is worth it
+    tuning: str  # cost of tuning, and whether tuning is worth this cost
     compared: list[ComparedRow]  # values compared with published runs
-    fit: TimeFit | None = None  # with --time
-    next: list[str]  # commands
+    fit: TimeFit | None = None  # null without --time
+    next: list[str]  # commands to type next
 
 
 class AdoptedRecipe(Document, schema="new-from-weights/1"):
@@ -249,29 +273,31 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
     architecture: str
     params: int
     tokens: int
-    next: list[str]  # commands
+    next: list[str]  # commands to type next
 
 
 class NoiseFitRow(Entry):
+    """A power law of the gradient noise scale over the tokens, fitted to a run."""
+
     points: int  # number of measurements
     from_tokens: int  # tokens of the first measurement
     to_tokens: int  # tokens of the last measurement
     last: float  # noise scale at to_tokens, in tokens
-    exponent: float  # exponent of the tokens in the power law
-    scatter: float  # factor by which a typical measurement is off the power law
+    exponent: float  # exponent of the tokens
+    scatter: float  # factor by which a typical measurement differs from the power law
 
 
 class RampDocument(Document, schema="ramp/1"):
     """The result of ``leaven bench RECIPE --noise-from RUN``: a batch ramp from the measured noise scale."""
 
     noise: NoiseFitRow
-    multiple: float  # largest batch in noise scales
-    stages: list[dict[str, int]]  # from_tokens, and tokens of the batch
-    set: list[str]  # arguments of --set; empty if there is nothing to change
+    multiple: float  # largest allowed batch size / noise scale
+    stages: list[dict[str, int]]  # from_tokens: tokens of the run at which the stage begins; tokens: batch size
+    set: list[str]  # arguments of --set for the ramp; empty if no ramp is proposed
     steps: int  # optimizer steps with this ramp
     full_steps: int  # optimizer steps without a ramp
-    why: str  # why this ramp, or why none
-    next: list[str]  # commands
+    why: str  # why this ramp is proposed, or why no ramp is proposed
+    next: list[str]  # commands to type next
 
 
 class BenchSpeed(Entry):
@@ -280,12 +306,14 @@ class BenchSpeed(Entry):
     tokens_per_second: float
     tflops: float
     mfu: float
-    peak_gib: float  # peak memory; on a CPU that of the whole process
+    peak_gib: float  # peak memory of the GPU, or of the process on a CPU
     mfu_causal: float
     hfu: float
 
 
 class RampStart(Entry):
+    """The recommended first batch size of a batch ramp."""
+
     global_batch: int  # sequences
     batch_tokens: int
     micro_batch: int
@@ -294,8 +322,8 @@ class RampStart(Entry):
 
 class BenchChoice(Entry):
     micro_batch: int  # the fastest micro-batch at the largest batch
-    share: float  # share of full speed that a ramp must keep
-    ramp_start: RampStart  # the smallest batch that keeps this share
+    share: float  # lowest acceptable speed of a ramp, as a share of the full speed
+    ramp_start: RampStart  # the smallest batch with an acceptable speed
 
 
 class BenchDocument(Document, schema="bench/1"):
@@ -304,7 +332,7 @@ class BenchDocument(Document, schema="bench/1"):
     rows: list[BenchSpeed]
     choose: BenchChoice | None  # null if no batch was measured with all its micro-batches
     too_large: list[int]  # micro-batches that do not fit
-    whole: bool  # false if the user or --seconds stopped it before all batches
-    unfinished: int | None  # the batch during which it stopped
+    whole: bool  # false if Ctrl-C or --seconds ended the measurement before all batches were measured
+    unfinished: int | None  # the batch of which only some micro-batches were measured
     mfu_convention: str
-    next: list[str] = []  # commands
+    next: list[str] = []  # commands to type next

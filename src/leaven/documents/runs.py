@@ -6,9 +6,9 @@ from leaven.documents import Document, Entry, Number
 
 
 class CautionRow(Entry):
-    about: str  # name of the value
+    about: str  # name of the value that the warning is about
     value: Number
-    limit: Number
+    limit: Number  # the limit that value is beyond
     message: str
 
 
@@ -21,12 +21,12 @@ class ParameterValues(Entry):
     init_mean: float  # 1 for gains
     init_std: float
     lr: float  # peak learning rate of this parameter
-    weight_decay: float  # per step and unit of lr
+    weight_decay: float  # a step shrinks the parameter by lr x weight_decay
     beta1: float
     beta2: float
     eps: float
-    multiplier: float  # factor on its output in the forward pass
-    ratios: dict[str, float]  # target / base: fans of this parameter, head, depth, batch, tokens
+    multiplier: float  # factor on the parameter's output in the forward pass
+    ratios: dict[str, float]  # size of the recipe / size of its base: fans, head dimension, depth, batch, tokens
 
 
 class Totals(Entry):
@@ -36,11 +36,11 @@ class Totals(Entry):
 
 
 class WorthRow(Entry):
-    """What a study's gain is worth at another size, if a share of it survives the transfer."""
+    """What the gain of a study is worth for a larger run, if only a share of the gain survives the transfer."""
 
-    share: float
-    gain: float  # nats per token: the share of what the study gained
-    times: Number  # how many times the tokens would gain as much there, by a published loss law
+    share: float  # share of the gain that survives
+    gain: float  # surviving gain in nats per token
+    times: Number  # the larger run would gain as much with this many times its tokens, by a published loss law
 
 
 class ShowDocument(Document, schema="show/1"):
@@ -48,34 +48,34 @@ class ShowDocument(Document, schema="show/1"):
 
     name: str  # name of the recipe
     start: str | None  # folder of the weights that the run starts from
-    scale: dict[str, Any]  # width, depth, batch_tokens, tokens, and the base
+    scale: dict[str, Any]  # width, depth, batch_tokens, tokens; and base, the scale of the hyperparameters
     rule: str
-    ratios: dict[str, Number]  # target / base
+    ratios: dict[str, Number]  # size of the recipe / size of its base, by axis
     totals: Totals
-    attention_scale: float  # factor on query . key
-    optimizer: dict[str, str]  # name, and why it was chosen
-    init: dict[str, Any]  # the init that applies, and the values that published inits would give
+    attention_scale: float  # factor on the product query . key
+    optimizer: dict[str, str]  # name of the optimizer, and why it was chosen
+    init: dict[str, Any]  # the recipe's init stds, and the init stds of published initialisations
     clip: dict[str, Any]  # gradient clipping: mode, limit, and why
     ramp: dict[str, str | None]  # rule of the batch ramp, and why
     parameters: list[ParameterValues]
     warnings: list[CautionRow]
-    worth: list[WorthRow] = []  # of the study whose answer was transferred, at this size
-    next: list[str]  # commands
+    worth: list[WorthRow] = []  # if the answer of a study was transferred: what its gain is worth for this recipe
+    next: list[str]  # commands to type next
 
 
 class CellRow(Entry):
-    text: str  # as the source prints it, e.g. I^-1 L^(alpha-1)
+    text: str  # formula of a factor, e.g. I^-1 L^(alpha-1)
     source: str
 
 
 class RuleDocument(Document, schema="rule/1"):
-    """The result of ``leaven show --rule NAME``: the table of a scaling rule."""
+    """The result of ``leaven show --rule NAME``: the factors of a scaling rule."""
 
     rule: str
     source: str
-    roles: dict[str, dict[str, CellRow]]  # entries by role and quantity
-    shared: dict[str, CellRow]  # entries that all roles share
-    letters: dict[str, str]  # meaning of each letter
+    roles: dict[str, dict[str, CellRow]]  # factors by role of a parameter and by quantity, such as lr
+    shared: dict[str, CellRow]  # factors that are the same for all roles
+    letters: dict[str, str]  # meaning of each letter in the formulas
 
 
 class BestTrial(Entry):
@@ -85,22 +85,24 @@ class BestTrial(Entry):
 
 
 class OutlookRow(Entry):
-    trials: int  # as many further trials as the search has run
-    flops: float  # their cost
-    gain: float | None  # nats that they are expected to gain; null after too few trials
-    pair: list[str] | None  # paths of the two values that alone bring the most of the predicted gain; null if unknown
-    pair_share: float  # of the predicted gain
+    """What a search would gain from as many more trials as it has run."""
+
+    trials: int  # number of further trials
+    flops: float  # cost of the further trials
+    gain: float | None  # expected gain in nats; null after too few trials
+    pair: list[str] | None  # paths of the two values that alone bring the largest share of the predicted gain
+    pair_share: float  # share of the predicted gain that the pair brings
 
 
 class TuneDocument(Document, schema="tune/1"):
     """The result of ``leaven tune RECIPE --study DIR``. study.json in the study's folder lists every trial."""
 
     best: BestTrial | None
-    outlook: OutlookRow | None  # of a trust-region search that has ended
+    outlook: OutlookRow | None  # null if the search is not a trust-region search or has not ended
     trials: int  # number of trials that have ended
     failed: int  # number of trials that diverged or failed
     noise_floor: float | None  # standard deviation of the loss between seeds, nats
-    next: list[str]  # commands
+    next: list[str]  # commands to type next
 
 
 class TrainDocument(Document, schema="train/1"):
@@ -120,13 +122,13 @@ class TrainDocument(Document, schema="train/1"):
     saved_tokens: int  # tokens of the newest checkpoint
     noise_scale: float | None  # gradient noise scale, in tokens
     finished: bool  # false if the run was stopped
-    next: list[str] = []  # commands
+    next: list[str] = []  # commands to type next
 
 
 class SampleRow(Entry):
     text: str
     tokens: int
-    ended: bool  # whether an end-of-text token ended it
+    ended: bool  # whether the model ended the text with an end-of-text token
 
 
 class SampleDocument(Document, schema="sample/1"):
@@ -144,10 +146,12 @@ class WeightsDocument(Document, schema="export-weights/1"):
     path: str
     architecture: str
     tokens: int  # tokens that the checkpoint was trained on
-    next: list[str]  # commands
+    next: list[str]  # commands to type next
 
 
 class LossRow(Entry):
+    """A value of a recipe that an exported configuration cannot express."""
+
     key: str
     value: Any
     why: str
@@ -157,41 +161,41 @@ class ConfigDocument(Document, schema="export-config/1"):
     """The result of ``leaven export config RECIPE --to TARGET``."""
 
     path: str
-    lost: list[LossRow]  # what the target cannot express
+    lost: list[LossRow]  # values that the target cannot express
     notes: list[str]
-    next: list[str]  # commands
+    next: list[str]  # commands to type next
 
 
 class ImportDocument(Document, schema="import-config/1"):
     """The result of ``leaven import config FILE --from SOURCE``."""
 
     path: str | None
-    unknown: list[str]  # values that the source does not give
-    unread: list[str]  # values that a recipe cannot store
+    unknown: list[str]  # values of the recipe that FILE does not contain
+    unread: list[str]  # settings in FILE that a recipe cannot contain
     recipe: dict[str, Any]
-    next: list[str]  # commands
+    next: list[str]  # commands to type next
 
 
 class ServeDocument(Document, schema="serve/1"):
     """The result of ``leaven serve``, printed when the server starts."""
 
     url: str  # the address to open; it contains the token
-    folders: list[str]  # the folders that it shows
+    folders: list[str]  # the folders that the server searches for runs and studies
 
 
 class ReportDocument(Document, schema="report/1"):
     """The result of ``leaven report PATH``."""
 
-    path: str
+    path: str  # path of the page
 
 
 class ComparedRun(Entry):
     path: str
-    name: str  # of the recipe
+    name: str  # name of the recipe
     finished: bool
     loss: float | None  # last validation loss, nats per token
     difference: float | None  # loss - loss of the first run; null for the first run
-    speedup: float | None  # tokens of the first run / tokens after which this run had the first run's last loss
+    speedup: float | None  # how many times fewer tokens than the first run this run needed for the same loss
     tokens: int
     seconds: float | None
     tokens_per_second: float | None  # median over the steps
@@ -200,14 +204,14 @@ class ComparedRun(Entry):
 
 class ComparedValue(Entry):
     path: str  # path of the value in the recipe
-    values: list[Any]  # of each run, in order; null if it is not set
+    values: list[Any]  # the value of each run, in the order of the runs; null if it is not set
 
 
 class ComparisonDocument(Document, schema="comparison/1"):
     """The result of ``leaven report RUN RUN...``."""
 
-    path: str  # the page
-    runs: list[ComparedRun]  # the first is the one that the others are compared with
+    path: str  # path of the page
+    runs: list[ComparedRun]  # the first run, and the runs that are compared with it
     different: list[ComparedValue]  # the values in which the recipes differ
     warnings: list[str]  # why losses or speeds of these runs may not be comparable
 
@@ -218,23 +222,23 @@ class DemoModel(Entry):
 
 
 class DemoRun(Entry):
-    rule: str  # standard: all values copied; complete-d-p: moved by the rule; the base width is only run once
+    rule: str  # standard copies the base's hyperparameters, complete-d-p scales them; the base has only complete-d-p
     width: int
-    lr: float  # base value
-    seed: int  # of the initialisation and the order of the data
-    loss: float  # validation, nats per token
+    lr: float  # lr at the base width
+    seed: int  # seed of the initialisation and of the order of the data
+    loss: float  # validation loss, nats per token
     seconds: float  # training time
 
 
 class DemoResult(Entry):
-    lr: float  # base value with the lowest mean loss at the base width
-    width: int  # the widest
-    base: list[float]  # loss of each seed at the base width
-    copied: list[float]  # loss of each seed at the widest, all values copied
-    moved: list[float]  # loss of each seed at the widest, values moved by the rule
+    lr: float  # lr with the lowest mean loss at the base, which is the smallest width
+    width: int  # the largest width
+    base: list[float]  # loss of each seed at the base
+    copied: list[float]  # loss of each seed at the largest width, hyperparameters copied from the base
+    moved: list[float]  # loss of each seed at the largest width, hyperparameters scaled by the rule
     difference: float  # mean of copied - moved over the seeds, nats per token
-    low: float  # end of its 95% interval (Student's t over paired seeds)
-    high: float  # the other end
+    low: float  # lower end of the 95% interval of difference (Student's t over paired seeds)
+    high: float  # upper end of the 95% interval of difference
 
 
 class DemoCorpus(Entry):
@@ -246,20 +250,20 @@ class DemoCorpus(Entry):
 
 
 class DemoDocument(Document, schema="demo/2"):
-    """The result of ``leaven demo``. demo.json in its folder is the same, and exists while it runs."""
+    """The result of ``leaven demo``. The file demo.json in the demo's folder has the same keys."""
 
-    name: str  # leaven demo
+    name: str  # always leaven demo
     size: str  # full or quick
-    source: str  # of the text
-    tokens: int  # of each run
-    models: list[DemoModel]  # by width, the base first
-    lrs: list[float]  # the grid, base values
-    seeds: int  # at the base width, and of the result
+    source: str  # the text, as data.source in a recipe
+    tokens: int  # training tokens of each run
+    models: list[DemoModel]  # from the smallest width, the base, to the largest
+    lrs: list[float]  # the grid of learning rates, as values at the base
+    seeds: int  # number of seeds at the base, and in the result
     machine: dict[str, Any]  # processor, cores, memory and versions
-    corpus: DemoCorpus  # the text
-    runs: list[DemoRun] = []  # all of them when the demo has ended
-    result: DemoResult | None = None  # null while the demo has not finished
-    processes: int = 0  # that trained side by side
-    seconds: float = 0.0  # elapsed, over all calls in this folder
-    report: str | None = None  # the page
-    next: list[str] = []  # commands
+    corpus: DemoCorpus  # size of the text
+    runs: list[DemoRun] = []  # empty until the demo has finished
+    result: DemoResult | None = None  # null until the demo has finished
+    processes: int = 0  # number of worker processes
+    seconds: float = 0.0  # time of all calls of leaven demo in this folder
+    report: str | None = None  # path of the page
+    next: list[str] = []  # commands to type next

@@ -1,1 +1,1 @@
-"""``leaven serve``: local pages of runs, studies and checks while they run, a planner, and the published runs."""
+"""``leaven serve``: a local web server with live pages of runs, studies, checks and demos, and a planner."""

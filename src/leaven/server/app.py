@@ -1,8 +1,8 @@
-"""The web server of ``leaven serve``. Its pages are a list of folders, a planner and the published runs.
+"""The web server of ``leaven serve``. It shows a list of folders, a page for each folder, a planner, published runs.
 
-The server answers only GET requests from this machine that have the token. The token is part of the address that
-``leaven serve`` prints. The server never opens a path that a request contains. It compares the address with the
-folders that :func:`leaven.server.folders.find` finds, and shows only one of these folders.
+The server answers only GET requests from this machine with the right token, which is in the address that ``leaven
+serve`` prints. A request cannot choose a path to open: the server shows only folders that
+:func:`leaven.server.folders.find` has found.
 """
 
 import secrets
@@ -50,7 +50,7 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 def application(roots: list[Path], token: str) -> Starlette:
-    """Return the web application that shows the folders below ``roots``. It answers only requests with the token."""
+    """Return the web application that shows the folders in ``roots``. It answers only requests with the token."""
     routes = {
         "/": lambda request: _folders(request, roots),
         "/folder/{root:int}/{name:path}": lambda request: _folder(request, roots),
@@ -66,10 +66,10 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired:
-    """Refuses requests without the token, and requests for a host name other than 127.0.0.1 or localhost.
+    """Refuse requests without the token, and requests for a host name other than 127.0.0.1 or localhost.
 
-    ``leaven serve`` prints an address with the token. When this address is opened, the browser gets a cookie with the
-    token. The host name is checked because another site could use a name of its own that resolves to this machine.
+    The first request has the token in its address, and later requests have it in a cookie. The host name is checked
+    to prevent DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -82,14 +82,14 @@ class TokenRequired:
         request = Request(scope)
         cookie = f"leaven-{request.url.port}"
         if request.url.hostname not in LOCAL:
-            answer: Response | None = PlainTextResponse("open this page by 127.0.0.1\n", 403, HEADERS)
+            answer: Response | None = PlainTextResponse("open this page at http://127.0.0.1\n", 403, HEADERS)
         elif self._is_token(request.query_params.get("token", "")):
             answer = RedirectResponse(request.url.path, 303, HEADERS)
             answer.set_cookie(cookie, self._token, httponly=True, samesite="strict")
         elif self._is_token(request.cookies.get(cookie, "")):
             answer = None
         else:
-            answer = PlainTextResponse("open the address that leaven serve has printed\n", 403, HEADERS)
+            answer = PlainTextResponse("no valid token; open the address that leaven serve printed\n", 403, HEADERS)
         await (answer or self._app)(scope, receive, send)
 
     def _is_token(self, text: str) -> bool:
@@ -97,10 +97,10 @@ class TokenRequired:
 
 
 def _page(request: Request, here: str, make: Callable[[], str], found: list[Found] | None = None) -> Response:
-    """Return the HTML page that ``make`` makes, or a page with the error that it raises.
+    """Return the HTML page that ``make`` returns, or a page with the error that ``make`` raises.
 
-    ``found`` are the folders that the page shows. If they are given, the browser asks for the page again and again,
-    and gets a new page only after a change in these folders.
+    ``found`` are the folders that the page shows. If they are given, the browser requests the page every two seconds,
+    and gets a new version only after a change in these folders.
     """
     mark = tag(found) if found is not None else ""
     if mark and request.headers.get("If-None-Match") == mark:
@@ -120,14 +120,14 @@ def _folders(request: Request, roots: list[Path]) -> Response:
         now = time.time()
         rows = sorted((row(each, now) for each in found), key=lambda each: -each.found.changed)
         where = ", ".join(map(str, roots))
-        nothing = f"No run, study, check or demo below {where} yet."
+        nothing = f"There is no run, study, check or demo in {where} yet."
         return render(
             "folders.html.j2",
             {},
             kind="folders",
             title=roots[0].name if len(roots) == 1 else "Folders",
             rows=rows,
-            verdict=f"Below {where}: {_counted(found)}." if rows else nothing,
+            verdict=f"In {where}: {_counted(found)}." if rows else nothing,
         )
 
     return _page(request, "folders", make, found)
@@ -148,7 +148,7 @@ def _named(roots: list[Path], root: int, name: str) -> Found | None:
 def _folder(request: Request, roots: list[Path]) -> Response:
     found = _named(roots, request.path_params["root"], request.path_params["name"])
     if found is None:
-        return PlainTextResponse("there is no run, study, check or demo of that name\n", 404, HEADERS)
+        return PlainTextResponse("there is no run, study, check or demo at this address; open /\n", 404, HEADERS)
     return _page(request, "", lambda: folder_page(found.folder), [found])
 
 
@@ -181,10 +181,10 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return a plan and its title, from the fields of the planner's page.
+    """Return the plan for the fields of the planner's form, and its title.
 
-    If the field ``size`` does not begin with a digit, it names a published run, and the plan is for this run.
-    Otherwise the plan is for the recipe that ``leaven new`` would write.
+    A ``size`` that begins with a digit is a model size; the plan is then for the recipe that ``leaven new`` would
+    write. Any other ``size`` is the id of a published run.
     """
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
@@ -195,7 +195,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
 
 
 def _command(given: Mapping[str, str]) -> str:
-    """Return the shell command that prints the same plan. ``given`` contains the fields of the planner's page."""
+    """Return the shell command that prints the plan for ``given``, the fields of the planner's form."""
     options = [f"--gpus {given['gpus']}", *(f"--{key} '{given[key]}'" for key in ("layout", "price") if given[key])]
     if given["size"] and not given["size"][0].isdigit():
         return f"leaven plan {given['size']} {' '.join(options)}"

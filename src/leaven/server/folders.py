@@ -1,4 +1,4 @@
-"""Find the runs, studies, checks and demos below some folders, and describe the progress of each."""
+"""Find the runs, studies, checks and demos in some folders, and describe the progress of each."""
 
 import hashlib
 import os
@@ -18,19 +18,19 @@ from leaven.views.checks import conclusion
 from leaven.views.demo import headline
 from leaven.views.folders import KINDS, RunView, StudyView, read_folder
 
-DEEPEST = 6  # folders below a given one that are searched
+DEEPEST = 6  # levels of subfolders that are searched
 SKIPPED = {"checkpoints", "node_modules", "__pycache__", "site-packages"}
 SHOWN = {".json", ".jsonl", ".toml"}  # suffixes of the files that a page shows
-SILENT = 120.0  # seconds without a change after which a run is not called running
+SILENT = 120.0  # seconds; a run is called running if a file has changed within this time
 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo, below one of the folders that ``leaven serve`` was given."""
+    """The folder of a run, study, check or demo that was found in a root, a folder given to ``leaven serve``."""
 
-    root: int  # index of the given folder
+    root: int  # index of the root
     folder: Path
-    name: str  # the path below the given folder; "" if it is that folder
+    name: str  # path relative to the root; "" for the root itself
     kind: str  # run | study | check | demo
 
     @property
@@ -39,12 +39,12 @@ class Found:
 
     @property
     def stats(self) -> dict[str, os.stat_result]:
-        """A mapping from the path of each file that the page shows to its size and times."""
+        """The size and times of each file that the page shows, by the path of the file."""
         return dict(sorted(_files(self.folder, 2)))
 
     @property
     def changed(self) -> float:
-        """When a file was last changed, in Unix time."""
+        """The time of the last change of a file, in Unix time."""
         return max((stat.st_mtime for stat in self.stats.values()), default=0.0)
 
     @property
@@ -53,10 +53,7 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run, or the best recipe of a study (its starting recipe if there is no best one yet).
-
-        None if the folder has no such recipe.
-        """
+        """The recipe of a run, or the best recipe of a study, or else the study's starting recipe."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -65,19 +62,19 @@ class Found:
 
 @dataclass(frozen=True)
 class FolderRow:
-    """A line of the list of folders in ``leaven serve``."""
+    """A row of the list of folders in ``leaven serve``."""
 
     found: Found
-    name: str  # of the recipe
-    state: str
-    progress: str = ""
-    share: float | None = None  # of the work that is done, from 0 to 1
+    name: str  # name of the recipe, or of the demo
+    state: str  # for example running or finished
+    progress: str = ""  # for example 2 M of 10 M tokens
+    share: float | None = None  # share of the work that is done, from 0 to 1
     loss: float | None = None  # nats per token
-    recipe: Recipe | None = None  # as in ``Found``
+    recipe: Recipe | None = None  # :attr:`Found.recipe`
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
-    """Yield the folders of runs, studies, checks and demos below each of ``roots``, sorted by name."""
+    """Yield the folders of runs, studies, checks and demos in each of ``roots``, sorted by name."""
     for index, root in enumerate(roots):
         for path, folders, files in os.walk(root):
             folder = Path(path)
@@ -90,7 +87,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag for a page about these folders. It changes whenever the page may have changed."""
+    """Return an HTTP ETag for a page about these folders. A changed file in a folder changes the ETag."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())
@@ -100,8 +97,7 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the line of a folder. A run or study is called running if a file has changed shortly before ``now``, the
-    current Unix time."""
+    """Return the row of a folder. ``now`` is the current Unix time, which decides if a run is called running."""
     try:
         view, recipe = read_folder(found.folder), found.recipe
     except (InputError, OSError) as error:
@@ -126,7 +122,7 @@ def row(found: Found, now: float) -> FolderRow:
 
 
 def _files(folder: Path, depth: int) -> Iterator[tuple[str, os.stat_result]]:
-    with suppress(OSError):  # removed meanwhile
+    with suppress(OSError):  # the folder was removed meanwhile
         for entry in os.scandir(folder):
             if entry.is_dir(follow_symlinks=False):
                 if depth and entry.name not in SKIPPED:

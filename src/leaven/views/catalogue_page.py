@@ -22,9 +22,9 @@ from leaven.views import charts, numbers
 from leaven.views.charts import MUTED, Figure
 from leaven.views.render import render
 
-TOKENS_PER_PARAMETER = 20.0  # the ratio for which laws are drawn
-ASPECT = 80.0  # d_model / n_layers for which rules of init std, which depend on the width, are drawn
-HUES = 9  # number of lineages with a separate colour; they are the lineages with the most runs
+TOKENS_PER_PARAMETER = 20.0  # lines of scaling laws are drawn for runs with this ratio
+ASPECT = 80.0  # d_model / n_layers of the models for which lines of init std are drawn
+HUES = 9  # number of lineages with their own colour: the lineages with the most runs
 OTHERS = "others"
 BAND_FACTOR = 2.5  # the band at a size is computed from runs whose sizes differ by at most this factor
 _GRID = 48  # number of sizes at which lines and the band are computed
@@ -42,14 +42,14 @@ class CatalogueChart:
     unit: str  # title of the y axis
     hover: str  # pattern of the value in a point's tooltip
     value: str  # attribute of a run that is drawn
-    source: tuple[str, str]  # the group of values of a run, and the name in this group, that have the source
-    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # for sizes, the points of each line by its name
+    source: tuple[str, str]  # group and name of the recorded value; its source is shown in the tooltip
+    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # takes sizes, returns the points of each line
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
-    """Return what each law predicts for model sizes at 20 tokens per parameter.
+    """Return the predictions of each law for models of these sizes, trained on 20 tokens per parameter.
 
-    ``predicted`` is the quantity, such as ``lr``. Only the main form of a law is used.
+    ``predicted`` is the quantity, such as ``lr``. If a law has several forms, only the main form is used.
     """
     found: dict[str, list[LinePoint]] = {}
     for size in sizes:
@@ -65,10 +65,9 @@ def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 
 
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
-    """Return a line for each init rule: its init std over the model size N.
+    """Return a line for each init rule: its init std for models of these sizes.
 
-    The width d is computed from N. With N = 12 L d^2 (without embeddings) and L = d / aspect layers, the width is
-    (N x aspect / 12)^(1/3).
+    A model of N parameters with width d has d / ASPECT layers. Without embeddings, d is (N x ASPECT / 12)^(1/3).
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
@@ -131,15 +130,16 @@ def catalogue_page(runs: Sequence[PublishedRun], own: Recipe | None = None) -> s
 
 
 def _values_of(recipe: Recipe) -> dict[str, float]:
-    """Return a mapping from the key of each chart to a recipe's value. The lr and the init std are those of the
-    hidden matrices, after the scaling rule is applied."""
+    """Return a recipe's value for each chart, by the key of the chart.
+
+    The lr and the init std are those of the hidden matrices, after the scaling rule is applied.
+    """
     case = Case(recipe, parameter_table(recipe).rows)
     return {"lr": case.hidden("lr"), "batch": case.batch, "tokens": case.tokens, "init": case.init_std}
 
 
 def hues_of(runs: Sequence[PublishedRun]) -> dict[str, str]:
-    """Return a mapping from each lineage (model family) that has its own colour to this colour. These are the
-    lineages with the most runs."""
+    """Return the colours of the lineages (model families) with the most runs, by the name of the lineage."""
     count = Counter(run.lineage.name for run in runs)
     largest = [name for name, _ in count.most_common(HUES) if count[name] > 1]
     return {name: charts.hue(n) for n, name in enumerate(largest)}
@@ -166,8 +166,7 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart, and the names of its lines. On the chart, each line has a number at its end, and the names are
-    in the order of these numbers.
+    """Return a chart of the published runs, and the names of its lines in the order of their numbers in the chart.
 
     The recipe ``own`` is drawn as a star at its size and ``own_value``.
     """
@@ -241,10 +240,10 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return the points of the band as (size, lower quartile, upper quartile).
+    """Return the points (size, lower quartile, upper quartile) of the band over model sizes.
 
-    The quartiles at a size are those of the medians of the lineages, so each lineage counts once. Sizes near which
-    fewer than four lineages have runs are left out.
+    The quartiles are computed from one median for each lineage with runs near the size. At least four such lineages
+    are needed; other sizes are left out.
     """
     sizes = [run.params_total for run, _ in points]
     edge = []
@@ -271,7 +270,7 @@ def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[fl
 
 
 def linked(source: str) -> Markup:
-    """Return the text of a source as HTML, with links for arXiv numbers and for a repository at its start."""
+    """Return the text of a source as HTML, with links to arXiv papers and GitHub repositories."""
     text = str(escape(source))
     text = re.sub(r"arXiv (\d{4}\.\d{4,5})", r'<a href="https://arxiv.org/abs/\1" rel="noreferrer">\g<0></a>', text)
     text = re.sub(r"^([\w.-]+/[\w.-]+): ", r'<a href="https://github.com/\1" rel="noreferrer">\1</a>: ', text)

@@ -1,7 +1,7 @@
-"""Build parts of charts as plain dictionaries: the plotly template, axes, lines, dots and labels.
+"""Build plotly charts and their parts (axes, lines, dots, labels) as plain dictionaries.
 
-Colours are CSS variables, for example ``var(--ink)``. The page's script replaces them with the colours of the current
-theme, so the same figure works in the light theme, in the dark theme and on paper.
+Colours are CSS variables, for example ``var(--ink)``. The page's script replaces them with the colours of the light
+theme, the dark theme or the printed page.
 """
 
 import math
@@ -47,7 +47,7 @@ TEMPLATE: Figure = {
         "hovermode": "closest",
         "showlegend": False,
         "margin": {"l": 48, "r": 14, "t": 26, "b": 44},
-        # The title of a figure names its y axis. It is above the axis, so that it need not be turned.
+        # The title of a figure is the title of its y axis, written above the axis.
         "title": {
             "x": 0,
             "xref": "container",
@@ -68,13 +68,12 @@ TEMPLATE: Figure = {
 
 
 def text(written: str) -> str:
-    """Escape a user's text for plotly. Otherwise plotly would read tags as markup, and %{...} as a placeholder."""
+    """Escape a user's text, in which plotly would read tags as markup and %{...} as a placeholder."""
     return escape(written, quote=False).replace("%{", "%&#123;")
 
 
 def hue(number: int) -> str:
-    """Return one of the nine categorical colours of the style sheet. Number 0 is the first colour, and number 9 is
-    the first again."""
+    """Return one of the nine categorical colours of the style sheet. ``number`` counts from 0, and 9 is 0 again."""
     return f"var(--hue-{number % 9 + 1})"
 
 
@@ -89,8 +88,7 @@ def figure(
     notes: Iterable[Figure] = (),
     **layout: Any,
 ) -> Figure:
-    """Return a chart with these traces. ``x`` and ``y`` are axes, for example from :func:`log_axis`; ``notes`` are
-    texts inside the chart."""
+    """Return a chart of traces. ``x`` and ``y`` are axes, e.g. from :func:`log_axis`; ``notes`` are annotations."""
     axes = {"xaxis": {"title": {"text": x_title}, **(x or {})}, "yaxis": y or {}}
     marks = {"shapes": list(shapes), "annotations": list(notes)}
     return {"data": list(traces), "layout": {"title": {"text": y_title}, **axes, **marks, **layout}}
@@ -106,7 +104,7 @@ def line(
     shape: str = "linear",
     **style: Any,
 ) -> Figure:
-    """Return a trace of a line through ``points``. If ``size`` is given, each point also has a dot of this size."""
+    """Return a trace of a line through ``points``. With ``size``, each point has a dot of ``size`` pixels."""
     looks = {"color": colour, "width": width, "dash": dash, "shape": shape}
     if size:
         return _trace(points, "lines+markers", line=looks, **{"marker": {"color": colour, "size": size}} | style)
@@ -114,12 +112,12 @@ def line(
 
 
 def dots(points: Points, colour: str, size: float = 8, *, marker: Figure | None = None, **style: Any) -> Figure:
-    """Return a trace of points. ``marker`` may contain more keys of plotly's markers, for example ``symbol``."""
+    """Return a trace of dots. ``marker`` may contain more keys of plotly's markers, for example ``symbol``."""
     return _trace(points, "markers", marker={"color": colour, "size": size} | (marker or {}), **style)
 
 
 def _trace(points: Points, mode: str, **style: Any) -> Figure:
-    """Return a scatter trace. Without ``hovertext`` or ``hovertemplate``, it has no tooltips."""
+    """Return a scatter trace. It has tooltips only with ``hovertext`` or ``hovertemplate``."""
     if "hovertext" not in style and "hovertemplate" not in style:
         style["hoverinfo"] = "skip"
     x, y = zip(*points, strict=True) if (points := list(points)) else ((), ())
@@ -127,13 +125,15 @@ def _trace(points: Points, mode: str, **style: Any) -> Figure:
 
 
 def short(value: float | None) -> float | None:
-    """Round a number to six digits, which is more than a screen shows, to keep pages small."""
+    """Round a number to six digits, to keep pages small."""
     return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
 
 
 def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a logarithmic axis from ``low`` to ``high`` with at most ``most`` ticks at round numbers and some space
-    at both ends."""
+    """Return a logarithmic axis from ``low`` to ``high`` with at most ``most`` ticks at round numbers.
+
+    ``spell`` writes the label of a tick. ``pad`` is the space at each end, as a share of the axis.
+    """
     room = (math.log10(high) - math.log10(low)) * pad or 0.05
     places, labels = numbers.log_ticks(low * 10**-room, high * 10**room, spell, most)
     ends = [math.log10(low) - room, math.log10(high) + room]
@@ -141,21 +141,20 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
 
 
 def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
-    """Return a linear axis from ``low`` to ``high`` with at most ``most`` ticks at round numbers."""
+    """Return a linear axis. The arguments are those of :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
     return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:
-    """Return a line across the whole chart where ``axis`` (x or y) is ``at``, behind everything else."""
+    """Return a line across the whole chart at the value ``at`` of ``axis`` (x or y), behind everything else."""
     looks = {"color": colour, "width": 1, "dash": dash}
     return {"type": "line", "line": looks, "layer": "below", **_across(axis, at, at), **more}
 
 
 def mark_band(axis: str, low: float, high: float, colour: str) -> Figure:
-    """Return a band across the whole chart where ``axis`` is between ``low`` and ``high``. It is drawn behind
-    everything else."""
+    """Return a band across the whole chart from ``low`` to ``high`` on ``axis`` (x or y), behind everything else."""
     return {"type": "rect", "fillcolor": colour, "line": {"width": 0}, "layer": "below", **_across(axis, low, high)}
 
 
@@ -181,11 +180,10 @@ def _minus(a: float | None, b: float | None) -> float | None:
 
 
 def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array:
-    """Smooth y by fitting a straight line around every point.
+    """Smooth y: replace each value by a straight line that is fitted to the values around it.
 
-    The window of a point reaches to each side by ``share`` times the point's index (at least 2 points). It grows with
-    the index because a loss is drawn over the logarithm of tokens. Unlike a moving average, a
-    local line does not lag where the curve falls, and it is correct at the end of the curve.
+    The fit at index i uses ``share`` x i points on each side, and at least 2. The window grows with i because a loss
+    is drawn over the logarithm of tokens. Unlike a moving average, the fit does not lag where the curve falls.
     """
     u, v = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
     n = len(u)
@@ -210,7 +208,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Choose at most ``most`` points that are evenly spaced along the x axis. The last point is always included."""
+    """Return at most ``most`` of the points, evenly spaced along the x axis, with the last point."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])
@@ -220,7 +218,7 @@ def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> lis
 
 
 def corners(points: Sequence[Point]) -> list[Point]:
-    """Return the points at which a step function begins or ends a level. They are enough to draw the function."""
+    """Return the points at which the levels of a step function begin and end."""
     last = len(points) - 1
     return [
         (x, y) for i, (x, y) in enumerate(points) if i in {0, last} or y != points[i - 1][1] or y != points[i + 1][1]

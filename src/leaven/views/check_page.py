@@ -1,4 +1,4 @@
-"""Render the page of a check. It has charts, tables in which each row is judged, measured values and settings."""
+"""Render the HTML page of a check, with charts, tables of verdicts, and settings."""
 
 from itertools import cycle
 from typing import Any
@@ -18,7 +18,7 @@ _SLOPES = {
 
 
 def check_page(check: CheckDocument) -> str:
-    """Return the page of a check as HTML."""
+    """Return the HTML page of a check."""
     drawn, sections = _slopes(check) if check.check in SLOPES else _losses(check)
     return render(
         "check.html.j2",
@@ -33,8 +33,10 @@ def check_page(check: CheckDocument) -> str:
 
 
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Draw charts over model size with a curve for each module. The values of a curve are divided by its first value.
-    Gradients are also divided by eps."""
+    """Return charts over the model size with a curve for each module, and the sections of the page with the charts.
+
+    A curve starts at 1: its values are divided by its first value. Gradients are divided by eps before.
+    """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
     sections = []
@@ -59,10 +61,9 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve with values divided by its first value. If ``eps`` is given, each value is first
-    divided by eps.
+    """Return the points of a curve, with its values divided by ``eps`` (if given) and then by the first value.
 
-    Return an empty list if a value is 0 or not finite, because a logarithmic axis cannot show it.
+    Return an empty list if a value is 0 or missing, because a logarithmic axis cannot show it.
     """
     divisors = eps.y if eps else [None] * len(curve.y)
     values = [y / e if y and e else y for y, e in zip(curve.y, divisors, strict=True)]
@@ -71,10 +72,10 @@ def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
 
 
 def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
-    """Draw the loss over the swept lr, weight decay, init std or batch size.
+    """Return charts of a sweep (of lr, weight decay, init std or batch size), and the section of the page with them.
 
-    The chart has a line for each model, with a star at the best value. The models differ in width, depth, batch or
-    tokens. For each of these that the check fitted, another chart shows the best value over it.
+    The first chart shows the loss over the swept value, with a line for each model and a star at its best value. More
+    charts show the best value over the width, depth, batch or tokens of the models.
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
@@ -100,7 +101,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 def _best(curve: VerdictCurve, title: str) -> Figure:
     """Draw the best value of the hyperparameter over the width, depth, batch or duration, with 95% intervals.
 
-    A dotted line shows the value of the base.
+    A dotted line shows the best value of the first model, the base.
     """
     known = [value for value in (*curve.low, *curve.high) if value is not None]
     x = charts.log_axis(min(curve.x), max(curve.x), numbers.value)

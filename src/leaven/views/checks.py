@@ -12,9 +12,8 @@ from leaven.views.tables import Cell, Column, Table
 SLOPES = ("coordinates", "gradients")
 SWEEPS = ("transfer", "duration", "batch", "decay", "init")
 STYLES = {True: "green", False: "red", None: "dim"}  # the style of a verdict
+# Numbers that have an interval, and the names of its two ends, which are printed in the number's column.
 _INTERVALS = {"shift": ("low", "high"), "regret": ("regret, low", "regret, high")}
-"""For each value with an interval, the names of the interval's ends. The ends are printed in the column of the value,
-not in separate columns."""
 _MEASURED = (
     Column("", lambda row: row.name, align="left"),
     Column("measured", lambda row: numbers.NONE if row.value is None else f"{row.value:.3f}"),
@@ -25,17 +24,16 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class CheckTable:
-    """A table of a check. It contains the rows of one axis, all judged rows of a sweep, or the values that were
-    measured but not judged."""
+    """A table of a check: the rows of an axis such as width, the rows of a sweep, or numbers without a verdict."""
 
     name: str
     title: str
     table: Table  # the verdict is the last column
-    notes: Sequence[str]  # for each row, why it failed or what may be wrong
+    notes: Sequence[str]  # for each row, why the row failed or what may be wrong
 
 
 def check_tables(check: CheckDocument) -> list[CheckTable]:
-    """Return the tables of a check. Tables with judged rows come first."""
+    """Return the tables of a check. The table of measured values without verdicts is last."""
     sweep = check.check in SWEEPS
     by_axis: dict[str, list[VerdictRow]] = {}
     for row in check.rows:
@@ -81,8 +79,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return a mapping from the name of each number in the rows to the header of its column. The columns are in
-    order."""
+    """Return the header of each column, by the name of the number that the column shows."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in SWEEPS:
@@ -95,8 +92,8 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
     settings = check.settings
     if axis == "bookkeeping":
         return (
-            "exponents that must be 0, computed from the optimizer's settings without training: the worst of "
-            "those in width, depth, both, batch and tokens (for lr, its exponent in batch or tokens)"
+            "exponents that must be 0, computed from the optimizer's settings without training: the worst exponent "
+            "over width, depth, both, batch and tokens (for lr, over batch or tokens)"
         )
     steps = f"{settings['steps']} steps, " if "steps" in settings else ""
     against = f" against {axis}" if check.check in SLOPES else ""
@@ -106,8 +103,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return a function that takes a row and returns its number ``part`` as text. If the number has an interval, the
-    text includes the interval."""
+    """Return the function for a column's cells: the number ``part`` of a row as text, with its interval if any."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

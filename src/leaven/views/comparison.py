@@ -1,4 +1,4 @@
-"""Compare training runs by their losses, by the tokens that they needed for the same loss, and by their recipes."""
+"""Compare training runs: their losses, the tokens that they needed for the same loss, and their recipes."""
 
 import math
 import shlex
@@ -27,12 +27,12 @@ _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
     "sequence lengths": lambda recipe: recipe.model.seq_len,
     "numbers of validation tokens": lambda recipe: recipe.evaluation.tokens,
 }
-"""The values of a recipe that decide on which text, and in which tokens, the validation loss is measured. The losses
-of two runs can be compared only if these values are equal."""
+"""Values of a recipe that decide on which tokens the validation loss is measured. Losses of two runs can be compared
+only if these values are equal."""
 
 
 def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, ComparisonDocument]:
-    """Return an HTML page that compares runs with the first run, and the document that the page shows.
+    """Return an HTML page that compares runs with the first run, and the document of ``--json``.
 
     Raises:
         InputError: if a folder is not a run with steps, if a folder is given twice, or if there are too many folders.
@@ -45,7 +45,7 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
             raise InputError(f"{folder} is given twice; give different runs")
         run = read_folder(folder)
         if not isinstance(run, RunView):
-            raise InputError(f"{folder} is not a training run; only runs can be compared, so give it alone")
+            raise InputError(f"{folder} is not a training run, and only runs can be compared; give this folder alone")
         runs.append(replace(run, title=str(folder)))
     document = compare(runs, output)
     page = render(
@@ -87,11 +87,11 @@ def compare(runs: Sequence[RunView], output: Path) -> ComparisonDocument:
 
 
 def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]) -> float | None:
-    """Return how many times fewer tokens a run needed than the first run to reach the same validation loss.
+    """Return how many times fewer tokens a run needed than the first run for the same validation loss.
 
     ``run`` and ``first`` are validation losses as (tokens, loss), in the order of tokens. The compared loss is the
-    final loss of the run that ends with the higher loss. Return None if one of the runs has fewer than two
-    validations, or had reached the loss before its first validation.
+    higher one of the two final losses. Return None if a run has fewer than two validations, or if the better run had
+    reached that loss at its first validation.
     """
     if min(len(run), len(first)) < 2:
         return None
@@ -103,7 +103,7 @@ def speedup(run: Sequence[tuple[int, float]], first: Sequence[tuple[int, float]]
 
 
 def _tokens_at(validation: Sequence[tuple[int, float]], loss: float) -> float | None:
-    """Return the number of tokens after which a run first reached a loss, interpolated over the logarithm of tokens.
+    """Return the number of tokens at which a run first reached a loss, interpolated over the logarithm of tokens.
 
     Return None if the run had reached the loss at its first validation.
     """
@@ -136,6 +136,6 @@ def _warnings(runs: Sequence[RunView]) -> Iterator[str]:
             yield f"{run.title} is not finished: it has trained {share:.0%} of its tokens"
     for what, value in _COMPARABLE.items():
         if any(value(run.recipe) != value(runs[0].recipe) for run in runs):
-            yield f"the {what} differ, so the losses are not losses of the same text"
+            yield f"the {what} differ, so the losses cannot be compared"
     if any(run.recipe.data.seed != runs[0].recipe.data.seed for run in runs):
         yield "the seeds differ, so the differences include the noise between seeds"

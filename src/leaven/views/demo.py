@@ -1,4 +1,4 @@
-"""Describe the result of a demo in sentences and tables, for the terminal and the page, and render the page."""
+"""Describe the result of ``leaven demo`` in sentences and tables, and render its HTML page."""
 
 import statistics
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ from leaven.views.charts import INK, MUTED, Figure
 from leaven.views.render import render
 from leaven.views.tables import Column, Table
 
-RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}  # what the demo does with the values
-ABOVE = 0.75  # nats above the lowest loss that the charts show
+# Each scaling rule of the demo, and what the rule does with the hyperparameters of the base, the smallest width.
+RULES = {"standard": "copied unchanged", "complete-d-p": "moved by the rule"}
+ABOVE = 0.75  # nats; the charts show losses up to this much above the lowest loss
 COMMANDS = (
     "leaven new mine.toml --params 1B --tokens 20B",
     "leaven tune mine-proxy.toml --study studies/mine --trials 32",
@@ -22,10 +23,10 @@ COMMANDS = (
 
 
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
-    """Return the curves of a demo: for each (rule, width), a mapping from the lr to the loss.
+    """Return the loss over the lr for each (rule, width), as a mapping from the lr to the loss.
 
-    At the base width, the curve is the mean over all seeds and is the same for both rules. At a wider width, the
-    curve is the loss of the first seed, even at the one lr that was trained with more seeds.
+    At the base width, the losses are means over all seeds, and both rules have the same losses. At larger widths, the
+    losses are those of the first seed.
     """
     base = demo.models[0].width
     found: dict[tuple[str, int], dict[float, list[float]]] = {}
@@ -41,7 +42,7 @@ def best(curve: dict[float, float]) -> float:
 
 
 def headline(demo: DemoDocument) -> Iterator[str]:
-    """Yield the result in sentences."""
+    """Yield the result of a demo in sentences."""
     result, base = demo.result, demo.models[0].width
     if result is None:
         yield "The demo has not finished; run the same command again to resume."
@@ -61,18 +62,16 @@ def headline(demo: DemoDocument) -> Iterator[str]:
 
 
 def _path(first: float, last: float, lrs: list[float]) -> str:
-    """Return text such as ``goes from 0.016 to 0.002 or less``.
+    """Return text about the change of the best lr, such as ``goes from 0.016 to 0.002 or less``.
 
-    The text says "or less" or "or more" if the last lr is at an end of the grid, because the best lr may be outside
-    it.
+    "or less" or "or more" means that ``last`` is at an end of the grid, so the best lr may be outside the grid.
     """
     beyond = " or less" if last == lrs[0] else " or more" if last == lrs[-1] else ""
     return f"stays at {first:g}" if first == last else f"goes from {first:g} to {last:g}{beyond}"
 
 
 def loss_table(demo: DemoDocument) -> Table:
-    """Return a table of the loss at each lr. It has a row for each width and rule, and marks the lowest loss of a
-    row."""
+    """Return a table of losses with a row for each width and rule, and a star at the lowest loss of a row."""
     base, drawn = demo.models[0].width, curves(demo)
     rows = []
     for (rule, width), curve in drawn.items():
@@ -87,8 +86,7 @@ def loss_table(demo: DemoDocument) -> Table:
 
 
 def seed_table(demo: DemoDocument) -> Table:
-    """Return a table of the losses at the best lr of the base width. It has a row for each model and a column for
-    each seed."""
+    """Return a table of the losses at the base's best lr, with a row for each model and a column for each seed."""
     result, base = demo.result, demo.models[0].width
     assert result is not None, "the demo has ended"
     lines = [
@@ -148,8 +146,7 @@ def demo_page(demo: DemoDocument) -> str:
 
 
 def _losses(demo: DemoDocument, rule: str) -> Figure:
-    """Draw the loss over the lr for one rule. Each width has a line, with a diamond at the lowest point of the
-    line."""
+    """Draw the loss over the lr for one rule, with a line for each width and a diamond at its lowest point."""
     drawn = curves(demo)
     lowest = min(min(curve.values()) for curve in drawn.values())
     start = best(drawn[rule, demo.models[0].width])

@@ -1,4 +1,4 @@
-"""Read the folders of runs, studies, checks and demos for display. Errors name the file and say what to do."""
+"""Read the folders of runs, studies, checks and demos for display."""
 
 import math
 import re
@@ -24,17 +24,17 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 @dataclass(frozen=True)
 class RunView:
-    """A training run. Numbers that are not finite are None."""
+    """A training run as it is displayed. Infinite numbers and NaN in its files are None."""
 
     title: str
     recipe: Recipe
-    steps: Sequence[dict[str, Any]]  # lines of metrics.jsonl; ``tokens`` includes the tokens of the step
+    steps: Sequence[dict[str, Any]]  # lines of metrics.jsonl; ``tokens`` are the tokens up to the end of the step
     validation: Sequence[tuple[int, float]]  # (tokens, loss)
     loss: float | None  # the last validation loss
-    seconds: float | None
+    seconds: float | None  # training time
     finished: bool
-    stopped: str | None  # the reason why an unfinished run ended, if it is known
-    returns: Sequence[dict[str, Any]]  # lines of events.jsonl about rollbacks and manual rewinds
+    stopped: str | None  # the reason why an unfinished run stopped; None if there is no record
+    returns: Sequence[dict[str, Any]]  # events of events.jsonl that set the run back: rollbacks and manual rewinds
 
     @property
     def tokens(self) -> int:
@@ -43,15 +43,15 @@ class RunView:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The median speed of the steps. Unlike a mean, it is hardly changed by slow first steps and pauses."""
+        """The median speed of the steps, because a mean would count slow first steps and pauses."""
         speeds = sorted(speed for step in self.steps if (speed := step.get("tokens_per_second")))
         return speeds[len(speeds) // 2] if speeds else None
 
 
 class StudyView(StudyDocument):
-    """A study (a search for hyperparameters) with its starting recipe and its best recipe."""
+    """A study (a search for hyperparameters) as it is displayed."""
 
-    centre: Recipe
+    centre: Recipe  # the recipe from which the search started
     best_recipe: Recipe | None
 
     @property
@@ -72,10 +72,7 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss, in nats per token.
-
-        None if the interval is infinite, or if the best point was not run again with fresh seeds.
-        """
+        """The 95% interval of the best loss in nats per token. None without enough runs with fresh seeds."""
         if self.best is None or not self.best.fresh:
             return None
         low, high = self.best.interval
@@ -83,16 +80,12 @@ class StudyView(StudyDocument):
 
     @property
     def unjudged(self) -> bool:
-        """Whether the best point was run only once. Its loss is then the loss by which the search chose this
-        point."""
+        """Whether the best point was run only once, so that its loss is lower than other seeds would give."""
         return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the starting point over its seeds.
-
-        If the starting point was not run, this is the loss of the first complete trial. None if there is none.
-        """
+        """The mean loss of the starting values over seeds, or else the loss of the first complete trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None
@@ -100,18 +93,18 @@ class StudyView(StudyDocument):
 
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
-"""The kind of a folder, by the file that it contains. The first file that exists decides."""
+"""The kind of a folder, by the first of these files that the folder contains."""
 
 
 def read_folder(folder: Path) -> FolderView:
     """Return the contents of a folder for display.
 
     Raises:
-        InputError: if the folder is not that of a run, study, check or demo, if it has no data yet, or if one of its
-            files is broken.
+        InputError: if the folder contains no run, study, check or demo, or no data yet, or a broken file. The message
+            names the file and says what to do.
     """
     if not folder.exists():
-        store = "; the results of a study in a database are in studies/NAME or in the folder of leaven tune --out"
+        store = "; give the folder of the study's results: studies/NAME, or the folder given to leaven tune --out"
         raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
     if not folder.is_dir():
         raise InputError(f"{folder} is a file; give the folder of a run, a study, a check or a demo")
@@ -137,7 +130,7 @@ def read_folder(folder: Path) -> FolderView:
 
 
 def read_run(folder: Path) -> RunView:
-    """Return the run in a folder. Its title is the name of the recipe."""
+    """Return the run in a folder. The run's title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
     steps = [finite(line) for line in written.metrics() if "tokens" in line]
     if not steps:
@@ -147,7 +140,7 @@ def read_run(folder: Path) -> RunView:
     for event in events:
         if event["event"] == "validation" and event.get("loss") is not None:
             validation[event["tokens"]] = event["loss"]
-        elif event["event"] in RETURNS:  # the run went back, so later validations do not count
+        elif event["event"] in RETURNS:  # the run returned to an earlier checkpoint; later validations do not count
             validation = {tokens: loss for tokens, loss in validation.items() if tokens <= event["to_tokens"]}
     finish = written.finish()
     end = finite(finish or {})
@@ -198,6 +191,6 @@ def _document(path: Path, kind: type[Kind]) -> Kind:
         fault = error.errors()[0]
         where = "".join(f"{key}: " for key in fault["loc"])
         raise InputError(
-            f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; write the file again with the command that "
-            "made it"
+            f"{path}: {where}{fault['msg'][0].lower()}{fault['msg'][1:]}; to write the file again, run the command "
+            "that wrote it"
         ) from None

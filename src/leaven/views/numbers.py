@@ -13,11 +13,9 @@ NONE = "–"
 
 
 def value(number: float | None, digits: int = 3) -> str:
-    """Return a hyperparameter as text that can be copied into a recipe, for example ``0.004``, ``2.83e-4`` or
-    ``1e-8``.
+    """Return a hyperparameter as text for a recipe, for example ``0.004``, ``2.83e-4`` or ``1e-8``.
 
-    The text has three digits, or four for numbers just below 1 and numbers from 1000 on. A number from a diverged run
-    may be written as ``nan`` or ``inf``.
+    Numbers from 0.9 to 1 and from 1000 on have one digit more than ``digits``.
     """
     if number is None:
         return NONE
@@ -56,7 +54,7 @@ def setting(value_of: Any) -> str:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return a range as text, or a single value if both ends have the same text."""
+    """Return the range from ``low`` to ``high`` as text, or one number if ``spell`` writes both ends equally."""
     first, last = spell(low), spell(high)
     if first == last:
         return first
@@ -78,8 +76,7 @@ def delta(number: float | None) -> str:
 
 
 def ratio(number: float) -> str:
-    """Return a factor as text, for example ``3.6×``. A factor near 1 has two decimals (``0.97×``), and a factor that
-    is about 1/n is written as a fraction (``1/8×``)."""
+    """Return a factor as text, for example ``3.6×``, ``0.97×`` near 1, or the fraction ``1/8×``."""
     if 0 < number <= 0.5 and abs(round(1 / number) * number - 1) < 0.01:
         return f"1/{round(1 / number)}×"
     if 0.9 < number < 1.1:
@@ -92,8 +89,7 @@ def quantity(number: float | None) -> str:
 
 
 def tick(number: float) -> str:
-    """Return a count as the label of a tick, without trailing zeros, for example ``2.5 M``. :func:`quantity` writes
-    the same count as 2.50 M."""
+    """Return a count as the label of a tick, for example ``2.5 M`` where :func:`quantity` returns ``2.50 M``."""
     text = format_quantity(number)
     return re.sub(r"\.?0+(?= |$)", "", text) if "." in text else text
 
@@ -103,8 +99,7 @@ def seconds(number: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return the time of a step, or of a part of a step, with three digits, for example ``3.21 ms``, ``100 ms`` or
-    ``1.27 s``."""
+    """Return the time of a step as text with three digits, for example ``3.21 ms``, ``100 ms`` or ``1.27 s``."""
     unit, number = ("ms", 1e3 * seconds) if seconds < 0.9995 else ("s", seconds)
     rounded = float(f"{number:.3g}")
     return f"{rounded:,.{max(0, 2 - math.floor(math.log10(rounded)))}f} {unit}" if rounded else "0 s"
@@ -120,7 +115,7 @@ def log_ticks(low: float, high: float, label: Callable[[float], str], most: int 
     else:
         places = places[:: -(-len(places) // most)]
     if len(places) < 2:
-        # The axis is shorter than a decade and has fewer than two round numbers, so steps are even.
+        # The axis is so short that it has at most one of these numbers, so choose evenly spaced ticks.
         choices = (linear_ticks(low, high, fewer) for fewer in (most, 4, 3, 2))
         places = next((some for some in choices if len({label(place) for place in some}) == len(some)), [])
     return places, [label(place) for place in places]
@@ -134,16 +129,14 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def money(price: Price, hours: float = 1.0) -> str:
-    """Return the price of a number of GPU-hours as text, for example ``$2,150``, ``$2.50``, ``EUR 2.50`` or
-    ``2.50``."""
+    """Return the price of ``hours`` GPU-hours as text, for example ``$2,150``, ``EUR 2.50`` or ``2.50``."""
     total = price.amount * hours
     before = f"{price.currency} " if price.currency[-1:].isalpha() else price.currency
     return f"{before}{total:,.0f}" if total >= 100 else f"{before}{total:,.2f}"
 
 
 def costs(cost: CostRow) -> list[str]:
-    """Return the parts of a cost as texts, for example ``21,504 GPU-h``, ``15.1 MWh (boards at 700 W)`` and ``$53,760
-    at $2.50 a GPU-h``."""
+    """Return the GPU-hours, the energy and the price of a run as texts, for example ``21,504 GPU-h``."""
     hours = f"{cost.gpu_hours:,.0f}" if cost.gpu_hours >= 10 else f"{cost.gpu_hours:.2g}"
     texts = [f"{hours} {cost.device}-h"]
     if cost.energy_kwh is not None:

@@ -1,4 +1,4 @@
-"""Render the pages of ``leaven report``: one self-contained HTML page about a run, a study, a check or a demo."""
+"""Render the self-contained HTML page of ``leaven report`` about a run, a study, a check or a demo."""
 
 from pathlib import Path
 
@@ -29,6 +29,7 @@ def folder_page(folder: Path) -> str:
 
 
 def run_page(run: RunView) -> str:
+    """Return the HTML page about a training run."""
     return render(
         "run.html.j2",
         run_charts(run),

@@ -1,7 +1,7 @@
-"""Prepare the parameter table for display. Layers with equal values share a row, and each value has a reason.
+"""Prepare the table of every parameter's init std, lr and other values for display.
 
-Base values apply at the base scale, for which the hyperparameters were found. Target values apply at the recipe's
-scale.
+Layers with equal values share a row, and each value has a reason. The base is the scale (width, depth, batch, tokens)
+at which the hyperparameters were tuned; a scaling rule converts them to the recipe's own scale, the target.
 """
 
 import math
@@ -30,12 +30,12 @@ AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)  # of the parameter ta
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """A group of parameters that have the same name in neighbouring layers, and equal values."""
+    """A row of the displayed table: the same parameter in neighbouring layers, with equal values."""
 
-    label: str
-    first: int | None  # layer
-    last: int | None
-    row: Any  # the row of the first layer
+    label: str  # name of the parameter without its layer
+    first: int | None  # first layer; None outside the layers
+    last: int | None  # last layer
+    row: Any  # values of the parameter in the first layer
 
     @property
     def layers(self) -> str:
@@ -45,8 +45,10 @@ class LayerGroup:
 
 
 def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
-    """Return the rows of the parameter table by the name of a parameter without its layer: ``attention.query`` for
-    ``layers.3.attention.query.weight``. The names are in the order of the forward pass."""
+    """Group the rows of the parameter table by the name of the parameter without its layer.
+
+    The row ``layers.3.attention.query.weight`` is in the group ``attention.query``.
+    """
     found: dict[str, list[AnyRow]] = {}
     for row in rows:
         found.setdefault(LAYER.sub("", row.name).removesuffix(".weight"), []).append(row)
@@ -54,7 +56,7 @@ def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
 
 
 def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
-    """Group the rows of the parameter table. Neighbouring layers with equal values form one group."""
+    """Group the rows of the parameter table, so that neighbouring layers with equal values form one group."""
     found = []
     for label, members in by_label(rows).items():
         for _, alike in groupby(members, key=lambda row: [getattr(row, name) for name in ("shape", *QUANTITIES)]):
@@ -64,9 +66,9 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at base scale, for which its hyperparameters were found.
+    """Return the recipe at its base scale, at which the hyperparameters were tuned.
 
-    Return None if the recipe already has this scale, or if it cannot be built at this scale.
+    Return None if the recipe is at base scale already, or if the model cannot be built at base scale.
     """
     base = recipe.base
     own = (recipe.model.d_model, recipe.model.n_layers, recipe.batch.tokens, recipe.data.tokens)
@@ -88,10 +90,10 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return how a value follows from its base value, for example ``m_in^-1 m_L^(alpha-1) = 0.25``.
+    """Return the formula of the factor by which a value differs from its base value, such as ``m_in^-1 = 0.25``.
 
-    m_in, m_out, m_L, m_B and m_D are the ratios target / base of the tensor's fan in and fan out, the depth, the
-    batch size and the tokens.
+    m_in, m_out, m_H, m_L, m_B and m_D are the ratios target / base of the tensor's fan in and fan out, the head
+    dimension, the depth, the batch size and the tokens.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
@@ -124,6 +126,6 @@ def _cells(rule: Rule, row: ParameterRow, quantity: str) -> tuple[Cell, ...]:
         case "beta1" | "beta2":
             return (rule.half_life,)
         case _:
-            # The factor of a branch belongs to the last matrix of the branch.
+            # The factor of a residual branch is applied after the last matrix of the branch.
             forward = rule.of("forward", row.role)
             return (*forward, rule.residual) if row.module in BRANCH_ENDS else forward

@@ -1,5 +1,4 @@
-"""Draw the charts of a plan. They show the memory of each rank, the passes of a pipeline, the time and memory of
-layouts, and the batch ramp."""
+"""Draw the charts of a plan: memory of each rank, passes of a pipeline, time and memory of layouts, batch ramp."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +10,8 @@ from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
 
-RANKS = 12  # largest number of ranks of a pipeline that are drawn
-DOTS, SLOWEST = 1500, 4  # the largest number of layouts drawn; how many times slower than the fastest they may be
+RANKS = 12  # largest number of pipeline ranks that are drawn
+DOTS, SLOWEST = 1500, 4  # limits on the drawn layouts: their number, and their step time / the fastest step time
 
 HUES = {
     name: charts.hue(n)
@@ -26,14 +25,13 @@ _LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not draw
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return a mapping from each part of memory, such as activations, to its colour. Parts that are small on every
-    rank are left out. Parts without a fixed colour are grey."""
+    """Return the colour of each part of memory, such as activations, without parts that are small on every rank."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
 
 def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, str]]:
-    """Return (GiB, label, dash of the line) of the capacity of a GPU and of the limit of the plan."""
+    """Return the two lines of a memory chart as (GiB, label, dash): the capacity of a GPU and the planner's limit."""
     return [
         (capacity_gib, f"{capacity_gib:g} GiB: capacity", "solid"),
         (usable_gib, f"{usable_gib:.3g} GiB: limit of the plan", "dot"),
@@ -41,8 +39,10 @@ def _levels(capacity_gib: float, usable_gib: float) -> list[tuple[float, str, st
 
 
 def memory(stages: Sequence[Mapping[str, float]], capacity_gib: float, usable_gib: float) -> Figure:
-    """Draw a stacked bar for each pipeline rank, with its parts of memory in GiB. Without pipeline parallelism, there
-    is one bar."""
+    """Draw a stacked bar for each pipeline rank, with the parts of its memory in GiB.
+
+    ``stages`` has the GiB of each part, for each rank. Without pipeline parallelism, there is one bar.
+    """
     p, totals = len(stages), [sum(parts.values()) for parts in stages]
     traces = [
         {
@@ -87,13 +87,16 @@ _PASS_NAMES: dict[Kind, str] = {
 
 
 def drawn_ranks(p: int) -> list[int]:
-    """Return the ranks of a pipeline that are drawn."""
+    """Return which ranks of a pipeline with ``p`` ranks are drawn."""
     return list(range(p)) if p <= RANKS else [round(n * (p - 1) / (RANKS - 1)) for n in range(RANKS)]
 
 
 def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
-    """Draw the forward and backward passes of each rank over the time of a step. A rank waits where nothing is drawn.
-    If a rank has several stages, later stages are paler. ``slower`` is the factor of the calibration on all times."""
+    """Draw the forward and backward passes of each pipeline rank over the time of a step.
+
+    A rank waits where nothing is drawn. If a rank has several stages, later stages are paler. All times are
+    multiplied by ``slower``, the factor of the calibration.
+    """
     ranks = drawn_ranks(len(step.ranks))
     unit, scale = ("ms", 1e3 * slower) if slower * step.end < 1 else ("s", slower)
     by_kind: dict[Kind, list[tuple[int, Pass]]] = {}
@@ -151,10 +154,10 @@ def layouts(
     capacity_gib: float,
     usable_gib: float,
 ) -> tuple[Figure, int]:
-    """Draw layouts by step time and memory. Return the chart and the number of layouts that it shows.
+    """Draw layouts by step time and memory. Return the chart and the number of layouts in the chart.
 
-    ``candidates`` are sorted with the best first. ``front`` contains the layouts that no other layout beats in both
-    time and memory.
+    ``candidates`` are sorted, with the best layout first. ``front`` contains the layouts that no other layout beats
+    in both time and memory.
     """
     slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
     shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
@@ -192,13 +195,13 @@ def layouts(
 
 
 def tensor_hues(candidates: Iterable[LayoutCandidate]) -> dict[int, str]:
-    """Return a mapping from each tensor-parallel degree to its colour."""
+    """Return the colour of each tensor-parallel degree."""
     degrees = sorted({each.arrangement.layout.tp for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 
 
 def _place(each: LayoutCandidate) -> tuple[float, float]:
-    """Return the step time in seconds and the memory in GiB."""
+    """Return the step time in seconds and the memory in GiB of a layout."""
     return each.time.step, each.memory.total / GIB
 
 
@@ -219,14 +222,14 @@ def ramp(plan: RampPlan) -> Figure:
         f"{point.tflops_per_gpu:.3g} TFLOP/s, {point.share:.0%} of the full batch's throughput<br>"
         f"micro-batch {point.micro_batch}, accumulate {point.grad_accumulation}, "
         f"{numbers.value(point.step_seconds)} s a step"
-        + ("" if point.filled else "<br>fewer micro-batches than stages: leaven does not train it")
+        + ("" if point.filled else "<br>fewer micro-batches than stages: leaven cannot train this")
         for point in plan.points
     ]
     symbols = ["circle" if point.filled else "circle-open" for point in plan.points]
     marker = {"color": colour, "size": 8, "symbol": symbols}
     curve = [(point.batch_tokens, point.tflops_per_gpu) for point in plan.points]
     first, last = curve[0][0], curve[-1][0]
-    # The curve rises: its first half has space below and to the right, its second half above and to the left.
+    # The curve rises, so there is space for the label below its first half and above its second half.
     early = start.batch_tokens < math.sqrt(first * last)
     return charts.figure(
         "global batch, tokens",

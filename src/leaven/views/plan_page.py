@@ -1,5 +1,4 @@
-"""Render the page of a plan. It says whether the model fits, what memory and time are used for, which layouts are
-possible, and what the run costs."""
+"""Render the HTML page of ``leaven plan``: memory, time, pipeline, possible layouts and cost of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from leaven.views import numbers, plan_charts
 from leaven.views.charts import Figure
 from leaven.views.render import render
 
-STEADY = 4  # number of micro-batches of a long pipeline that are drawn in its steady state
+STEADY = 4  # in the chart of a long pipeline, number of micro-batches between its start and its end
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the page as HTML. Numbers and tables come from the document; charts show all layouts and passes of the
-    plan.
+    """Return the HTML page of a plan: numbers and tables of its ``document``, and charts of its layouts.
 
-    If ``form`` is given, the page also shows the planner's input form, as in ``leaven serve``.
+    ``command`` is the shell command of the plan. If ``form`` is given, the page begins with the input form of the
+    planner of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib
@@ -80,8 +79,7 @@ def plan_page(
 
 
 def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
-    """Add the chart of the passes, and return the values of its section. A long step is drawn with fewer
-    micro-batches."""
+    """Add the chart ``passes`` to ``charts``, and return the context of the page's section on the pipeline."""
     how, layout = plan.arrangement, plan.arrangement.layout
     m = scheduled(layout, how.grad_accumulation)
     drawn = min(m, scheduled(layout, 2 * layout.pp + STEADY))
@@ -103,7 +101,6 @@ def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[st
 
 
 def _sources(accelerator: Accelerator) -> str:
-    """Return text that names the sources of a device's numbers. Numbers with the same source are grouped."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

@@ -1,7 +1,7 @@
-"""Describe what a search found and the points that it tried, as text for the terminal and the page.
+"""Describe what a search found, and the points that it tried, as text for the terminal and the page.
 
-A point is a set of values that a trial runs. The text says how far they are from the starting values, and which
-changed most.
+A point is the set of hyperparameter values that a trial trains with. It is described by its largest changes from the
+starting values or from the best point.
 """
 
 import math
@@ -13,20 +13,18 @@ from leaven.views import numbers
 from leaven.views.tables import Fact, cut, under
 
 NAMES = 6  # largest number of names in a sentence
-UNMOVED = 0.005  # octaves; a smaller change would be printed as x1.00
+UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return text for the change from the start, for example ``2×``, ``1/4×`` or ``+0.05``. For a choice, it is the
-    chosen option."""
+    """Return a change from the start as text, for example ``2×``, ``1/4×``, ``+0.05`` or the option of a choice."""
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """Return text that lists the changes from the point ``before`` to the point ``now``, such as ``embedding.lr
-    x1.41, …``.
+    """List the changes from one point to another, the largest first, for example ``embedding.lr x1.41, …``.
 
-    The largest change is first. Changes that do not fit into ``room`` characters are left out.
+    Changes that do not fit into ``room`` characters are left out.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -42,10 +40,9 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe a trial in one line of at most ``room`` characters.
+    """Describe a trial in at most ``room`` characters: its changes from ``best``, or from the start if that is None.
 
-    The line lists the trial's changes from ``best``, or from the start if ``best`` is None. If the trial runs an
-    earlier point again with another seed, the line names that point instead.
+    A trial that runs an earlier point again with another seed is described by the number of the earlier trial.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -63,44 +60,41 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return text that says after which share of a whole run a trial stopped, for example ``at 18%``. Return "" if no
-    trial has finished yet."""
+    """Return at which share of a whole run a trial stopped, for example ``at 18%``, or "" if no trial is complete."""
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
 
 def workers(state: StudyDocument) -> dict[str, str]:
-    """Return a mapping from each worker's host:pid to its short name, such as w1. The worker that was first to end a
-    trial is w1."""
+    """Return short names of the workers, by their host:pid. w1 is the worker that was the first to end a trial."""
     ended = sorted((trial for trial in state.trials if trial.worker), key=lambda trial: trial.ended or math.inf)
     found = dict.fromkeys(trial.worker or "" for trial in ended)
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}
 
 
 def findings(state: StudyDocument) -> list[Fact]:
-    """Return lines about the values that were searched, and about what more trials would gain."""
+    """Return lines about the searched values, and about the gain that more trials would bring."""
     facts: list[Fact] = []
     for each in state.coordinates:
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)
-            beyond = f"the optimum may lie beyond; to search farther, {wider}"
+            beyond = f"the optimum may be outside the search space; to search farther, {wider}"
             facts += under("at the end", [f"{short_path(each.path)}: {each.end}", beyond])
     if state.idle:
         count = f"{len(state.idle)} of {len(state.coordinates)}"
         text = f"{count}: resetting them all to the start costs less than the noise"
         facts += under("not worth", [text, names([short_path(path) for path in state.idle])])
     if unsure := [each.gain for each in state.unsure]:
-        gains = f"{round(sum(unsure), 4) + 0.0:.4f}{' together' if len(unsure) > 1 else ''}"
-        facts.append(("unsure", [f"{len(unsure)} not known to have gained more than the noise: {gains}"]))
+        gains = f"{round(sum(unsure), 4) + 0.0:.4f} nats{' together' if len(unsure) > 1 else ''}"
+        facts.append(("unsure", [f"{len(unsure)} with a gain that may be noise: {gains}"]))
     if state.informed is not None:
-        verdict = "used" if state.informed else "dropped, because the trials contradict it"
-        facts.append(("prior", [f"{verdict}: what laws or an earlier study said before the search"]))
+        verdict = "used" if state.informed else "dropped, because the trials contradict them"
+        facts.append(("prior", [f"expectations of laws or of an earlier study were {verdict}"]))
     return [*facts, *(outlook_facts(state.outlook, state.noise_floor) if state.outlook else [])]
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines that say how much more trials would gain, and which two values bring most of the predicted
-    gain."""
+    """Return lines about the gain of more trials, and about the two values that bring most of the predicted gain."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
@@ -114,11 +108,10 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return text with the recipe setting that widens the search. ``best`` is the best value, in the units of the
-    dimension, and lies at a bound of the search."""
+    """Return the recipe setting with which the search goes beyond ``best``, the limit of the search space."""
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
-    # 0, which is the value of the recipe, must be between the two bounds.
+    # 0, which stands for the value in the recipe, must be between the two limits.
     return f'set [tuning.octaves] "{dimension.path}" = [{min(low, -1 / 8):.4g}, {max(high, 1 / 8):.4g}]'
 
 

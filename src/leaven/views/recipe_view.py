@@ -1,4 +1,4 @@
-"""Show a recipe on a page: the network in colours, the parameter table, and the reason for each value."""
+"""Prepare a recipe for a page: a coloured map of the learning rates, the parameter table, and reasons of values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,21 +19,21 @@ HEADERS = {
     "eps": "ε",
     "multiplier": "multiplier",
 }
-KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # names of the kinds of multipliers
+KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the values that a multiplier can change
 
 
 def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -> Mapping[str, Any]:
     """Return the context of the macros in ``recipe.html.j2``.
 
-    ``beside`` is a second recipe, whose values are shown next to those of the recipe. ``names`` are the names of
-    ``beside`` and of the recipe.
+    If ``beside`` is given, the page shows the values of this second recipe next to the recipe's values. ``names`` are
+    the column titles of ``beside`` and of the recipe.
     """
     table = parameter_table(recipe)
     mine = by_label(table.rows)
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return a line of the parameter table. A cell is (values of ``beside``, values of the recipe, reason)."""
+        """Return a line of the parameter table. A cell is (range in ``beside``, range in the recipe, reason)."""
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -60,7 +60,7 @@ def _range(rows: Sequence[ParameterRow], quantity: str) -> tuple[float, float] |
 
 
 def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[str, Any]:
-    """Return the table of bands that shows the lr of each module relative to ``lr``, the global value."""
+    """Return a table with a coloured band for each module: its lr in each layer, divided by the global ``lr``."""
     factors = {name: [row.lr / lr for row in members] for name, members in rows.items()}
     reach = octaves_shown([factor for band in factors.values() for factor in band])
     bands = [
@@ -71,8 +71,10 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 
 
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
-    """Return a band with a colour for each layer. ``text`` is written next to it, and ``label`` when it is pointed
-    at."""
+    """Return a band with a colour for each layer's factor.
+
+    ``text`` is next to the band, ``label`` in its tooltip. ``state`` is "left" if the value was not searched.
+    """
     layers = ", layer by layer" if len(set(factors)) > 1 else ""
     shown = ", ".join(map(numbers.ratio, factors if layers else factors[:1]))
     return {
@@ -84,15 +86,16 @@ def _band(label: str, factors: Sequence[float], reach: int, text: str, state: st
 
 
 def octaves_shown(factors: Sequence[float]) -> int:
-    """Return the range of the colours in whole octaves on each side of the factor 1. Factors slightly outside the
-    range have the full colour."""
+    """Return how many octaves (factors of 2) above and below the factor 1 the colours distinguish."""
     farthest = max((abs(math.log2(factor)) for factor in factors if factor > 0), default=0.0)
     return max(math.ceil(farthest - 0.25), 1)
 
 
 def shade(factor: float, reach: int) -> str:
-    """Return the colour of a factor. Factors below 1 and above 1 have different hues. The colour gets stronger with
-    each octave from 1, up to ``reach`` octaves."""
+    """Return the colour of a factor, with different hues below and above 1.
+
+    The colour gets stronger with the distance from 1, up to ``reach`` octaves (factors of 2).
+    """
     if factor <= 0:
         return "var(--neutral)"
     octaves = math.log2(factor)
@@ -102,21 +105,23 @@ def shade(factor: float, reach: int) -> str:
 
 
 def chips(reach: int) -> list[tuple[str, float]]:
-    """Return the entries of a colour legend as pairs (colour, factor): at most three factors on each side of 1."""
+    """Return the entries of the colour legend as (colour, factor), with at most three factors on each side of 1."""
     every = -(-reach // 3)
     steps = range(-(reach // every) * every, reach + 1, every)
     return [(shade(2.0**step, reach), 2.0**step) for step in steps]
 
 
 def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
-    """Return a mapping from each reason in a recipe to the values that have this reason. A value is a pair (keys,
-    text). Values without a reason are under None. Multipliers of 1 are left out."""
+    """Return the values of a recipe, grouped by their reason. Values without a reason are in the group None.
+
+    A value is a pair (keys of its path, text). Multipliers of 1 are left out.
+    """
     document = recipe.model_dump(exclude={"why", "name", "tuning"}, exclude_none=True)
     found: dict[str | None, list[tuple[list[str], str]]] = {}
     for path, setting in flatten(document).items():
         neutral = path.startswith(("hyperparameters.modules.", "hyperparameters.depth.")) and setting in (1.0, (1.0,))
         if not neutral and setting not in ({}, ()):
-            # The reason of the path, of one of its points (hyperparameters.depth.lr[2]), or of its section.
+            # A reason is stored for the value, for a point of it (hyperparameters.depth.lr[2]), or for its section.
             known = [key for key in recipe.why if path == key.partition("[")[0] or path.startswith(f"{key}.")]
             reason = recipe.why[max(known, key=len)] if known else None
             found.setdefault(reason, []).append((path.split("."), numbers.setting(setting)))
@@ -124,11 +129,7 @@ def reasons(recipe: Recipe) -> Mapping[str | None, list[tuple[list[str], str]]]:
 
 
 def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
-    """Return the kinds of multipliers to show, such as ``lr``.
-
-    A kind is shown if the search ``space`` contains it for a module or over depth, or if the recipe has a multiplier
-    of this kind that is not 1.
-    """
+    """Return the kinds of multipliers, such as ``lr``, that are searched (in ``space``) or not 1 in the recipe."""
     values = recipe.hyperparameters
     per_module = ("hyperparameters.modules.", "hyperparameters.depth.")
     searched = {path.rpartition(".")[2].partition("[")[0] for path in space if path.startswith(per_module)}
@@ -147,24 +148,26 @@ def acts(recipe: Recipe, module: str, kind: str) -> bool:
 
 
 def over_depth(recipe: Recipe, kind: str) -> list[float]:
-    """Return the depth multiplier of each layer. ``kind`` is the kind of multiplier, such as ``lr``."""
+    """Return each layer's depth multiplier of a ``kind`` such as ``lr``."""
     count, points = recipe.model.n_layers, getattr(recipe.hyperparameters.depth, kind)
     return [DepthProfile.at(points, layer, count) for layer in range(count)]
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return, for each layer, the multiplier of a module times the depth multiplier of the layer. For a module
-    outside the blocks, return a list that contains only the module's multiplier."""
+    """Return the multiplier of a module times the depth multiplier, for each layer.
+
+    For a module outside the layers, such as the embedding, return only the module's multiplier.
+    """
     own = getattr(recipe.hyperparameters.modules.get(module, Multipliers()), kind)
     inside = any(each.module == module and each.layer is not None for each in recipe.model.parameters())
     return [own * over for over in over_depth(recipe, kind)] if inside else [own]
 
 
 def multipliers_view(recipe: Recipe, space: Sequence[str]) -> Mapping[str, Any] | None:
-    """Return the table of the multipliers that a search found, or None if there are none.
+    """Return the table of the multipliers that a search found, or None if no multipliers were searched.
 
-    The table has a row for each module and a column for each kind of multiplier. An entry of the table is a band. The
-    text next to it is the module's multiplier without the depth multiplier.
+    The table has a row for each module and a column for each kind of multiplier. A cell is a band with a colour for
+    each layer, and the module's multiplier without the depth multiplier as text.
     """
     kinds = multiplier_kinds(recipe, space)
     if not kinds:

@@ -1,8 +1,7 @@
-"""Renders HTML pages from Jinja2 templates.
+"""Render HTML pages from Jinja2 templates.
 
-A page is self-contained: one file contains its styles, scripts, charts and plotly.js. Inside :func:`served`, a page
-is part of ``leaven serve``: it links to the other pages, loads plotly.js from the server, and asks the server for
-changes.
+A page is one file with its styles, scripts, charts and plotly.js. A page that is rendered inside :func:`served` is
+for ``leaven serve``: it links to other pages, loads plotly.js from the server, and asks the server for changes.
 """
 
 import base64
@@ -39,7 +38,7 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ServedPage:
-    """What ``leaven serve`` adds to a page: the navigation, and the tag that tells whether the page has changed."""
+    """What ``leaven serve`` adds to a page: the navigation, and an ETag that shows whether the page has changed."""
 
     links: Mapping[str, str]  # addresses of the pages in the navigation, by name
     here: str  # the name of this page in ``links``, or ""
@@ -51,7 +50,7 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Inside this context, :func:`render` makes pages for ``leaven serve``."""
+    """Render pages for ``leaven serve`` inside this context."""
     token = _SERVED.set(page)
     try:
         yield
@@ -60,10 +59,10 @@ def served(page: ServedPage) -> Iterator[None]:
 
 
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
-    """Return the page that a template in ``templates/`` makes. Every text in the context is escaped.
+    """Return the HTML of a template in ``templates/``. Every text in the context is escaped.
 
-    A template draws the chart ``name`` with the macro ``chart``. If a chart may be missing, the template tests ``if
-    charts.name``.
+    The template shows the chart ``loss`` of ``charts`` with ``ui.chart("loss", ...)``, and tests with ``if
+    charts.loss`` whether the chart exists.
 
     Raises:
         InputError: if plotly is missing.
@@ -93,8 +92,7 @@ def _environment() -> Environment:
 
 @cache
 def plotly_gzipped() -> bytes:
-    """Return plotly.js (nearly 5 MB), compressed with gzip. The result contains no time stamp, so it is always the
-    same.
+    """Return plotly.js (nearly 5 MB), compressed with gzip. The bytes contain no time stamp.
 
     Raises:
         InputError: if plotly is missing.

@@ -1,5 +1,4 @@
-"""Draw the charts of one or more runs over tokens: loss, the second half of the loss, learning rate, batch size,
-gradient norm and noise scale."""
+"""Draw the loss, learning rate, batch size, gradient norm and noise scale of runs over the tokens of training."""
 
 import math
 from collections.abc import Sequence
@@ -16,8 +15,7 @@ Coloured = Sequence[tuple[RunView, str]]  # runs with the colours of their lines
 
 
 def run_charts(*runs: RunView) -> dict[str, Figure | None]:
-    """Return a mapping from the name of each chart to the chart, which has the lines of all runs. The chart is None
-    if no run has recorded its quantity."""
+    """Return the charts by name. Each chart has the lines of all runs; it is None if no run recorded its quantity."""
     coloured = list(zip(runs, colours(len(runs)), strict=True))
     last = max(run.tokens for run in runs)
     log = charts.log_axis(min(run.steps[0]["tokens"] for run in runs), last, numbers.tick, most=8)
@@ -33,13 +31,12 @@ def run_charts(*runs: RunView) -> dict[str, Figure | None]:
 
 
 def colours(count: int) -> list[str]:
-    """Return the colours of ``count`` runs in charts and tables. A single run has the accent colour of the page."""
+    """Return the colours of ``count`` runs in charts and tables. A single run has the page's accent colour."""
     return [ACCENT] if count == 1 else list(map(charts.hue, range(count)))
 
 
 def _loss(runs: Coloured, x: Figure) -> Figure:
-    """Draw the loss over tokens. The loss of the steps is a faint line, the smoothed loss is a strong line, and
-    validation losses are dots."""
+    """Draw the loss of every step (faint line), the smoothed loss (strong line) and validation losses (dots)."""
     faint, strong, dots = [], [], []
     for run, colour in runs:
         losses = _values(run, "loss")
@@ -50,7 +47,7 @@ def _loss(runs: Coloured, x: Figure) -> Figure:
 
 
 def _second_half(runs: Coloured, end: int) -> Figure:
-    """Draw the loss over the second half of the longest run, where it changes by hundredths."""
+    """Draw the loss in the second half of the longest run, where the loss changes by hundredths of a nat."""
     lines, dots, seen = [], [], []
     for run, colour in runs:
         smoothed = [point for point in _smoothed(_values(run, "loss")) if point[0] >= end / 2]
@@ -93,7 +90,7 @@ def _gradient(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
-    """Draw the measured noise scale, and the batch size as a dotted line."""
+    """Draw the measured gradient noise scale, and the batch size as a dotted line."""
     lines, seen = [], []
     for run, colour in runs:
         scales = charts.thin([point for point in _values(run, "noise_scale") if point[1] > 0], 500)
@@ -109,7 +106,6 @@ def _noise_scale(runs: Coloured, x: Figure) -> Figure | None:
 
 
 def _values(run: RunView, quantity: str) -> list[Point]:
-    """Return the values of a quantity as pairs (tokens, value)."""
     return [(step["tokens"], step[quantity]) for step in run.steps if step.get(quantity) is not None]
 
 

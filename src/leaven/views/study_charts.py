@@ -1,5 +1,8 @@
-"""Draw the charts of a study: trials in order, loss curves, slices through the best point, cost, and a timeline of
-the workers."""
+"""Draw the charts of a study: trials in order, loss curves, slices through the best point, cost, and a timeline.
+
+A point is a set of hyperparameter values; the start is the point of the recipe. The surrogate is the model that
+predicts the loss of a point.
+"""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +21,7 @@ class TrialMark:
     """The symbol, colour and legend label of a kind of trial."""
 
     label: str
-    symbol: str  # symbol of plotly; the macro `mark` in search.html.j2 draws the same symbol in text
+    symbol: str  # plotly's name of the symbol; the macro `mark` in search.html.j2 draws it in legends
     colour: str
     size: int = 9
     line: float = 1.7  # line width of open symbols, or of the edge of filled ones
@@ -38,14 +41,13 @@ MARKS = {
     "best": TrialMark("best", "circle", ACCENT, 12, 1.0),
 }
 ANSWER = TrialMark("the answer", "diamond", ACCENT, 10, 1.0)
-SEEN = 0.05  # a slice does not show lower probabilities of divergence
+SEEN = 0.05  # a slice shows the probability of divergence only if it is above this somewhere
 PANELS = 12  # largest number of slices
-SAME = 1.02  # costs that differ by at most this factor count as equal
+SAME = 1.02  # numbers of tokens that differ by at most this factor count as equal
 
 
 def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
-    """Return a mapping from each kind of trial, such as ``diverged``, to its trials. The kinds are in the order in
-    which they are drawn. Trials that are still running are left out."""
+    """Group the trials by kind, such as ``diverged``, in the order of drawing. Running trials are left out."""
     found: dict[str, list[StudyTrial]] = {name: [] for name in MARKS}
     for trial in study.trials:
         if trial.state in {"diverged", "failed"}:
@@ -53,7 +55,7 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
         elif trial.loss is None:
             continue
         elif study.best and trial.number == study.best.number:
-            found["best"].append(trial)  # even if its first run was a rerun
+            found["best"].append(trial)  # whatever its purpose was
         elif trial.purpose != "search":
             found["noise" if points.at_start(trial) else trial.purpose].append(trial)
         else:
@@ -62,17 +64,14 @@ def by_kind(study: StudyView) -> dict[str, list[StudyTrial]]:
 
 
 def window(study: StudyView) -> tuple[float, float]:
-    """Return the lowest and the highest loss of a chart. Outliers and diverged trials are drawn at the highest.
-
-    The range contains the loss of the starting point and all losses that are not far outliers.
-    """
+    """Return the lowest and the highest loss that a chart shows: all losses except high outliers."""
     losses = sorted(trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None)
     low, median = losses[0], losses[len(losses) // 2]
     floor = study.noise_floor or 0.0
     high = min(losses[-1], median + 4 * max(median - low, floor, 1e-3))
     high = max(high, (study.start_loss or high) + 2 * floor)
     if study.best:
-        # Show the whole interval, unless it is so wide that everything else would shrink to a line.
+        # Show the interval down to its end, unless everything else would then shrink to a line.
         below = study.interval[0] if study.interval else study.best.loss
         low = min(low, study.best.loss - 1.5 * floor, max(below, study.best.loss - (high - low)))
     return low, high + 0.1 * max(high - low, 1e-3)
@@ -89,10 +88,10 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 
 
 def search(study: StudyView) -> Figure:
-    """Draw the loss of all trials in order. A line shows the lowest loss so far.
+    """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
-    The answer of the study is drawn to the right of the last trial, with its interval. It is the mean loss of the
-    best point over fresh seeds, if there are any. A band around it shows the noise between seeds.
+    The answer, which is the loss of the best point (over fresh seeds, if there are any), is drawn to the right with
+    its interval. A band around the answer shows the noise between seeds.
     """
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -137,10 +136,10 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """Draw a chart for each of the most important values, with the predicted loss as this value changes.
+    """Draw a chart for each of the most important values: the predicted loss over this value.
 
-    All charts have the same y axis, in nats above the best point. The surrogate is the model that predicts the loss.
-    Its minimum may be below the loss of the best point, so the axis may go below 0, at most as far down as up.
+    All charts have the same y axis, in nats above the best point. The surrogate may predict a loss below the best
+    point, so the axis may go below 0.
     """
     gains = [abs(each.gain) for each in study.coordinates if math.isfinite(each.gain)]
     losses = [p.loss for each in study.coordinates for p in each.slice if math.isfinite(p.loss)]
@@ -152,12 +151,11 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over one value, in nats above the best point. The x axis shows the change from the
-    start.
+    """Draw the predicted loss over one value's change from the start, in nats above the best point.
 
-    The line is the prediction of the surrogate, and the band around it is one standard deviation. In the grey region,
-    the loss is flat within the noise. The red hill is the probability of divergence, which is 1 at the top. Crosses
-    are trials that diverged. Ticks are trials that completed. The y axis is from ``depth`` to ``height``.
+    The line is the surrogate's prediction, with a band of one standard deviation. In the grey region, the loss is
+    flat within the noise. The red area is the probability of divergence, which is 1 at the top. Crosses are trials
+    that diverged, and ticks are complete trials. The y axis is from ``depth`` to ``height``.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -189,7 +187,7 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
         ("complete", depth - 0.15 * (height - depth), MUTED, "line-ns-open"),
         ("diverged", height, MARKS["diverged"].colour, "x-thin-open"),
     ):
-        at = {  # trials at the same place share one mark
+        at = {  # trials with the same value share one mark
             round(trial.octaves[coordinate.path], 2)
             for trial in study.trials
             if trial.octaves and trial.state == state and trial.purpose == "search"
@@ -245,8 +243,7 @@ def against_best(study: StudyView, known: Curves) -> Curves:
 
 
 def curves(study: StudyView, known: Curves, title: str) -> Figure:
-    """Draw the loss curves of all trials over tokens, with the best trial highlighted. Stopped and diverged trials
-    end early."""
+    """Draw the loss curves of all trials over tokens, with the best trial highlighted."""
     most = 60 if len(known) <= 150 else 30
     traces = []
     for name, trials in by_kind(study).items():
@@ -271,10 +268,9 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 
 
 def front(study: StudyView) -> Figure | None:
-    """Draw the loss over the tokens of training. Each trial has a dot at each of its durations. The Pareto front is
-    a line with steps.
+    """Draw the final losses of trials over their tokens, and the Pareto front as a line with steps.
 
-    Return None if all trials have the same duration, up to rounding to whole batches.
+    A trial with several durations has a dot for each. Return None if all trials have about the same duration.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):
@@ -303,8 +299,7 @@ def front(study: StudyView) -> Figure | None:
 
 
 def timeline(study: StudyView) -> Figure | None:
-    """Draw a row for each worker. A bar in this row shows a trial from its start to its end. Return None if the times
-    of trials are not known."""
+    """Draw a row for each worker, with a bar from the start to the end of each trial. None without known times."""
     names = points.workers(study)
     bars = [
         (name, trial, trial.ended - trial.seconds, trial.seconds)

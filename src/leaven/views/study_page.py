@@ -1,5 +1,4 @@
-"""Render the page of a study. It shows the answer, the search, the values that matter, the multipliers that were
-found, all trials, and the cost."""
+"""Render the HTML page of a study: its best values, the search, the values that matter, all trials, and the cost."""
 
 import math
 import shlex
@@ -23,6 +22,7 @@ MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
 
 def study_page(study: StudyView) -> str:
+    """Return the HTML page of a study."""
     charts, search = search_view(study)
     best, recipe = study.best_recipe, study.best_recipe or study.centre
     known = study_charts.known_curves(study)
@@ -51,8 +51,10 @@ def study_page(study: StudyView) -> str:
 
 
 def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str, Any]]:
-    """Return the charts of a search, and the context of the macro in ``search.html.j2``. Both are empty until a trial
-    has completed."""
+    """Return the charts of a search, and the context of the macros in ``search.html.j2``.
+
+    Both are empty until a trial has completed.
+    """
     if study.start_loss is None:
         return {}, {}
     kinds, slices = study_charts.by_kind(study), study_charts.slices(study)
@@ -73,10 +75,10 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
 
 
 def word(coordinate: Coordinate, study: StudyView) -> str:
-    """Say in a word or two whether a value was worth tuning.
+    """Say whether a value was worth tuning: "mattered", "not worth tuning", or "unsure" if its effect is unclear.
 
-    A value that was not worth tuning can be reset to the start. If the effect of a changed value is unclear, the word
-    is "unsure". Return "" for a value that stayed at the start.
+    A value that was not worth tuning can be reset to its start. Return "" for a value that the best point has not
+    changed.
     """
     if coordinate.worth or coordinate.path in study.idle:
         return MATTERED if coordinate.worth else IDLE
@@ -95,8 +97,10 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the values that changed, at the best point and at the equally good point with the fewest
-    changes. Return None if there is no best point, or if the best point is the start."""
+    """Return the table of the changed values at the best point, and at an equally good point with fewer changes.
+
+    Return None if there is no best point, or if the best point is the start.
+    """
     best, fewer = study.best_trial, study.fewer
     moved = {path: to for path, to in ((best and best.octaves) or {}).items() if abs(to) > points.UNMOVED}
     if best is None or not moved:
@@ -133,7 +137,7 @@ def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
 
 
 def _cost(study: StudyView) -> Mapping[str, Any]:
-    """Return the cost of the search: time, tokens, FLOPs and machines."""
+    """Return the cost of the search (time, tokens and FLOPs) and its workers."""
     ran = [trial for trial in study.trials if trial.seconds]
     workers = {trial.worker for trial in ran if trial.worker}
     speeds = [trial.tokens_per_second for trial in ran if trial.tokens_per_second and trial.state == "complete"]
@@ -153,8 +157,7 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
 
 
 def tune_command(study: StudyView, recipe: str, folder: str) -> str:
-    """Return the ``leaven tune`` command that repeats a study. It has the study's space, method and number of trials,
-    and the noise if the user gave it."""
+    """Return the ``leaven tune`` command that repeats a study, with the same method, search space and trials."""
     counted = str(max(study.ended, 1))
     options = ["--study", folder, "--trials", counted, "--method", study.method, "--space", _space(study)]
     if study.durations:
@@ -165,8 +168,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """Return the argument of ``--space`` that selects the searched values. If a quantity is searched in all modules,
-    it is written as one pattern."""
+    """Return the argument of ``--space`` for the searched values. A value of all modules is written with a ``*``."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -1,8 +1,7 @@
-"""Define tables and labelled lines. Tables are shown in the terminal and on pages, and labelled lines in the
-terminal.
+"""Define tables for the terminal and for pages, and labelled lines for the terminal.
 
-In the terminal, a row is one line. Names and numbers are never shortened; free text is shortened with an ellipsis.
-The least important columns are dropped first.
+In the terminal, each row of a table is one line. If the table is too wide, its least important columns are left out
+and its free text is shortened with an ellipsis. Names and numbers are never shortened.
 """
 
 import re
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-LEAST = 30  # a column of free text with less space than this is dropped, in characters
+LEAST = 30  # characters; a column of free text with less space is left out
 LABEL = 11  # width of the labels, in characters
 
 Cell = str | Text
@@ -28,23 +27,23 @@ class Column:
     header: str
     cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
-    align: Literal["left", "right", "point"] = "right"  # point: at the decimal points
-    drop: int = 0  # columns with the highest number are dropped first; 0: never dropped
-    free: bool = False  # free text, which may be shortened
-    width: int = 0  # for `RowByRow`: width in characters
+    align: Literal["left", "right", "point"] = "right"  # point aligns numbers at their decimal points
+    drop: int = 0  # if space is short, columns with the highest number are left out first; 0: never left out
+    free: bool = False  # whether the cells are free text, which may be shortened
+    width: int = 0  # width in characters in a `RowByRow`
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table with one line per row. ``notes`` are printed in full below their rows.
+    """A table whose rows are known before it is printed.
 
-    In the terminal, a table that is too wide first drops columns, then narrows the gaps between columns, and then
-    moves columns with the same value in all rows to a line below the table.
+    If the table is too wide for the terminal, columns are left out, then the gaps between columns are narrowed, and
+    then a column with the same number in all rows becomes a line below the table.
     """
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    notes: Sequence[Sequence[str]] = ()  # the notes of each row
+    notes: Sequence[Sequence[str]] = ()  # the notes of each row, which are printed in full below the row
 
     @classmethod
     def of(
@@ -53,7 +52,7 @@ class Table:
         items: Iterable[Any],
         notes: Callable[[Any], Sequence[str]] | None = None,
     ) -> "Table":
-        """Return a table with a row for each item."""
+        """Return a table with a row for each item. ``notes`` returns the notes of an item."""
         items = list(items)
         rows = [[column.cell(item) for column in columns] for item in items]
         return cls(columns, rows, [notes(item) for item in items] if notes else ())
@@ -102,9 +101,9 @@ class Table:
 
 
 class RowByRow:
-    """A table whose rows are printed one at a time in columns of fixed width. The last column may be free text.
+    """A table whose rows are printed one at a time, in columns of fixed width. The last column may be free text.
 
-    Columns that do not fit are dropped. ``widths`` are the widths of the columns that are kept, by their numbers.
+    Columns that do not fit are left out. ``widths`` maps the index of each remaining column to its width.
     """
 
     def __init__(self, columns: Sequence[Column], width: int) -> None:
@@ -123,7 +122,7 @@ class RowByRow:
         return self.line([column.header for column in self._columns])
 
     def line(self, cells: Sequence[Cell]) -> Text:
-        """Return a row. ``cells`` has a cell for each column, also for dropped ones."""
+        """Return a row as text. ``cells`` has a cell for every column, also for columns that are left out."""
         aligned = []
         for i, width in self.widths.items():
             room = width if self._columns[i].free else max(width, len(cells[i]))
@@ -132,8 +131,10 @@ class RowByRow:
 
 
 class Facts:
-    """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A line that is too long is wrapped between its
-    parts. ``indent`` is the width of the labels; by default they are as wide as the longest."""
+    """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A long line is wrapped between its parts.
+
+    ``indent`` is the width of the labels. By default, it is the width of the longest label.
+    """
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
         self._facts = facts
@@ -150,8 +151,7 @@ class Facts:
 
 
 def joined(parts: Sequence[Cell], room: int) -> list[Text]:
-    """Join parts with dots into lines of at most ``room`` characters. A part that is longer than a line is wrapped
-    between words."""
+    """Join parts with `` · `` into lines of at most ``room`` characters. A longer part is wrapped between words."""
     lines: list[Text] = []
     for part in parts:
         text = Text(part) if isinstance(part, str) else part
@@ -187,10 +187,9 @@ def cut(text: str, width: int) -> str:
 
 
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
-    """Pad numbers so that their decimal points are aligned.
+    """Pad numbers with spaces so that their decimal points are aligned.
 
-    A number without a decimal point is aligned as if the point were at its end, or before its exponent (``1e-8``) or
-    mark (``16*``).
+    In a number without a point, it is assumed after the leading digits: after 16 in ``16*``, after 1 in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)
@@ -199,5 +198,5 @@ def at_point(cells: Sequence[Cell]) -> list[Cell]:
 
 
 def under(label: Cell, lines: Sequence[Cell]) -> list[Fact]:
-    """Return several lines with one label. The label is printed only before the first line."""
+    """Return facts with one label for several lines. The label is printed only before the first line."""
     return [("" if n else label, [line]) for n, line in enumerate(lines)]

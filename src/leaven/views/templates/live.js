@@ -1,4 +1,5 @@
-// Keeps a page of leaven serve up to date: requests the page again and replaces everything below the form.
+// Keeps a page of leaven serve up to date: requests the page every two seconds, or after a change of the planner's form,
+// and replaces <main>.
 (() => {
   const status = document.getElementById("live"), form = document.querySelector("form.planner");
   let tag = status.dataset.tag, address = location.href, asking;

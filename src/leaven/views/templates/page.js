@@ -1,6 +1,5 @@
-// Decompresses plotly, draws the charts in the colours of the theme, and sorts tables. The page contains everything that
-// this needs; a page of leaven serve loads plotly from its server. live.js dispatches "leaven:replaced" when it has
-// replaced <main>.
+// Decompresses plotly.js, draws the charts in the colours of the theme, and sorts tables. A page of leaven serve loads
+// plotly.js from the server. live.js dispatches the event "leaven:replaced" after it has replaced <main>.
 (async () => {
   const root = document.documentElement;
   const read = () => JSON.parse(document.getElementById("charts").textContent);

@@ -1,4 +1,4 @@
-"""Show the results of ``leaven bench`` in the terminal: measured throughput, or a proposed batch ramp."""
+"""Show the result of ``leaven bench`` in the terminal: the measured throughput, or a proposed batch ramp."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,10 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[RenderableType]:
-    """Yield a table with a row for each measurement, and then the recommended choice. The row of the fastest
-    micro-batch of each batch size also shows its speed as a share of the peak speed."""
+    """Yield a table with a row for each measurement, and then the recommended micro-batch and start of a batch ramp.
+
+    ``share`` is the lowest acceptable speed of the start, as a share of the full speed.
+    """
     first: dict[int, int] = {}  # the micro-batch of the first row, by batch size
     fastest: dict[int, float] = {}  # tokens per second, by batch size
     for row in bench.rows:
@@ -54,7 +56,7 @@ def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[R
     if bench.too_large:
         facts.append(("memory", (f"micro-batches that do not fit: {', '.join(map(str, bench.too_large))}",)))
     if bench.unfinished is not None:
-        text = f"not all micro-batches of {bench.unfinished} sequences were measured; nothing is chosen from them"
+        text = f"the batch of {bench.unfinished} sequences has unmeasured micro-batches and is not considered"
         facts.append(("unfinished", (text,)))
     if not bench.whole:
         facts.append(("left out", ("larger batches were not measured, because of Ctrl-C or --seconds",)))
@@ -62,7 +64,7 @@ def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[R
 
 
 def ramp_screen(ramp: RampDocument, tokens: int) -> Iterator[RenderableType]:
-    """Yield the fitted noise scale, and the stages of a batch ramp that it allows for a run of ``tokens`` tokens."""
+    """Yield the fitted noise scale, and the stages of the proposed batch ramp for a run of ``tokens`` tokens."""
     fit, ahead = ramp.noise, tokens / ramp.noise.to_tokens
     first = fit.last * (fit.from_tokens / fit.to_tokens) ** fit.exponent
     noise = [

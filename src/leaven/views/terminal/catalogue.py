@@ -1,4 +1,4 @@
-"""Show ``leaven recipes list``, ``nearest``, ``show`` and ``diff`` in the terminal."""
+"""Show the results of ``leaven recipes list``, ``nearest``, ``show`` and ``diff`` in the terminal."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ def _marked(run: RunSummary) -> bool:
 
 
 def _sizes(runs: Sequence[RunSummary]) -> tuple[Column, ...]:
-    """Return the columns of model sizes. Active parameters have a column only if a run is a mixture of experts."""
+    """Return the columns of model sizes, with a column of active parameters if a run is a mixture of experts."""
     return (_SIZE, _ACTIVE) if any(map(_sparse, runs)) else (_SIZE,)
 
 
@@ -53,10 +53,10 @@ def list_screen(runs: Sequence[RunSummary]) -> Iterator[RenderableType]:
 def nearest_screen(
     runs: Sequence[NearRun], params: int, factor: float, stack: str, l2: bool
 ) -> Iterator[RenderableType]:
-    """Yield the nearest runs, and how they differ from the requested model.
+    """Yield a table of the nearest runs, and how they differ from the request.
 
-    ``params``, ``factor`` and ``stack`` were requested. ``l2`` says whether the requested recipe has adam with L2
-    decay.
+    ``params`` is the requested size, ``factor`` the largest allowed difference in size, and ``stack`` the requested
+    norms and optimizer. ``l2`` is true for a recipe with adam whose weight decay is added to the gradient.
     """
     columns = (
         _RUN,
@@ -77,14 +77,14 @@ def nearest_screen(
         )
     same = sum(run.same_stack for run in runs)
     if same < len(runs):
-        yield f"{same or 'none'} of these {len(runs)} have the requested stack: {stack}"
+        yield f"{same or 'none'} of these {len(runs)} runs have the requested norms and optimizer: {stack}"
     if l2:
-        yield "the recipe's adam adds its decay to the gradient (L2); papers sometimes call AdamW adam"
+        yield "the recipe's adam adds weight decay to the gradient (L2); papers sometimes call AdamW adam"
     yield Text("distance in octaves of parameters; an octave of tokens counts as an eighth", style="dim")
 
 
 def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[RenderableType]:
-    """Yield the values in which two runs or recipes differ. Values that apply to only one of them are listed last."""
+    """Yield the values in which two runs or recipes differ. Values that only one side can have are listed last."""
     columns = (
         Column("value", lambda row: row.path, align="left"),
         Column(a, lambda row: " | ".join(value_lines(row.a)), align="left", free=True),
@@ -97,7 +97,7 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
     if both:
         yield Table.of(columns, both)
     if alone:
-        yield "\nwithout a counterpart on the other side"
+        yield "\nvalues that only one side can have"
         yield Table.of(columns, alone)
     if any(isinstance(row, RecipeDifference) for row in rows):
         note = "lr, init std, decay, betas and eps of a recipe: median of its hidden matrices, after the rule"
@@ -105,8 +105,10 @@ def diff_screen(a: str, b: str, rows: Sequence[DifferenceRow]) -> Iterator[Rende
 
 
 def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
-    """Yield all values of a run. The sources of a group of values are above the group; if a value has other sources,
-    they are below the value."""
+    """Yield all values of a run in groups, with the sources of a group above its values.
+
+    If a value has its own sources, they are below the value.
+    """
     yield Text(f"{run.id}  {run.family}, {run.organisation}, {run.date}, {run.status}")
     size = f"{format_quantity(run.params_total)} parameters"
     active = f", {format_quantity(run.params_active)} active" if run.params_active != run.params_total else ""
@@ -143,10 +145,10 @@ def _dim(*lines: str) -> list[Fact]:
 
 
 def value_lines(value: Any) -> list[str]:
-    """Return the lines of text of a value. A list has one line for each item."""
+    """Return a value as lines of text. A list has one line for each item."""
     return list(map(numbers.setting, value)) if isinstance(value, list | tuple) else [numbers.setting(value)]
 
 
 def value_rows(different: Sequence[ComparedValue]) -> list[list[str]]:
-    """Return the rows of a table of values that differ between runs: the path, and the value of each run."""
+    """Return the rows of a table of values that differ between runs: the value's path, and its value in each run."""
     return [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in different]

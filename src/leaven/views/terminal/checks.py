@@ -1,4 +1,4 @@
-"""Show a check in the terminal: its tables, the changes that were made for it, and the conclusion."""
+"""Show a check in the terminal: its tables, the changes to the recipe for the check, and the conclusion."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from leaven.views.tables import Column, Facts, Table
 
 
 def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
-    """Yield the tables of a check, each followed by its distinct notes, and the conclusion."""
+    """Yield the tables of a check, each followed by its notes, and then the conclusion."""
     for shown in check_tables(check):
         notes: dict[str, list[str]] = {}
         for row, note in zip(shown.table.rows, shown.notes, strict=True):
@@ -24,13 +24,12 @@ def check_screen(check: CheckDocument) -> Iterator[RenderableType]:
             yield Facts([("", (f"{note}:", ", ".join(names))) for note, names in notes.items()])
         yield ""
     if changed := check.settings.get("changed for the check"):
-        yield f"the check ran on small models, for which it changed: {', '.join(changed)}"
+        yield f"the check trained small models and changed for this: {', '.join(changed)}"
     yield conclusion(check)
 
 
 def memory_screen(check: MemoryCheckDocument) -> Iterator[RenderableType]:
-    """Yield a table that compares planned with simulated memory, with a line for each rank and the parts of its
-    memory below."""
+    """Yield a table that compares the planned and the simulated memory of each rank, and then the conclusion."""
     first = check.rows[0].part
 
     def off(row: MemoryCheckRow) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.text import Text
 
-NO_TERMINAL = 120  # width of output that does not go to a terminal, in characters
+NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 
 def _console(stderr: bool) -> Console:

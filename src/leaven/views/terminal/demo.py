@@ -1,4 +1,4 @@
-"""Show ``leaven demo`` in the terminal: an announcement, the progress and the result."""
+"""Show ``leaven demo`` in the terminal: what it will train, the progress and the result."""
 
 from collections.abc import Iterator, Mapping
 
@@ -12,24 +12,27 @@ from leaven.views.terminal.live import LiveScreen
 
 
 class DemoScreen(LiveScreen):
-    """The live screen of a demo: an announcement, and a progress bar of its runs."""
+    """The live screen of a demo: what it will train, and a progress bar of its runs."""
 
     def announce(
         self, demo: DemoDocument, runs: int, seconds: Mapping[str, float], most_seconds: float | None
     ) -> None:
-        """Print what a demo will train, and how long each size takes on this machine.
+        """Print what a demo will train, and how long each size of the demo takes on this machine.
 
-        ``most_seconds`` is the limit by which leaven chose the size, or None if the user chose it.
+        ``most_seconds`` is the time limit by which leaven chose the size, or None if the user chose the size.
         """
         base, *wider = (model.width for model in demo.models)
         copied, moved = RULES
-        self.line("Is the best learning rate of a small model also the best of a wider one?")
+        self.line("Is the best learning rate of a small model also the best for a wider model?")
         lrs = f"{len(demo.lrs)} learning rates from {demo.lrs[0]:g} to {demo.lrs[-1]:g}"
         self.line(
-            f"1  loss over {lrs} at width {base}, and at {', '.join(map(str, wider))} twice: "
-            f"values copied ({copied}), and moved ({moved})"
+            f"1  train width {base} with {lrs}, and widths {', '.join(map(str, wider))} twice: with the values of "
+            f"width {base} copied (rule {copied}), and moved by the rule {moved}"
         )
-        self.line(f"2  the best of width {base} at width {wider[-1]}, both ways, with {demo.seeds} seeds")
+        self.line(
+            f"2  train width {wider[-1]} with the best learning rate of width {base}, copied and moved, with "
+            f"{demo.seeds} seeds"
+        )
         about = {name: f"about {format_seconds(each)}" for name, each in seconds.items()}
         others = ", ".join(f"--size {name} {text}" for name, text in about.items() if name != demo.size)
         self.line(
@@ -40,13 +43,13 @@ class DemoScreen(LiveScreen):
             self.line(f"size {demo.size} because the full size takes more than {format_seconds(most_seconds)} here")
 
     def runs(self, done: int, total: int) -> None:
-        """Show how many runs have ended."""
+        """Show how many runs of the demo have ended."""
         self.bar("runs", done, total, f"{done} of {total}")
 
 
 def demo_summary(demo: DemoDocument) -> Iterator[RenderableType]:
-    """Yield the loss over the lr, the runs with more seeds, the result and its cost."""
-    yield "loss, nats per token (* the lowest of a line)"
+    """Yield a table of the loss over the lr, a table of the runs with several seeds, the result and the cost."""
+    yield "loss, nats per token (*: the lowest loss of a row)"
     yield loss_table(demo)
     yield ""
     yield seed_table(demo)

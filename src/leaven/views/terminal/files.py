@@ -1,4 +1,4 @@
-"""Show the results of commands that write files: ``leaven new``, ``export`` and ``report`` of several runs."""
+"""Show the results of commands that write files: ``leaven new``, ``export``, and ``report`` for several runs."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,10 +31,10 @@ def wrote(path: Path, recipe: Recipe) -> str:
 
 
 def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven new``: a line for each step, and then the files."""
+    """Yield the screen of ``leaven new``: how each value was chosen, and then the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     if fit := document.fit:
-        tuning = "; tuning the proxy comes on top" if document.proxy else ""
+        tuning = "; tuning the proxy takes additional time" if document.proxy else ""
         yield f"training takes about {format_seconds(fit.seconds)} on {fit.cluster}, by the planned speed{tuning}"
         if fit.text_tokens is not None:
             yield (
@@ -78,7 +78,7 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
 
 
 def comparison_screen(document: ComparisonDocument) -> Iterator[RenderableType]:
-    """Yield the screen of ``leaven report RUN RUN...``: a line for each run, and the values that differ."""
+    """Yield the screen of ``leaven report RUN RUN...``: a row for each run, and the values that differ."""
     yield Table.of(_COMPARED, document.runs)
     if document.different:
         heads = [Column("value", align="left")]

@@ -1,4 +1,4 @@
-"""Show ``leaven recipes check`` in the terminal: each finding, and then the conclusion."""
+"""Show the result of ``leaven recipes check`` in the terminal: each finding, and then the conclusion."""
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -14,14 +14,14 @@ from leaven.views.tables import Facts, under
 
 _STYLES = {"far outside": "bold red", "outside": "red", "note": "dim"}
 _LABEL = max(map(len, _STYLES)) + 2
-_MOST = 4  # largest number of run ids in a line; --json prints all
+_MOST = 4  # largest number of run ids in a line; --json prints all ids
 
 
 def findings_screen(check: RecipeCheck, width: int, chosen: Container[str] = ()) -> Iterator[RenderableType]:
-    """Yield the findings, with the values farthest outside first. ``width`` is the width of the terminal.
+    """Yield the findings, and then the conclusion. ``width`` is the width of the terminal in characters.
 
-    ``chosen`` contains the paths of values with a reason in the recipe. A note on one of these values refers to the
-    reason and does not suggest a change.
+    ``chosen`` contains the paths of values for which the recipe has a reason. A note about such a value refers to the
+    reason instead of suggesting a change.
     """
     size, tokens = format_quantity(check.params), format_quantity(check.tokens)
     yield Text(f"{check.name}  {size} parameters, {tokens} tokens; values after the scaling rule")
@@ -49,7 +49,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """Return a value in the form that ``--set`` reads. For None, return an empty string, which removes the value."""
+    """Return a value as it is typed in ``--set``. None is the empty text, with which ``--set`` removes a value."""
     match value:
         case None:
             return ""
@@ -71,13 +71,14 @@ def _evidence(one: FindingRow) -> Iterator[str]:
     if one.alike:
         helped = {"succeeded-with-interventions": "succeeded, with interventions"}
         ends = sorted({helped.get(find_run(id).status, "succeeded") for id in one.alike})
-        yield f"{_ids(one.alike)}, alike in size, lr, batch and stack, did so too and {' or '.join(ends)}"
+        alike = "similar in size, lr, batch, norms and optimizer"
+        yield f"{_ids(one.alike)}, {alike}, did so too and {' or '.join(ends)}"
     elif one.did_so:
-        yield f"did so too, with another size, lr, batch or stack: {_ids(one.did_so)}"
+        yield f"did so too, with another size, lr, batch, norms or optimizer: {_ids(one.did_so)}"
 
 
 def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
-    """Yield the options to type. Lines are broken between options and end with a backslash for the shell."""
+    """Yield the options to type. A long line is broken between options with a backslash for the shell."""
     line = " " * _LABEL + "->"
     for path, to in suggestion.items():
         option = f" --set {path}={written(to)}"

@@ -14,12 +14,12 @@ _UNVERIFIED = "*"
 
 
 def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableType]:
-    """Yield the table of all accelerators, and its legend."""
+    """Yield the table of all accelerators, and the table's legend."""
 
     def column(
         header: str, group: str, number: Callable[[AcceleratorRow], float | None], unit: str = "", drop: int = 0
     ) -> Column:
-        """Return a column of numbers. A number is marked if its source is unverified."""
+        """Return a column of numbers. A number from an unverified source is marked."""
 
         def cell(row: AcceleratorRow) -> str:
             value = number(row)
@@ -44,7 +44,7 @@ def accelerators_screen(known: Sequence[AcceleratorRow]) -> Iterator[RenderableT
     yield Facts(
         [
             ("16 bit", ("dense peak in bf16; for a V100 in fp16",)),
-            ("matmul", ("best measured in 16 bit; if unknown, 80% of the peak is assumed",)),
+            ("matmul", ("best measured matmul in 16 bit; without a measurement, 80% of the peak is assumed",)),
             ("link, network", ("one direction, per accelerator", "a node: accelerators joined by the link")),
             (_UNVERIFIED, ("unverified: remembered from data sheets", "sources: leaven hardware NAME")),
             ("yours", (f"to add one, write a line in {user_file()}, for example", f"Z1-64GB = {EXAMPLE}")),
@@ -87,5 +87,4 @@ def _half(one: AcceleratorRow) -> str:
 
 
 def _by_dtype(tflops: Mapping[str, float | None]) -> list[str]:
-    """Return the known rates as texts ``dtype rate``."""
     return [f"{dtype} {rate:g}" for dtype, rate in tflops.items() if rate is not None]

@@ -1,5 +1,4 @@
-"""Show ``leaven laws`` in the terminal: the predictions of every law, how far each is extrapolated, and how much they
-differ."""
+"""Show ``leaven laws`` in the terminal: predictions of every law, their extrapolation, and how much they differ."""
 
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
@@ -84,7 +83,7 @@ _LEGEND = Facts(
     [
         (
             "fitted range",
-            ("x7 above, /7 below the fit in", "N parameters", "D tokens", "C FLOPs", "D/N tokens a parameter"),
+            ("x7 N: N is 7 times above the range", "/7: below", "N parameters", "D tokens", "C FLOPs", "D/N ratio"),
         ),
         ("trust", tuple(f"{trust}: {meaning}" for trust, meaning in TRUST.items())),
     ]
@@ -98,8 +97,10 @@ def laws_screen(
     batch_tokens: float | None = None,
     params_non_embedding: float | None = None,
 ) -> Iterator[RenderableType]:
-    """Yield the predictions of all laws for a run, and their median and range. If ``batch_tokens`` is given, compare
-    it with the batch sizes of the laws."""
+    """Yield the predictions of all laws for a run, and the median and range of the predictions.
+
+    If ``batch_tokens`` is given, it is compared with the batch sizes that the laws predict.
+    """
     with_number = [law for law in rows if not law.says and law.loss is None and law.tau is None]
     yield Table.of(_LAWS, with_number, _notes)
     yield ""
@@ -114,7 +115,7 @@ def laws_screen(
 
 
 def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
-    """Yield the compute-optimal sizes that every law predicts for a FLOP budget, and their median and range."""
+    """Yield the compute-optimal size by every law for a FLOP budget, and the median and range of these sizes."""
     yield Table.of(_OPTIMA, rows, _notes)
     yield ""
     yield _LEGEND
@@ -135,29 +136,27 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Describe a batch size: as a multiple of each law's batch size, its cost, and the range in which each rule for
-    the learning rate is valid."""
+    """Describe a batch size: as a multiple of each law's batch size, its cost, and the valid rules for the lr."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law.law}" for law, batch in _batches(laws, kind)] for kind in _KINDS
     }
     critical = median(batch for _, batch in _batches(laws, "critical"))
     more, longer = tokens_over_least(batch_tokens, critical), steps_over_least(batch_tokens, critical)
     cost = (
-        f"at the median critical batch of {format_quantity(critical)}: {more:.2f}x the fewest tokens",
-        f"{longer:.2f}x the fewest steps (McCandlish 2018)",
+        f"with the median critical batch of {format_quantity(critical)}: {more:.2f}x the fewest possible tokens",
+        f"{longer:.2f}x the fewest possible steps (McCandlish 2018)",
     )
     rules = (
         "sqrt: Adam below the critical batch",
-        "linear: SGD below it, and AdamW with weight decay fixed by tau",
-        f"surge: the lr peaks at {format_quantity(critical)} and falls above",
-        "above the critical batch, none is valid: the best lr is about constant",
+        "linear: SGD below the critical batch, and AdamW with weight decay fixed by tau",
+        f"surge: the lr peaks at a batch of {format_quantity(critical)} and falls above",
+        "above the critical batch, no rule is valid: the best lr is about constant",
     )
     return Facts([*((f"{kind} batch", parts) for kind, parts in multiples.items()), ("cost", cost), ("rules", rules)])
 
 
 def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
-    """Return the laws that predict a batch size of this ``kind``, as pairs (law, batch size in tokens). Only the main
-    form of a law is used."""
+    """Return (law, batch size in tokens) for each main law that predicts a batch size of this ``kind``."""
     return [
         (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
     ]
@@ -170,8 +169,10 @@ def _spreads(
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """Return the number of parameters N that was used, and the median and range of each quantity over the laws. Each
-    law counts once."""
+    """Return the median and range of each predicted quantity over the laws, and the number of parameters N used.
+
+    If a law has several forms, only the main form counts.
+    """
     own = [law for law in laws if law.form_of is None]
     batches = {kind: [(batch, law.in_range) for law, batch in _batches(laws, kind)] for kind in _KINDS}
     best = best_tokens_per_param(6 * params * tokens)
@@ -181,15 +182,16 @@ def _spreads(
     tau = next(law.tau for law in own if law.tau)
     decay = f"{batch / (tau * tokens * lr):.2g} by tau {tau:.2g}, at lr {scientific(lr)} and batch {quantity(batch)}"
     counted = params if params_non_embedding is None else params_non_embedding
-    missing = "" if params_non_embedding else ", embeddings included; give --params-non-embedding"
+    missing = "" if params_non_embedding else " (taken as all parameters; give --params-non-embedding)"
     smaller = [law.law for law in laws if law.params_definition == "non-embedding"]
     head = [law.law for law in laws if law.params_definition == "without input embedding"]
-    without = f"which leave out only the input embedding: taken as {format_quantity(params)}, all parameters"
+    smaller_n = f"{format_quantity(counted)} without embeddings{missing}: {', '.join(smaller)}"
+    head_n = f"{format_quantity(params)} without the input embedding (taken as all parameters): {', '.join(head)}"
     losses = _spread([(law.loss, law.in_range) for law in own if law.loss], _loss)
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
         [
-            ("N less embeddings", (*smaller, f"taken as {format_quantity(counted)}{missing}", *head, without)),
+            ("N", (smaller_n, head_n)),
             ("loss", (*losses, "nats per token, of Chinchilla's text")),
             ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
             *((f"{kind} batch", (*_spread(found, quantity), "tokens")) for kind, found in batches.items()),
@@ -203,7 +205,7 @@ def _spreads(
 
 
 def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> list[str]:
-    """Return the median and range over all laws, and the range over the laws inside their fitted range."""
+    """Describe the values of several laws: the median and range, and the range of laws inside their fitted range."""
     found = [value for value, _ in values]
     inside = [value for value, within in values if within]
     parts = [

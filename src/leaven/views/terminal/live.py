@@ -1,7 +1,7 @@
-"""Show the progress of a command live: permanent rows, and in a terminal status lines and progress bars below them.
+"""Show the progress of a command on standard error: rows that stay, and status lines and progress bars below them.
 
-Everything goes to standard error. Without a terminal, only the rows are printed. The screens of ``leaven tune``
-(:mod:`.study`) and ``leaven train`` (:mod:`.training`) extend it.
+If standard error is not a terminal, only the rows are printed. The screens of ``leaven tune`` (:mod:`.study`) and
+``leaven train`` (:mod:`.training`) extend :class:`LiveScreen`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
 
 
-LONG = 600.0  # seconds over which the speed of a bar is measured
+LONG = 600.0  # seconds over which the speed of a progress bar is measured
 
 
 class LiveScreen(Progress):
-    """A live screen with the rows of one table, lines of text between them, and progress bars that disappear at the
-    end.
+    """A live screen: the rows of a table, lines of text between them, and progress bars that disappear at the end.
 
-    ``columns`` are the columns of the table. rich calls ``above`` in a separate thread to get the lines above the
-    bars.
+    ``columns`` are the columns of the table. ``above`` returns the status lines above the bars; rich calls it in
+    another thread.
     """
 
     above: Callable[[], Iterable[RenderableType]] | None = None
@@ -56,7 +55,10 @@ class LiveScreen(Progress):
         self.line(self.table.line(cells))
 
     def bar(self, name: str, done: float, total: float | None, left: str | None = None) -> str:
-        """Move a bar, and return the text to its right: ``left``, or by default the time left."""
+        """Set the progress bar ``name`` to ``done`` of ``total``, and return the text to the right of the bar.
+
+        The text is ``left``, or by default the remaining time.
+        """
         if name not in self._bars:
             self._bars[name] = self.add_task(name, total=total, completed=int(done), left="")
         task = self._bars[name]
@@ -68,7 +70,7 @@ class LiveScreen(Progress):
         return left
 
     def counts(self, what: str) -> Callable[[int, int], None]:
-        """Show a bar, and return a callback (done, total) that moves it."""
+        """Show a progress bar, and return a callback (done, total) that updates the bar."""
         self.bar(what, 0, None, "")
 
         def update(done: int, total: int) -> None:

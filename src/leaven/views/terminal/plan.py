@@ -1,4 +1,4 @@
-"""Show ``leaven plan`` in the terminal: a line for each question, with a reason next to each number."""
+"""Show the results of ``leaven plan`` in the terminal."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,8 @@ def plan_screen(plan: PlanDocument) -> Iterator[RenderableType]:
         *under("next best", [_alternative(other, plan) for other in plan.alternatives[:ALTERNATIVES]]),
     ]
     if plan.untrained is not None:
-        facts.append(("not trained", [_alternative(plan.untrained, plan), "leaven plans and exports it"]))
+        untrained = "leaven can plan and export this layout, but not train it"
+        facts.append(("not trained", [_alternative(plan.untrained, plan), untrained]))
     if plan.not_:
         facts.append(("not", plan.not_))
     if plan.explain is not None:
@@ -86,15 +87,16 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return text with the first batch size of a ramp, and its speed as a share of the full speed. The text says 100%
-    only if this is exact."""
+    """Return the first batch size of a ramp, and its share of the full speed. Only a share of 1 is shown as 100%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
 
 def _alternative(other: CandidateRow, plan: PlanDocument) -> Text:
-    """Return the memory and time of another layout, and the keys in which it differs from the chosen layout. dp and
-    accumulation are left out because they follow from the other keys."""
+    """Return the memory and time of another layout, and the keys in which it differs from the chosen layout.
+
+    dp and accumulation are left out because they follow from the other keys.
+    """
     slower = other.step_seconds / plan.speed.step_seconds - 1
     style = "" if abs(slower) <= EQUAL else "red" if slower > 0 else "green"
     own, chosen = _choices(other.layout), _choices(plan.layout)
@@ -117,7 +119,7 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a layout was not chosen, and the parts of its step whose times differ by at least 1% of a step."""
+    """Return why a layout was not chosen, and the parts of a step whose times differ by at least 1% of the step."""
     return [
         f"{explained.asked}: {explained.line}",
         *(
@@ -167,7 +169,7 @@ def budget_screen(budget: BudgetDocument) -> Iterator[RenderableType]:
     seconds = format_seconds(86_400 * budget.days)
     facts: list[Fact] = [
         ("budget", (budget.cluster, budget.nodes, seconds, *costs(budget.cost), *note)),
-        ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}, 6 N D at the speed of each size", "no ramp, no restarts")),
+        ("FLOPs", (f"{min(flops):.2e} .. {max(flops):.2e}: 6 N D of each size", "no batch ramp, no restarts")),
         *(("" if n else "does not fit", (f"{each.law}: {each.why}",)) for n, each in enumerate(budget.refused)),
         *([("accuracy", (ACCURACY,))] if any(row.layout for row in budget.rows) else []),
     ]

@@ -1,5 +1,4 @@
-"""Show ``leaven show`` and ``leaven transfer`` in the terminal: the parameter table, initialisations and scaling
-rules."""
+"""Show the results of ``leaven show`` and ``leaven transfer`` in the terminal."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of a quantity of the parameter table. By default, its name is the header."""
+    """Return a column of numbers of the parameter table. ``quantity`` is the field; by default the header."""
     return Column(
         header, lambda group: numbers.value(getattr(group.row, quantity or header)), unit=unit, align="point"
     )
@@ -38,11 +37,7 @@ _PARAMETERS = (
 
 
 def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the resolved parameter table. Neighbouring layers with equal values have one line.
-
-    ``lr`` is the peak lr of the parameter, and ``decay`` is its weight decay, which the optimizer multiplies by the
-    lr.
-    """
+    """Yield a table of every parameter's values. Neighbouring layers with equal values share a row."""
     scale = " ".join(f"{axis} x{shown.ratios[axis]:.3g}" for axis in ("width", "depth", "batch", "tokens"))
     yield Facts(
         [
@@ -54,20 +49,20 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table and, if the recipe is the answer of a study, what its gain is worth at this size."""
+    """Yield the parameter table, and what the gain of the study is worth at this size if a study chose the values."""
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]
         text = (
-            f"The study gained {shown.worth[0].gain:.4f} nats. If all of it carries over to this run, it is worth "
-            f"{worth[0]} times the tokens; if half of it does, {worth[1]}; if a quarter does, {worth[2]} (loss law "
-            "of Besiroglu et al. 2024). How much carries over is not known before."
+            f"The study gained {shown.worth[0].gain:.4f} nats. If this run gains as much, that is worth {worth[0]} "
+            f"times the tokens; half of the gain is worth {worth[1]} times, and a quarter {worth[2]} times (loss law "
+            "of Besiroglu et al. 2024). How much of the gain this run will have is not known before."
         )
         yield Facts([("worth", (text,))])
 
 
 def recipe_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table, settings of the whole model, and a table that compares initialisations."""
+    """Yield the parameter table, the settings of the whole model, and a table that compares initialisations."""
     yield from parameters_screen(shown)
     facts: list[Fact] = []
     if shown.start is not None:
@@ -102,14 +97,13 @@ _LETTERS = (
 
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
-    """Yield a scaling rule: a table of its factors by role and quantity, the factors that all roles share, and the
-    meaning of the letters."""
+    """Yield a scaling rule: its factors for each role of a parameter, its other factors, and the letters in them."""
 
     def cell(quantity: str) -> Callable[[str], str]:
         return lambda role: shown.roles[role][quantity].text
 
     def sources(role: str) -> list[str]:
-        """Return the sources of a row. A source that several cells share is printed once."""
+        """Return the sources of a row, each with the columns that it is the source of."""
         by_source: dict[str, list[str]] = {}
         for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
@@ -133,8 +127,8 @@ def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
 
 
 OWN = "this recipe"
-# One module from each group that nearly all initialisations treat alike, with the order in which columns are
-# dropped; --json prints every module.
+# The modules with a column in the table of initialisations, and their `Column.drop`. Most initialisations treat the
+# other modules like one of these; --json prints every module.
 SHOWN = (
     ("embedding", 0),
     ("attention.query", 0),
@@ -148,7 +142,7 @@ SHOWN = (
 
 
 def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the init std of matrices in this recipe and in each published initialisation."""
+    """Yield a table of the init std of matrices in this recipe and in each published initialisation."""
     init, n_layers = shown.init, shown.scale["depth"]
     by_module: dict[str, list[Mapping[str, Any]]] = {}  # the matrices of each module, in the order of the layers
     for start in init["starts"]:
@@ -177,12 +171,12 @@ def init_table(shown: ShowDocument) -> Iterator[RenderableType]:
     usual = f"sqrt(1 / (3 d)) is {numbers.value(init['usual_std'])} at d {shown.scale['width']:,}"
     nearest = [f"{each['init']} {each['octaves']:.2g} octaves" for each in init["nearest"][:3]]
     formulas = [f"{name} {published['std']}" for name, published in init["published"].items()]
-    not_in_recipes = f"only to compare with: {', '.join(name for name in COMPARED if name not in INITS)}"
+    not_in_recipes = f"not available in recipes: {', '.join(name for name in COMPARED if name not in INITS)}"
     yield Facts([("init", (init["why"], usual))])
     yield Table(columns, rows)
     yield Facts(
         [
-            ("nearest", (*nearest, "the mean over all matrices")),
+            ("nearest", (*nearest, "mean distance over all matrices; an octave is a factor of 2")),
             ("formulas", (*formulas, not_in_recipes)),
             ("letters", ("d width", "L layers", "l layer from 0", "f fan in", "o fan out")),
         ]

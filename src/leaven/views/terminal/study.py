@@ -1,4 +1,4 @@
-"""Show a study live in the terminal, and then its answer."""
+"""Show a study (a search for hyperparameters) live in the terminal, and then the best values that it found."""
 
 import statistics
 import threading
@@ -40,10 +40,10 @@ COLUMNS = (
 
 
 class TuneScreen(LiveScreen):
-    """The live screen of a study: a row for each trial, including trials that other commands run. In a terminal, it
-    also shows what each worker is doing, below the rows.
+    """The live screen of a study: a row for each trial, and in a terminal the running trials below the rows.
 
-    Methods may be called from several threads. ``trials``, ``flops`` and ``hours`` are the budget.
+    The rows include trials of other ``leaven tune`` commands that share the study. Methods may be called from several
+    threads. ``trials``, ``flops`` and ``hours`` are the budget.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class TuneScreen(LiveScreen):
         self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
         self._best: StudyTrial | None = reduce(_lower, state.trials, None)
-        self._running: dict[int, tuple[str, float]] = {}  # worker and start, in Unix time, by trial
+        self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
         self._names: dict[str, str] = {}
-        self._lock_rows = threading.RLock()  # ``_status`` takes no lock: rich calls it under its own lock
+        self._lock_rows = threading.RLock()  # not used in ``_status``, which rich calls while it holds a lock of rich
         self.bar("trials", state.ended, trials, "")
         self.above = self._status
         for line in joined(headline(state), self.console.width):
             self.line(line)
         if self._shown:
-            # Do not say that the search continues: it may have stopped by itself.
+            # The search may have stopped by itself, so do not say that it continues.
             self.line(f"  {self._done()} trials are done")
 
     def started(self, number: int, worker: str) -> None:
@@ -77,8 +77,7 @@ class TuneScreen(LiveScreen):
             self._running[number] = (self._name(worker), time.time())
 
     def ended(self, state: StudyDocument) -> None:
-        """Show trials that have ended. ``state`` is the current document of the study, which includes trials of other
-        commands."""
+        """Show the trials that have ended. ``state`` is the current document of the study."""
         with self._lock_rows:
             unknown, self._state = _noise(self._state) is None, state
             new = [other for other in _ended(state) if other.number not in self._shown]
@@ -95,7 +94,7 @@ class TuneScreen(LiveScreen):
         self.line(f"  {text}")
 
     def _say(self, trial: StudyTrial) -> None:
-        """Print the row of a trial. If it ended early, the row says why and where instead of its loss."""
+        """Print the row of a trial. If the trial ended early, the row says why and when, instead of the loss."""
         self._shown.add(trial.number)
         worker, _ = self._running.pop(trial.number, (None, 0.0))
         best, expected = self._best, ""
@@ -119,7 +118,7 @@ class TuneScreen(LiveScreen):
         self._best = _lower(best, trial)
 
     def _name(self, worker: str) -> str:
-        """Return the short name of a worker: w1, w2 and so on, in the order in which workers first appear."""
+        """Return the short name of a worker: w1, w2 and so on, in the order of their first trials."""
         return self._names.setdefault(worker, f"w{len(self._names) + 1}")
 
     def _status(self) -> Iterator[RenderableType]:
@@ -139,7 +138,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median time of the trials that have ended, in seconds, including diverged and stopped trials."""
+        """Return the median time in seconds of the trials that have ended, also of diverged and stopped trials."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
@@ -148,7 +147,7 @@ class TuneScreen(LiveScreen):
         return f"{done} of {self._trials}" if self._trials and done <= self._trials else f"{done}"
 
     def _time_left(self) -> str:
-        """Return the time until the first limit of the budget is reached, estimated from the trials so far."""
+        """Return as text the estimated time until the trials, FLOPs or hours of the budget are used."""
         usual, left = self._usual(), list[float]()
         if usual is None:
             return ""
@@ -179,14 +178,14 @@ class TuneScreen(LiveScreen):
 
 
 def headline(state: StudyDocument) -> list[str]:
-    """Return three texts: the name of a study, its method with the number of dimensions, and its noise."""
+    """Return three texts: the name of a study, its method with the number of searched values, and its noise."""
     count = len(state.space)
     method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
     return [f"study {state.name}", method, _noise(state, repeats=1) or "noise not measured"]
 
 
 def _noise(state: StudyDocument, repeats: int = 2) -> str | None:
-    """Return the noise as text, or None if it was measured with fewer than ``repeats`` repeated runs."""
+    """Return the noise between seeds as text, or None if fewer than ``repeats`` repeated runs measured it."""
     if state.noise_floor is None or state.noise_runs < repeats:
         return None
     return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeat{'s' if state.noise_runs > 1 else ''})"
@@ -198,14 +197,14 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
 
 
 def _lower(best: StudyTrial | None, trial: StudyTrial) -> StudyTrial | None:
-    """Return the trial of the search with the lower loss."""
+    """Return ``trial`` if it is a complete trial of the search with a lower loss than ``best``, else ``best``."""
     if trial.state != "complete" or trial.purpose != "search" or trial.loss is None:
         return best
     return trial if best is None or best.loss is None or trial.loss < best.loss else best
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
-    """Yield the answer of a study, which has a best point, and the files that contain it.
+    """Yield the best values that a study found, and the files with these values. The study must have a best point.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """
@@ -233,7 +232,7 @@ def _result(state: StudyDocument, best: Best, moved: bool) -> list[Fact]:
     against = f", {signed(-state.gain)} against the start" if state.gain is not None and moved else ""
     lines = [f"{best.loss:.4f} nats per token, {best.certainty}{against}"]
     if best.fresh > 1:
-        lines.append(f"the mean of {best.fresh} runs that were not used to choose it")
+        lines.append(f"the mean of {best.fresh} runs with fresh seeds, which were not used to choose these values")
     if state.coordinates and not moved:
         tried = any(each.importance for each in state.coordinates)
         reason = "nothing was found that is known to be better" if tried else "nothing else was run"
@@ -263,9 +262,9 @@ def _worth_tuning(state: StudyDocument, worth: Sequence[Coordinate]) -> Table:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return the lines about the point ``fewest``, which has the fewest changes and is as good as the best point."""
+    """Return lines about the point ``fewest``, which is as good as the best point with the fewest changed values."""
     if fewest == state.octaves:
-        return [("fewest", ["no point with fewer changes that was run is equal to the best within noise"])]
+        return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
     far = sum(abs(x) for path, x in moved.items() if state.dimension(path).unit == "octave")
     changes = (
@@ -273,7 +272,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
         if moved
         else "none changed: the start"
     )
-    lines = [f"{changes}, equal to the best within noise; expected {signed(state.fewest_cost or 0.0)}"]
+    lines = [f"{changes}, equal to the best within the noise; expected {signed(state.fewest_cost or 0.0)} nats"]
     if state.fewest is not None:
         lines.append(f"measured {state.fewest.loss:.4f}, {state.fewest.certainty}")
     if moved:

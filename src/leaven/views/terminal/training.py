@@ -1,4 +1,4 @@
-"""Show a training run live in the terminal, and a message at its end."""
+"""Show a training run live in the terminal, and its result at the end."""
 
 import string
 import time
@@ -16,26 +16,26 @@ from leaven.views.terminal.live import LiveScreen
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
 
-SLOW = 1.5  # a rank that takes this many times the median of the ranks is reported as slow
-LONGEST_SILENCE = 60.0  # seconds without a row
+SLOW = 1.5  # a rank is reported as slow if its time is more than this many times the median of all ranks
+LONGEST_SILENCE = 60.0  # seconds after which a row is printed
 
-# The messages of events, by the name of the event. The format :q is for a quantity, :v for any value.
+# The messages of events, by the name of the event. :q formats a quantity such as 2.5 M, and :v any other number.
 EVENTS = {
     "resume": "resumed at {tokens:q} tokens",
     "micro_batch": "micro-batch {micro_batch}, {why}",
-    "skip": "step {step:,} was left out at {tokens:q} tokens: loss {loss:.3f}, gradient norm {grad_norm:v}",
+    "skip": "step {step:,} at {tokens:q} tokens was skipped: loss {loss:.3f}, gradient norm {grad_norm:v}",
     "rollback": "anomaly at {tokens:q} tokens: {why}\n"
-    "  rolled back to {from_tokens:q} tokens, data left out from {skip_from:q} to {skip_to:q}{lower}, "
+    "  rolled back to {from_tokens:q} tokens, skipping the data from {skip_from:q} to {skip_to:q}{lower}, "
     "attempt {attempt} of {attempts}",
-    "checkpoint_failed": "the checkpoint at {tokens:q} tokens is not saved: {why}; the run continues, older "
-    "checkpoints stay",
+    "checkpoint_failed": "the checkpoint at {tokens:q} tokens is not saved: {why}; the run continues, and older "
+    "checkpoints are kept",
     "unwritten": "files cannot be written at {tokens:q} tokens: {why}; the run continues and writes them later",
     "full_batch": "the batch has its full size of {batch_tokens:q} tokens from {tokens:q} tokens on, micro-batch "
     "{micro_batch}",
-    "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as other ranks for the same work; they "
-    "wait for it",
+    "slow_rank": "rank {slowest} takes {times_the_median:.1f} times as long as the other ranks, which wait for it",
     "curves_lost": "{writer} gets no curves from {tokens:q} tokens on: {why}",
-    "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so the last bits of losses differ",
+    "layout": "{changed} at {tokens:q} tokens: sums are computed in another order, so losses may differ in the last "
+    "bits",
 }
 
 
@@ -47,15 +47,15 @@ class _Quantities(string.Formatter):
 
 
 class TrainScreen(LiveScreen):
-    """The live screen of a run. It has a row for each validation and after every ``log_every`` steps, at least one
-    row per minute, and a line for each event.
+    """The live screen of a training run, with rows of metrics and a line for each event.
 
-    In a terminal, a changing row above the progress bar shows the current step.
+    A row is printed at each validation, after every ``log_every`` steps, and at least every minute. In a terminal, a
+    changing row above the progress bar shows the current step.
     """
 
     def __init__(self, recipe: Recipe, log_every: int | None = None) -> None:
         measured = recipe.stability.noise_scale_every_tokens is not None
-        # 80 characters have space for nine columns. If the noise scale is measured, it replaces the MFU.
+        # 80 characters have space for nine columns. If the noise scale is measured, the MFU may be left out for it.
         self._columns = [
             Column("tokens", lambda step: format_quantity(step.tokens), width=7),
             Column("loss", lambda step: _fixed(step.loss, 3), width=6),
@@ -104,7 +104,7 @@ class TrainScreen(LiveScreen):
             self._waiting = step
 
     def event(self, event: str, values: dict[str, Any]) -> None:
-        if event not in {"validation", "checkpoint", "ranks"}:  # these events are frequent, and most have no message
+        if event not in {"validation", "checkpoint", "ranks"}:  # frequent events, mostly without a message
             self._say_waiting()
         fields = dict(values)
         match event:
@@ -144,20 +144,20 @@ def _fixed(number: float, digits: int) -> str:
 
 
 def advice(folder: Path) -> str:
-    """Return advice for a run that stopped at an anomaly: its rollbacks, and the options that rewind it."""
+    """Return the advice for a run that stopped at an anomaly: its rollbacks, and the options to rewind the run."""
     from leaven.training.run_folder import RunFolder
 
     run = RunFolder(folder)
     lines = [
-        f"  rolled back at {format_quantity(event['tokens'])} tokens, data left out from "
+        f"  rolled back at {format_quantity(event['tokens'])} tokens, skipping the data from "
         f"{format_quantity(event['skip_from'])} to {format_quantity(event['skip_to'])}: {event['why']}"
         for event in run.rollbacks()
     ]
     there = sorted(int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("tokens-*"))
     if there:
         lines.append(
-            f"the last checkpoints are at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to continue from "
-            f"one with a lower lr, add --rewind-to {there[0]} --set hyperparameters.lr=..."
+            f"there are checkpoints at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to continue from a "
+            f"checkpoint with a lower lr, add --rewind-to {there[0]} --set hyperparameters.lr=..."
         )
     return "\n".join(lines)
 
