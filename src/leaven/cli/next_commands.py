@@ -42,7 +42,7 @@ def after_show(path: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def after_tune(path: Path, study: Path) -> list[str]:
-    """Return the commands after a study: transfer the best values to the target, or without a target, train with them."""
+    """Return the commands after a study: transfer the best values to the target, or without a target, train."""
     best = study / "best.toml"
     target = path.with_stem(path.stem.removesuffix(PROXY))
     report = _line("report", study, "-o", study / "report.html")
