@@ -93,7 +93,7 @@ def test_where_tuning_costs_more_than_it_gains_the_published_values_are_used(par
     found = findings(started.target, lambda one: parameter_table(one).rows)
     assert [one.check for one in found if one.severity != "note"] == []
     assert warnings(started.target) == []
-    assert "tuning gained at most 24%" in started.derivation.tuning.reason
+    assert "tuning was found to gain at most 24%" in started.derivation.tuning.reason
     target = started.target
     assert (target.base.width, target.base.tokens) == (target.model.d_model, target.data.tokens)
     assert all(row.lr == target.hyperparameters.lr for row in parameter_table(target).rows)
@@ -104,7 +104,7 @@ def test_an_expensive_search_gets_fewer_trials() -> None:
     assert tuning.proxy
     assert tuning.proxy.trials == 32
     assert tuning.proxy.cost <= SHARE < WORTH
-    assert "64 would cost 16%, more than the 10%" in tuning.reason
+    assert "64 trials would cost 16%, more than the 10%" in tuning.reason
     costs = [0.0005 * 1.1**n for n in range(60)]
     trials = [trials_worth(cost) for cost in costs]
     assert trials == sorted(trials, reverse=True)  # a more expensive trial never increases their number
