@@ -128,15 +128,17 @@ class Votes:
 
 
 def most_common(by: Mapping[str, Any]) -> Votes | None:
-    """Return the votes with the most frequent value chosen, the first if several are; None without votes."""
+    """Return the votes ``by`` together with the most frequent value (the first one if several are equally frequent).
+    Return None if there are no votes."""
     return Votes(Counter(by.values()).most_common(1)[0][0], by) if by else None
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes with the median of their logarithms chosen, weighted if ``weights`` is given.
+    """Return the votes ``by`` together with their geometric median, which is the median of the logarithms.
 
-    The weighted median has half of the weight below it: each vote stands at the middle of its own weight, and between
-    votes the logarithms are interpolated linearly. Equal weights give the ordinary median.
+    With ``weights``, it is a weighted median: half of the total weight is below it. Half of the weight of a vote
+    counts as below that vote, and the logarithms are interpolated linearly between votes. Equal weights give the
+    ordinary median.
     """
     if weights is None:
         return Votes(math.exp(median(map(math.log, by.values()))), by)

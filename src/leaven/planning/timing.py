@@ -158,7 +158,8 @@ def transfer_seconds(model: Model, how: Arrangement, cluster: Cluster, code: Tra
 
 
 def adding_seconds(parameters: float, accelerator: Accelerator, code: TrainingCode = LEAVEN_BF16) -> float:
-    """Return the seconds to add one micro-batch's gradients of ``parameters`` parameters to their sum."""
+    """Return the seconds to accumulate the gradients of one micro-batch. ``parameters`` is the number of
+    parameters."""
     summed = code.accumulation or code.grads
     return parameters * (code.element + 2 * summed) / (accelerator.memory_tb_s * 1e12)
 

@@ -134,8 +134,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
         """Return the RMS of the output, or of its change.
 
-        Over the width, the RMS is over all layers. Over the depth, it is that of the middle layer or, for a container
-        such as a block, of the last one.
+        If the width varies, this is the RMS of all layers together. If the depth varies, it is the RMS of one layer:
+        the middle one, or the last one for a container such as a block.
         """
         values = measured.squares[part]
         if axis.name == "depth":

@@ -50,7 +50,8 @@ _SERVED: ContextVar[ServedPage | None] = ContextVar("served", default=None)
 
 @contextmanager
 def served(page: ServedPage) -> Iterator[None]:
-    """Render pages for ``leaven serve`` inside this context."""
+    """A context in which :func:`render` makes pages for ``leaven serve``: with navigation and an ETag, and without a
+    copy of plotly in each page."""
     token = _SERVED.set(page)
     try:
         yield

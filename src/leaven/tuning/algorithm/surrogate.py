@@ -210,9 +210,9 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
 def fitted_noise(points: Array, losses: Array) -> float:
     """Return the noise (its standard deviation) under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
-    Noise and curvature h are fitted together, by the evidence. Losses far above the minimum may not follow a
-    quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation of the lower half of the losses.
-    The function takes about 100 n^3 operations, so it is for a few dozen trials.
+    Noise and curvature h are fitted together: they maximise the marginal likelihood of the losses. Losses far above
+    the minimum may not follow a quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation of the
+    lower half of the losses. The function takes about 100 n^3 operations, so it is for a few dozen trials.
     """
     n, d = points.shape
     spread = float(np.std(losses))

@@ -8,14 +8,17 @@ What ``leaven tune`` does from start to end:
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
    plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
    or the best points again. It trains the run in a worker process (``training/trial.py``). A trial ends early if it
-   diverges, or if it is so far behind the best trial that it cannot win (``training/early_stopping.py``).
+   diverges, or if it is pruned because it is so far behind the best trial that it cannot win
+   (``training/early_stopping.py``). Pruning begins once the noise is known from 3 seeds, or is given.
 3. The noise is the standard deviation of the loss between seeds (``algorithm/noise.py``). It is measured by running
    the start 3 times (2 times with fewer than 24 trials, once with fewer than 12), and by every other point that is
    run again.
 4. The last trials run the best point with fresh seeds: once with 16 to 23 trials, twice with 24 to 63. From 64
-   trials on, the best 2 or 3 points are compared in this way, and 2 more seeds confirm the chosen one beside the
-   start. These runs choose the answer. Its loss is their mean, and its 95% interval is mean +- t x noise /
-   sqrt(runs) (``algorithm/answer.py``).
+   trials on, the best 2 or 3 points are run twice, and then the chosen point and the start with 2 more seeds. With
+   8 to 15 trials the best point is run once more, if the noise is known and the gain is in doubt. The runs with
+   fresh seeds choose the answer. Its loss is the mean of the runs that confirm it, if there are any, else of the
+   runs that chose it. The 95% interval is mean +- t x noise / sqrt(runs); without fresh seeds there is none
+   (``algorithm/answer.py``).
 5. :meth:`Study.state` makes the study's document (``study_document.py``) from the trials.
 6. :meth:`Study.save` writes the document and its recipes into the folder whenever trials end: study.json, best.toml
    and fewest.toml, with a reason for every searched value. The folder also contains the recipe at the start

@@ -169,7 +169,8 @@ def _spreads(
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """Return the median and range of each predicted quantity over the laws, and the number of parameters N used.
+    """Return the median and range of each predicted quantity over the laws, and the number of parameters that
+    the laws were given.
 
     If a law has several forms, only the main form counts.
     """

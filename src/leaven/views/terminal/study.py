@@ -138,7 +138,7 @@ class TuneScreen(LiveScreen):
         yield from joined([*self._summary(), Text("Ctrl-C is safe", style="dim")], self.console.width)
 
     def _usual(self) -> float | None:
-        """Return the median time in seconds of the trials that have ended, also of diverged and stopped trials."""
+        """Return the median time in seconds of the trials that have ended, including diverged and pruned trials."""
         seconds = [trial.seconds for trial in self._state.trials if trial.seconds]
         return statistics.median(seconds) if seconds else None
 
