@@ -110,7 +110,11 @@ def count_option(help: str, default: str | bool = True, parse: Callable[[str], i
 
 TokensOption = Annotated[
     int | None,
-    count_option("Use the checkpoint that was written at this number of tokens.", "the newest complete checkpoint"),
+    count_option(
+        "Use the checkpoint that was written at this number of tokens.",
+        "the newest complete checkpoint",
+        parse=parse_quantity,  # 0 is the checkpoint of the initial weights
+    ),
 ]
 
 
