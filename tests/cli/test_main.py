@@ -82,6 +82,7 @@ def test_an_old_python_gives_one_line() -> None:
     [
         ("export weigths a b", "no such command 'weigths'. Did you mean 'weights'?"),
         ("train x.toml --runn y", "no such option: --runn (Possible options: --run)"),
+        ("shwo", "no such command 'shwo'. Did you mean 'show'?"),
         ("qqq", "no such command 'qqq'; type: leaven --help"),
     ],
 )

@@ -55,6 +55,12 @@ def test_transfer_writes_the_larger_recipe_and_keeps_comments(leaven: Verb, tiny
     assert read_recipe(big).model.d_model == 48
 
 
+def test_transfer_writes_to_a_device(leaven: Verb, tiny_file: Path) -> None:
+    code, out, _ = leaven("transfer", tiny_file, "--width", "32", "-o", "/dev/null")
+    assert code == 0
+    assert "wrote /dev/null" in out
+
+
 def test_transfer_warns_outside_tested_ranges(leaven: Verb, tiny_file: Path) -> None:
     code, out, err = leaven("transfer", tiny_file, "--depth", "80", "--d-ff", "48", "--kv-heads", "2", "--json")
     shown = json.loads(out)

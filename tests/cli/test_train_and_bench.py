@@ -51,6 +51,18 @@ def test_train_prints_one_document_and_a_line_every_so_many_steps(
     assert (code, "bits per byte" in out) == (0, True)
 
 
+def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
+    run, kept = tmp_path / "run", ("--set", "stability.keep=20", "--log-to", "none")
+    assert leaven("train", tiny_file, "--run", run, *kept)[0] == 0
+    sampled = document(leaven("sample", run, "x", "--tokens", "0", "--max-tokens", "1", "--json"))
+    assert sampled["tokens"] == 0
+    assert leaven("export", "weights", run, tmp_path / "weights", "--tokens", "0")[0] == 0
+    lower = ("--rewind-to", "0", "--set", "hyperparameters.lr=0.002")
+    assert leaven("train", tiny_file, "--run", run, *kept, *lower)[0] == 0
+    assert RunFolder(run).rewinds()[-1].to_tokens == 0
+    assert RunFolder(run).finish()
+
+
 def test_bench_prints_one_document_and_writes_nothing(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     sizes = ("--micro-batch", "1,4", "--global-batch", "2,8", "--share", "0.5")

@@ -68,6 +68,17 @@ def test_a_rollback_undoes_later_validations_and_is_on_the_page(folder):
     assert "1 times by itself and 1 times by --rewind-to" in page
 
 
+@pytest.mark.parametrize("event", ["validation", "rollback", "rewind"])
+def test_an_event_without_its_keys_is_ignored(folder, event):
+    run = folder / "runs/moved"
+    read = read_run(run)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "loss": 9.0}) + "\n")
+        file.write(json.dumps({"event": event, "loss": 9.0, "tokens": None, "to_tokens": None}) + "\n")
+    assert read_run(run).validation == read.validation
+    assert "Rollbacks and rewinds" not in folder_page(run)
+
+
 def test_an_interrupted_run_has_no_final_loss(folder):
     run = folder / "runs/copied"
     lines = [line for line in (run / "events.jsonl").read_text().splitlines() if '"finish"' not in line]

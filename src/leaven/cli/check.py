@@ -82,7 +82,9 @@ def coordinates(
     """
     from leaven.verification.coordinates import CoordinateCheck
 
-    document, recipe, following = options.train(CoordinateCheck, steps, lr_factor), options.read(), []
+    document = options.train(CoordinateCheck, steps, lr_factor)
+    recipe = options.read()
+    following = []
     if document.passed and isinstance(recipe, Recipe):
         following = next_commands.after_coordinates(Path(options.subject), recipe, options.overrides or ())
     options.finish(document, following=following)

@@ -110,7 +110,11 @@ def count_option(help: str, default: str | bool = True, parse: Callable[[str], i
 
 TokensOption = Annotated[
     int | None,
-    count_option("Use the checkpoint that was written at this number of tokens.", "the newest complete checkpoint"),
+    count_option(
+        "Use the checkpoint that was written at this number of tokens.",
+        "the newest complete checkpoint",
+        parse=parse_quantity,  # 0 is the checkpoint of the initial weights
+    ),
 ]
 
 
@@ -123,13 +127,16 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError if a path is a folder, or an existing file and ``force`` is not true.
+    """Raise InputError if a path is a folder, lies in no folder, or is an existing file and ``force`` is not true.
 
-    ``force`` is the value of ``--force``, or None for a command without this option.
+    A device such as /dev/null is not refused. ``force`` is the value of ``--force``, or None for a command without
+    this option.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; give the name of a file")
-    if path.exists() and not force:
+    if not path.parent.exists():
+        raise InputError(f"the folder {path.parent} of {path} does not exist; create it, or give another name")
+    if path.is_file() and not force:
         overwrite = "" if force is None else ", or add --force to overwrite it"
         raise InputError(f"{path} exists; give another name{overwrite}")
 

@@ -27,8 +27,10 @@ def report(
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
-    if catalogue == bool(paths):
-        raise InputError("give either the folder of a run, a study, a check or a demo, or --catalogue")
+    if catalogue and paths:
+        raise InputError(f"--catalogue and {paths[0]} cannot be combined; leave one of them out")
+    if not catalogue and not paths:
+        raise InputError("PATH is missing; give the folder of a run, a study, a check or a demo, or --catalogue")
     paths = paths or []
     if len(paths) > 1:
         from leaven.views.comparison import comparison_page

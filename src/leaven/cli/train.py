@@ -61,7 +61,8 @@ def train(
     rewind_to: Annotated[
         int | None,
         count_option(
-            "Rewind to the newest checkpoint at or before this number of tokens, and delete later checkpoints."
+            "Rewind to the newest checkpoint at or before this number of tokens, and delete later checkpoints.",
+            parse=parse_quantity,  # 0 is the checkpoint of the initial weights
         ),
     ] = None,
     skip_tokens: Annotated[

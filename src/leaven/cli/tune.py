@@ -139,7 +139,7 @@ def tune(
     url, folder = (study, out or Path("studies", loaded.name)) if "://" in study else (None, Path(study))
     if trials is None and flops is None and hours is None:
         trials = TRIALS
-    given: dict[str, Any] = {"durations": durations or (), "noise": noise}
+    given: dict[str, Any] = {"durations": durations or (), "noise": noise, "from_study": from_study}
     check_request(loaded, searched, method, trials=trials, flops=flops, hours=hours, **given)
     workers = workers or (cores() if default_device().type == "cpu" else 1)
     if (stack or 1) > 1:
@@ -147,7 +147,7 @@ def tune(
         searched = _as_of_stacks(searched)
     tokens = prepare_text(loaded.data, loaded.model.vocab_size)
     try:
-        study_of = Study(folder, loaded, searched, method, tokens, url, **given, from_study=from_study)
+        study_of = Study(folder, loaded, searched, method, tokens, url, **given)
         with stop_on_signal() as stop, study_of as opened:
             for path, reason in opened.space.left_out:
                 errors.print(f"not searched: {path}: {reason}")

@@ -94,6 +94,9 @@ class StudyView(StudyDocument):
 FolderView = DemoDocument | StudyView | RunView | CheckDocument
 KINDS = {"demo.json": "demo", "study.json": "study", "metrics.jsonl": "run", "check.json": "check"}
 """The kind of a folder, by the first of these files that the folder contains."""
+_BACK = ("tokens", "to_tokens", "skip_from", "skip_to")
+EVENT_KEYS = {"validation": ("tokens",), "rollback": (*_BACK, "why"), "rewind": _BACK}
+"""The keys that an event of events.jsonl must have. An event that lacks one is ignored."""
 
 
 def read_folder(folder: Path) -> FolderView:
@@ -132,10 +135,14 @@ def read_folder(folder: Path) -> FolderView:
 def read_run(folder: Path) -> RunView:
     """Return the run in a folder. The run's title is the name of the recipe."""
     recipe, written = read_recipe(folder / "recipe.toml"), RunFolder(folder)
-    steps = [finite(line) for line in written.metrics() if "tokens" in line]
+    steps = [finite(line) for line in written.metrics() if {"tokens", "loss"} <= line.keys()]
     if not steps:
         raise InputError(f"{folder / 'metrics.jsonl'}: no steps yet; wait for the first step, or give another folder")
-    events = [finite(line) for line in written.events()]
+    events = [
+        finite(line)
+        for line in written.events()
+        if all(line.get(key) is not None for key in EVENT_KEYS.get(line["event"], ()))
+    ]
     validation: dict[int, float] = {}
     for event in events:
         if event["event"] == "validation" and event.get("loss") is not None:

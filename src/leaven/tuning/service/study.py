@@ -107,12 +107,14 @@ def check_request(
     flops: float | None,
     hours: float | None,
     noise: float | None,
+    from_study: Path | None,
 ) -> None:
-    """Check the budget of a study before its text is tokenised. The arguments are those of :class:`Study` and
-    :meth:`Study.run`.
+    """Check the budget of a study and its earlier study before its text is tokenised. The arguments are those of
+    :class:`Study` and :meth:`Study.run`.
 
     Raises:
-        InputError: if there is no budget, or if one trial or the smallest grid does not fit into the budget.
+        InputError: if there is no budget, if one trial or the smallest grid does not fit into the budget, or if the
+            earlier study cannot be used.
     """
     one = flops_per_token(recipe.model) * max(durations, default=recipe.data.tokens)
     known_runs(space.axes, method, Budget(trials, flops, hours, one), noise)
@@ -120,6 +122,8 @@ def check_request(
         raise InputError(
             f"--flops {flops:g} is too small, because one trial takes {one:.3g} FLOPs; give at least this number"
         )
+    if from_study is not None:
+        earlier_trials(from_study, space)
 
 
 class Study:
