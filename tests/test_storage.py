@@ -149,6 +149,26 @@ def test_a_full_disk_costs_only_what_is_being_written(tmp_path: Path) -> None:
     assert (tmp_path / "lines").read_text() == '{"n": 1}\n'
 
 
+@pytest.mark.kills
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_file_system_without_room(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        storage.write(tmp_path / "file", OLD)
+        with pytest.raises(OSError, match="No space left"):  # noqa: PT012 - the line that no longer fits
+            for number in range(10_000):
+                storage.append_json(tmp_path / "lines", {"n": number, "long": "x" * 100})
+        with pytest.raises(OSError, match="No space left"):
+            storage.write(tmp_path / "file", NEW)
+        assert names(tmp_path) == ["file", "lines"]
+        assert (tmp_path / "file").read_bytes() == OLD
+        assert read(tmp_path / "lines") == (list(range(number)), False, [])
+    finally:
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
 def read(path: Path) -> tuple[list[Any], bool, list[int]]:
     found = storage.read_json_lines(path)
     return [line["n"] for line in found.documents], found.torn, found.damaged

@@ -70,7 +70,7 @@ def test_a_rewind_skips_data_and_changes_the_lr(run: RunFolder) -> None:
     }
     written = read_recipe(run.recipe_file)
     assert written.hyperparameters.lr == 0.002
-    assert "before: 0.01" in written.why["hyperparameters.lr"]
+    assert written.why["hyperparameters.lr"] == f"since {at * STEP:,} tokens, by --rewind-to; before: 0.01"
 
 
 def test_the_same_rewind_command_resumes_the_run(run: RunFolder) -> None:
@@ -84,6 +84,15 @@ def test_the_same_rewind_command_resumes_the_run(run: RunFolder) -> None:
     assert train(LOWER, text(), run.path) == went_on
     with pytest.raises(InputError, match=r"hyperparameters.lr 0.002 there, 0.01 here; .*--rewind-to"):
         train(RUN, text(), run.path)
+
+
+def test_a_rewind_is_done_only_with_the_same_arguments_and_recipe(run: RunFolder) -> None:
+    back = ManualRewind(rewind_to=40 * STEP)
+    assert not back.done(run, LOWER)
+    back.go(run, LOWER)
+    assert back.done(run, LOWER)
+    assert not back.done(run, RUN)
+    assert not ManualRewind(rewind_to=40 * STEP, skip_tokens=STEP).done(run, LOWER)
 
 
 def test_a_rewind_survives_a_kill_before_the_recipe_is_written(

@@ -78,6 +78,17 @@ def test_measuring_does_not_change_the_run(measured: Recipe, tokens: TokenSet) -
     assert plain.checkpoint().optimizer.keys() < watched.checkpoint().optimizer.keys()
 
 
+def test_the_noise_scale_is_measured_every_so_many_tokens(measured: Recipe, tokens: TokenSet) -> None:
+    training = Training(measured.replace({KEY: 1_000}), tokens)
+    assert training.noise is not None
+    seen = []
+    for _ in range(8):
+        before = training.noise.averages
+        training.step()
+        seen.append(training.noise.averages is not before)
+    assert seen == [False, False, False, True, False, False, False, True]  # at 1,024 and 2,048 tokens
+
+
 def test_steps_without_a_finite_estimate_do_not_change_the_averages() -> None:
     noise = NoiseScale(1, None, torch.zeros(2, dtype=torch.float64))
     one = torch.tensor(1.0)

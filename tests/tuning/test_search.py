@@ -524,6 +524,20 @@ def test_results_are_ordered_by_unix_time() -> None:
     assert [run.last.number for run in ended_runs(runs)] == [1, 2, 0]
 
 
+def test_pruned_trials_have_their_expected_loss() -> None:
+    study = optuna.create_study()
+
+    def add(value: float | None, state: TrialState, **attributes: object) -> None:
+        study.add_trial(create_trial(state=state, value=value, user_attrs={"owner": "x", **attributes}))
+
+    add(2.0, TrialState.COMPLETE, ended=1.0)
+    add(None, TrialState.PRUNED, ended=2.0, expected=2.5)
+    add(None, TrialState.FAIL, ended=3.0)
+    add(7.0, TrialState.COMPLETE, ended=4.0, diverged=True)
+    runs = ended_runs(runs_of(study.trials, Axes({})))
+    assert [run.loss for run in runs] == [2.0, 2.5, math.inf]
+
+
 def diverge(x: Proposal) -> float:
     return math.inf
 
@@ -582,6 +596,20 @@ def test_a_larger_budget_confirms_again() -> None:
     assert (small.fresh, large.fresh) == (1, 2)
     confirming = [t for t in large.trials if t.purpose == "rerun" and t.params == large.params and t.seed > 2]
     assert large.loss == pytest.approx(np.mean([t.loss for t in confirming]))
+
+
+def test_a_died_run_does_not_change_later_proposals() -> None:
+    def proposals(dies: bool) -> list[dict[str, float]]:
+        def mortal(x: Proposal) -> float:
+            if dies and x.number == 4:
+                raise WorkerDied
+            return bowl(x)
+
+        runs = Runs(mortal)
+        search(runs, SPACE, trials=10, noise=0.01)
+        return list({x.origin: dict(x) for x in runs.asked}.values())
+
+    assert proposals(dies=True) == proposals(dies=False)
 
 
 def test_a_point_that_diverges_with_other_seeds_is_not_the_answer() -> None:

@@ -158,7 +158,8 @@ class Training:
         batch = self._batch_at(start.tokens)
         tokens = start.tokens + batch.tokens
         noise = self.noise if self.noise and passes(self.noise.every, start.tokens, tokens) else None
-        first_targets = self._first_targets(batch) if noise else None
+        if noise:
+            noise.first_targets = self._first_targets(batch)
         if recipe.model.dropout:  # seeded by seed, step and rank, so that a resumed run draws the same masks
             ranks = () if self.group is SINGLE_PROCESS else (self.group.rank,)
             torch.manual_seed(name_seed(recipe.data.seed, "dropout", start.step, *ranks))
@@ -176,9 +177,7 @@ class Training:
         grad_norm = self.clipper.unscale_and_clip(scale, ramp)
         finite = loss.isfinite() & grad_norm.isfinite()
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
-        noise_scale = torch.full_like(loss, torch.nan)
-        if noise and first_targets is not None:
-            noise_scale = noise.after_all(first_targets, batch.targets, grad_norm, scale)
+        noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else torch.full_like(loss, torch.nan)
 
         self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)

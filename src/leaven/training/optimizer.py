@@ -249,6 +249,8 @@ class NoiseScale:
     model: ShardedModel
     averages: Tensor  # of tr(Sigma) for one token and of |G|^2: (2,), float64, on the gradients' device
     first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))  # of the first gradient, a scalar
+    # How many targets count in the first micro-batch of the step, a scalar. Set before the step's first forward pass.
+    first_targets: Tensor = field(default_factory=lambda: torch.tensor(0.0))
 
     @classmethod
     def build(cls, every: int | None, model: ShardedModel) -> "NoiseScale | None":
@@ -259,14 +261,14 @@ class NoiseScale:
         """Measure the gradient after the first micro-batch of a step."""
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
-    def after_all(self, first_targets: Tensor, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
+    def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
         """Add the measurement of a step. Return the noise scale as :meth:`add` does.
 
-        ``first_targets`` targets (a scalar) count in the first micro-batch, and ``targets`` in the whole batch.
-        ``grad_norm`` is the norm of the mean gradient of the batch.
+        ``targets`` targets count in the whole batch. ``grad_norm`` is the norm of the mean gradient of the batch.
         """
         share = (1 if loss_scale is None else loss_scale) / targets
-        return self.add(first_targets, self.first_norm / (share * first_targets), targets, grad_norm)
+        first = self.first_targets
+        return self.add(first, self.first_norm / (share * first), targets, grad_norm)
 
     def add(self, small: Tensor, small_norm: Tensor, big: int, big_norm: Tensor) -> Tensor:
         """Add a measurement to the averages: ``small_norm`` is the norm of the mean gradient over ``small`` tokens,

@@ -50,7 +50,8 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     if layout.ranks > 1:
         pretend(rank, layout.ranks)
         group = ProcessGroup(rank, layout.ranks, mesh_of(layout, torch.device("cpu")))
-    fake, tracker = FakeTensorMode(allow_non_fake_inputs=True), AllocationTracker()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    tracker = AllocationTracker()
 
     def build(*arguments: Any, device: torch.device, **named: Any) -> Stage:
         # A device mesh needs real numbers, so the model is sharded on the meta device before fake tensors exist.

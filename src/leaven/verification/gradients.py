@@ -106,7 +106,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
         # PlainTraining counts tokens. Here a batch counts as one token.
         training = PlainTraining(instance.optimizer, instance.loss, 1, self.steps, lambda n: min(n / WARMUP_STEPS, 1))
-        first, late = dict[str, float](), list[dict[str, float]]()
+        first: dict[str, float] = {}
+        late: list[dict[str, float]] = []
         for step in range(self.steps):
             training.issue()
             if step == 0:

@@ -105,7 +105,8 @@ def check_memory(
     finished ranks and the number of all ranks.
     """
     how = arrangement(recipe)
-    began, rows = time.perf_counter(), dict[int, list[MemoryCheckRow]]()
+    began = time.perf_counter()
+    rows: dict[int, list[MemoryCheckRow]] = {}
     on_rank(0, len(ranks))
     # torch keeps meshes and the rank for the life of a process, so each process runs one rank only.
     for first in range(0, len(ranks), cores()):
@@ -113,7 +114,8 @@ def check_memory(
         with WorkerPool(len(some)) as pool:
             pending = {pool.submit(dry_run, recipe, rank): rank for rank in some}
             for future in as_completed(pending):
-                rank, taken = pending[future], future.result()
+                rank = pending[future]
+                taken = future.result()
                 stage = rank // (how.layout.ranks // how.layout.pp)
                 rows[rank] = compare(rank, stage, stage_memory(recipe.model, how, stage, tensors(recipe)), taken)
                 on_rank(len(rows), len(ranks))

@@ -86,7 +86,8 @@ class RunStore:
         pool = self._open()
         queue = sorted(wanted.keys() - self._ended.keys(), key=lambda key: (wanted[key].cost, key))
         self._on_run(len(wanted) - len(queue), len(wanted))
-        died, pending = set[str](), dict[Future[Outcome], str]()
+        died: set[str] = set()  # keys of runs whose process died once
+        pending: dict[Future[Outcome], str] = {}
         while (queue or pending) and not self._stop():
             while queue and len(pending) < self._workers:
                 key = queue.pop()

@@ -95,7 +95,8 @@ class SizeCheck(ABC, Generic[Measured]):
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)
-        recipe, changed = subject, tuple[str, ...]()
+        recipe = subject
+        changed: tuple[str, ...] = ()
         if not widths:
             recipe, changed = small_recipe(recipe)
             wide = [recipe.model.d_model * times for times in TIMES]
@@ -150,7 +151,9 @@ class SizeCheck(ABC, Generic[Measured]):
         Raises:
             InputError: if the family cannot build a model of one of these sizes.
         """
-        axes, rows, curves = self.axes(), [*self.exact_rows()], list[VerdictCurve]()
+        axes = self.axes()
+        rows = [*self.exact_rows()]
+        curves: list[VerdictCurve] = []
         wanted = sorted({scale for axis in axes for scale in axis.scales}, key=lambda s: (s.width, s.depth))
         measured: dict[RunScale, list[Mapping[str, Measured]]] = {}
         for scale in wanted:

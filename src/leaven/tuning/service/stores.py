@@ -221,7 +221,6 @@ def open_journal(path: Path) -> JournalStorage:
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}")
-    other = InputError(f"{path}: not a journal of Optuna; give another file")
     try:
         if path.exists():
             with path.open("rb") as file:
@@ -229,7 +228,7 @@ def open_journal(path: Path) -> JournalStorage:
             if first.startswith(SQLITE):
                 raise InputError(f"{path}: an SQLite database; give sqlite:///{path}")
             if first[: len(RECORD)] != RECORD[: len(first)]:
-                raise other
+                raise _not_a_journal(path)
             if damaged := storage.read_json_lines(path).damaged:
                 raise InputError(
                     f"{path}: line {damaged[0]} is damaged; keep the lines before it: head -n {damaged[0] - 1}"
@@ -238,7 +237,11 @@ def open_journal(path: Path) -> JournalStorage:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except (KeyError, TypeError, AttributeError, AssertionError):  # records that are not Optuna's
-        raise other from None
+        raise _not_a_journal(path) from None
+
+
+def _not_a_journal(path: Path) -> InputError:
+    return InputError(f"{path}: not a journal of Optuna; give another file")
 
 
 class Journal(JournalFileBackend):

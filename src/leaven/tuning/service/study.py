@@ -202,17 +202,9 @@ class Study:
 
     def __enter__(self) -> "Study":
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        try:
-            results = json.loads((self.out / "study.json").read_text())["trials"]
-            ended = sum(trial["state"] not in UNDER_WAY for trial in results)
-        except (OSError, ValueError, TypeError, KeyError):
-            ended = 0  # nothing that can be read
-        lost = InputError(
-            f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store back, "
-            "or use another folder"
-        )
+        ended = self._ended_trials()
         if ended and not exists(self._where):
-            raise lost
+            raise self._store_lost(ended)
         if isinstance(self._where, Path):
             make_folder(self.out)
         self._store, name = open_store(self._where, self._waited), self.recipe.name
@@ -220,7 +212,7 @@ class Study:
         if others := [other for other in stored if other != name and isinstance(self._where, Path)]:
             raise InputError(f"{self._name} contains the study {others[0]}, not {name}; use another --study")
         if ended and not (name in stored and self._store.get_n_trials(stored[name])):
-            raise lost
+            raise self._store_lost(ended)
         self._study, axes, self._noise = join_study(
             self._store,
             name,
@@ -242,6 +234,21 @@ class Study:
 
     def __exit__(self, *exception: object) -> None:
         self._store.remove_session()
+
+    def _ended_trials(self) -> int:
+        """Return the number of ended trials in study.json; 0 if the file is missing or cannot be read."""
+        try:
+            results = json.loads((self.out / "study.json").read_text())["trials"]
+            return sum(trial["state"] not in UNDER_WAY for trial in results)
+        except (OSError, ValueError, TypeError, KeyError):
+            return 0
+
+    def _store_lost(self, ended: int) -> InputError:
+        """Return the error of a folder with the results of ``ended`` trials whose store has no trials."""
+        return InputError(
+            f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store back, "
+            "or use another folder"
+        )
 
     def _waited(self, seconds: float) -> None:
         """Report that the store is unreachable, or raise StoreGone if the user stops the command meanwhile.
