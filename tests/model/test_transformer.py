@@ -1,6 +1,7 @@
 """The model: parameters as in its table, logits as in a loop over positions and heads in numpy."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,6 +174,13 @@ def test_initial_values_are_those_of_the_table(tiny: Recipe) -> None:
             tolerance = 5 / math.sqrt(2 * tensor.numel())
             assert tensor.std().item() == pytest.approx(row.init_std, rel=tolerance)
             assert abs(tensor.mean().item()) < 5 * row.init_std / math.sqrt(tensor.numel())
+
+
+def test_the_table_must_have_the_parameters_of_the_model(tiny: Recipe) -> None:
+    table = parameter_table(tiny)
+    more = replace(table, rows=(*table.rows, replace(table.rows[0], name="other.weight")))
+    with pytest.raises(AssertionError, match="different parameters"):
+        build_model(tiny.model, more, seed=0)
 
 
 @pytest.mark.parametrize("init", INITS)
