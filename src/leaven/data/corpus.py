@@ -23,7 +23,7 @@ from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 1
+FORMAT = 2
 """Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
 
 NAMED_FAULTS = 3
