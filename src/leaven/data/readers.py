@@ -81,9 +81,9 @@ class File:
                             yield _json_row(f":{number}", line, self.text)
         except InputError:
             raise
-        except UnicodeDecodeError as error:
-            raise BrokenFile(f"is not UTF-8 ({error})") from None
         except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+            if isinstance(error, UnicodeDecodeError) and self.path.name.endswith(".txt"):
+                raise BrokenFile(f"is not UTF-8 ({error})") from None
             reason = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
             advice = "; write it again or leave it out" if self.path.name.endswith(".parquet") else ""
             raise BrokenFile(f"cannot be read to its end ({reason}){advice}") from None
