@@ -9,6 +9,7 @@ from leaven.catalogue.laws import (
     Frontier,
     best_tokens_per_param,
     compute_optimal,
+    find_law,
 )
 from leaven.recipe.errors import InputError
 
@@ -34,6 +35,26 @@ def frontier(name: str) -> Frontier:
 def test_chinchilla_reproduces_its_tables(name: str, within: float) -> None:
     for params, flops in zip(SIZES, TABLES[name], strict=True):
         assert frontier(name).sizes.optimal_params(flops) == pytest.approx(params, rel=within)
+
+
+def test_the_printed_constants_of_approach_3_do_not_give_its_sizes() -> None:
+    printed = find_law("Chinchilla 2022 loss").loss
+    assert printed is not None
+    assert printed.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
+    assert printed.optimal_params(GOPHER) < 33e9  # figure 4 says 40B
+
+
+def test_misprint_of_table_a3() -> None:
+    """Approach 3 at 175B is printed with 1.26e24 FLOPs. That is a tenth of 6 N D for its own 12.0T tokens."""
+    printed, own = 1.26e24, 6 * 175e9 * 12.0e12
+    assert own == pytest.approx(10 * printed)
+    assert APPROACH_3.optimal_params(printed) < 60e9
+
+
+def test_approach_3_does_not_give_the_sizes_of_approach_2() -> None:
+    """A copy of table A3 has the FLOPs of approach 2 twice."""
+    for params, flops in list(zip(SIZES, TABLES["Chinchilla approach 2"], strict=True))[2:]:
+        assert APPROACH_3.optimal_params(flops) != pytest.approx(params, rel=0.2)
 
 
 def test_exponents_as_published() -> None:
@@ -78,6 +99,8 @@ def test_deepseeks_two_printed_laws_give_the_budget() -> None:
 def test_llama_3_gives_its_published_point() -> None:
     found = next(each for each in compute_optimal(3.8e25) if each.law == "Llama 3 2024")
     assert found.tokens == pytest.approx(16.55e12)
+    printed = 0.29 * 3.8e25**0.53  # its constants give too few
+    assert printed == pytest.approx(16.55e12 / 1.58, rel=0.01)
     assert found.params == pytest.approx(402e9, rel=0.06)  # its FLOPs have the attention, 6 N D has not
 
 

@@ -4,8 +4,10 @@ The side-by-side points were computed without this code and are rounded to two d
 """
 
 import math
+import re
 
 import pytest
+import torch
 
 from leaven.catalogue.laws import (
     LAWS,
@@ -18,11 +20,15 @@ from leaven.catalogue.laws import (
     lr_at_batch,
     power_lines_tau,
 )
+from leaven.catalogue.runs import find_run
 from leaven.documents.catalogue import LawRow
+from leaven.recipe.recipe import Recipe
+from leaven.scaling.table import parameter_table
+from leaven.scaling.transfer import transfer
 
 CHINCHILLA = find_law("Chinchilla 2022 loss")
 KAPLAN_LR, KAPLAN_BATCH = find_law("Kaplan 2020 learning rate"), find_law("Kaplan 2020 critical batch")
-MINICPM = find_law("MiniCPM 2024")
+DEEPSEEK, MINICPM, STEP_LAW = map(find_law, ("DeepSeek LLM 2024", "MiniCPM 2024", "Step Law 2025"))
 SMALL, ONE, SEVEN, LONG = (125e6, 2.5e9), (1e9, 20e9), (7e9, 140e9), (7e9, 2e12)
 TO_TWO_DIGITS = 0.05
 
@@ -114,6 +120,92 @@ def test_porians_two_forms_agree_at_108_million_parameters() -> None:
 def test_chinchilla_loss_of_the_two_models_it_compared(params: float, tokens: float, loss: float) -> None:
     assert CHINCHILLA.loss is not None
     assert CHINCHILLA.loss.loss(params, tokens) == pytest.approx(loss, abs=1e-3)
+
+
+def test_the_replication_differs_in_the_irreducible_loss() -> None:
+    """E is 1.8172 and not 1.69 (arXiv 2404.10102). The two laws agree within 3% over Chinchilla's own runs."""
+    replication = find_law("Besiroglu 2024 loss").loss
+    assert CHINCHILLA.loss is not None
+    assert replication is not None
+    assert replication == REPLICATION  # the file has it twice: with the laws and with the optimal sizes
+    assert replication.loss(1e30, 1e30) == pytest.approx(1.8172)
+    for point in ((400e6, 8e9), (1e9, 20e9), (10e9, 200e9)):
+        assert replication.loss(*point) == pytest.approx(CHINCHILLA.loss.loss(*point), rel=0.03)
+
+
+def test_the_batch_of_power_lines_is_within_an_octave_of_step_laws() -> None:
+    one = [result(law, ONE).batch_tokens for law in ("Power Lines 2025", "Step Law 2025")]
+    assert one == pytest.approx([553e3, 442e3], rel=2e-3)
+    for point in ((215e6, 4e9), (536e6, 28e9), (1.07e9, 100e9)):
+        power, step = result("Power Lines 2025", point), result("Step Law 2025", point)
+        assert power.batch_tokens is not None
+        assert step.batch_tokens is not None
+        assert 0.5 < power.batch_tokens / step.batch_tokens < 2
+
+
+def test_laws_without_constants_have_no_values() -> None:
+    """The constant of Bjorck 2024 cannot be recovered from the paper."""
+    silent = {row.law: row for row in evaluate(*ONE) if row.says}
+    assert silent.keys() >= {"Bjorck 2024", "Hagele 2024 WSD", "Complete(d)P 2025"}
+    for row in silent.values():
+        assert (row.lr, row.batch_tokens, row.loss, row.tau) == (None, None, None, None)
+    assert "D^-0.32" in silent["Bjorck 2024"].says
+
+
+def test_the_exponent_of_step_laws_lr_in_tokens() -> None:
+    lrs = [result("Step Law 2025", (1e9, tokens)).lr for tokens in (20e9, 80e9)]
+    assert lrs[0] is not None
+    assert lrs[1] == pytest.approx(4**0.307 * lrs[0])
+    # At fixed batch, lr ~ N^-0.61 D^0.01 B^0.31. With B ~ D^0.571, that is D^0.19.
+    assert STEP_LAW.lr_batch_exponent is not None
+    assert 0.01 + STEP_LAW.lr_batch_exponent * 0.571 == pytest.approx(0.19, abs=0.005)
+
+
+def test_misprint_of_kaplan_and_minicpm_batch_constants() -> None:
+    assert CHINCHILLA.loss is not None
+    point = Point(1e9, 20e9, 1.2e20, CHINCHILLA.loss.loss(1e9, 20e9))
+    for law in (KAPLAN_BATCH, MINICPM):
+        assert law.batch is not None
+        misprint = law.batch.model_copy(update={"coefficient": 2e18})
+        assert law.batch.at(point) < point.tokens < misprint.at(point)  # a batch larger than the whole run
+
+
+def test_misprint_of_the_deepseek_lr_constant() -> None:
+    """The constant is 0.3118. Some copies have 0.3188."""
+    point = Point(1e9, 20e9, 1.2e20, 1)
+    assert isinstance(DEEPSEEK.lr, Power)
+    assert DEEPSEEK.lr.at(point) == pytest.approx(9.6e-4, abs=5e-6)
+    assert DEEPSEEK.lr.model_copy(update={"coefficient": 0.3188}).at(point) != pytest.approx(9.6e-4, abs=5e-6)
+
+
+@pytest.mark.parametrize(("run", "width", "lr"), [("1.3b", 2048, 7.5e-4), ("2.7b", 2560, 6e-4)])
+def test_the_law_of_cerebras_gpt_gives_the_lr_of_its_models(run: str, width: int, lr: float) -> None:
+    """The configurations of its muP models have the lr and the width of the base."""
+    found = find_run(f"cerebras-gpt-{run}-mup")
+    assert found.arch.d_model == width
+    base, base_width = map(float, re.findall(r"[0-9.e-]+(?= |$)", find_law("Cerebras-GPT 2023 muP").says)[:2])
+    assert (found.schedule.peak_lr, found.init.mup_base_d_model) == (base, base_width)
+    assert base * base_width / width == pytest.approx(lr)
+
+
+def test_the_complete_d_p_rule_has_the_exponents_of_the_law(tiny: Recipe) -> None:
+    says = find_law("Complete(d)P 2025").says
+    assert says == "lr ~ B^0.5 D^-0.5"
+    recipe = tiny.replace({"scaling.rule": "complete-d-p"})
+    name, batch, tokens = "layers.0.mlp.in.weight", recipe.batch.tokens, recipe.data.tokens
+    more_batch, more_tokens = transfer(recipe, batch_tokens=4 * batch), transfer(recipe, tokens=4 * tokens)
+    for moved, exponent in ((more_batch, 0.5), (more_tokens, -0.5)):
+        ratio = parameter_table(moved)[name].lr / parameter_table(recipe)[name].lr
+        assert ratio == pytest.approx(4**exponent)
+
+
+@pytest.mark.parametrize("size", [(64, 16), (16, 64), (32, 32)])
+def test_moonlights_factor_gives_every_matrix_adamws_rms(size: tuple[int, int]) -> None:
+    """Muon's update is U V^T, which has an RMS of 1 / sqrt(max(rows, cols)). AdamW's usual RMS is 0.2."""
+    (factor,) = map(float, re.findall(r"x ([0-9.]+) sqrt\(max\(rows, cols\)\)", find_law("Moonlight Muon 2025").says))
+    u, _, v = torch.linalg.svd(torch.randn(size, dtype=torch.float64), full_matrices=False)
+    rms = float((u @ v).square().mean().sqrt())
+    assert factor * max(size) ** 0.5 * rms == pytest.approx(0.2)
 
 
 def test_power_lines_timescale() -> None:

@@ -111,6 +111,7 @@ def test_a_single_document_is_cut_at_a_line_if_it_has_lines(tmp_path: Path) -> N
 def test_every_format_is_read_document_by_document(tmp_path: Path) -> None:
     (tmp_path / "[a].txt").write_bytes("\ufeffcafé\r\nnext".encode())
     (tmp_path / "blank.txt").write_text(" \n")
+    (tmp_path / ".txt").write_text("no name")
     (tmp_path / "empty.jsonl").write_text("")
     lines = [
         json.dumps({"text": text, "id": 1}) for text in ("zwölf", "\ud800half", "line\u2028separator", None, " ")
@@ -132,6 +133,7 @@ def test_every_format_is_read_document_by_document(tmp_path: Path) -> None:
         "d.jsonl.zst:2": "six",
         **{f"{name}.parquet:{number + 1}": f"row {number}" for name in "ef" for number in range(600)},
     }
+    assert [document.text for document in opened(tmp_path / ".txt").documents()] == ["no nam", "e"]
     assert opened(tmp_path / "[a].txt").n_documents == 1  # an existing file is not a pattern
 
 
@@ -183,7 +185,7 @@ BAD_LINES = {
     "no object": (b'["text"]', 'has no text under the key "text"; write {"text": "..."}'),
     "no text": (b'{"body": "x"}', "has no text"),
     "a number": (b'{"text": 5}', "has no text"),
-    "Latin-1": (b'{"text": "caf\xe9"}', "can't decode byte 0xe9 in position 13"),
+    "Latin-1": (b'{"text": "caf\xe9"}', "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 13"),
     "too deep": (b"[" * 100_000, "is not JSON"),
     "too long a number": (b'{"text": ' + b"9" * 5_000 + b"}", "is not JSON"),
 }
@@ -228,10 +230,10 @@ BROKEN: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "truncated zstandard": ("x.jsonl.zst", lambda: zstandard(LINES)[:-100], "Truncated compressed stream"),
     "no zstandard": ("x.jsonl.zst", lambda: LINES, "ZSTD decompress failed"),
     "truncated parquet": ("x.parquet", lambda: table(5_000)[:-10], "Parquet magic bytes not found"),
-    "empty parquet": ("x.parquet", lambda: b"", "Parquet file size is 0 bytes"),
+    "empty parquet": ("x.parquet", lambda: b"", "Parquet file size is 0 bytes); write it again or leave it out"),
     "flipped parquet": ("x.parquet", lambda: flipped(table(5_000))[:-8] + b"....PAR1", "cannot be read to its end ("),
     "no column": ("x.parquet", lambda: table(5, "body"), "has no column text, only body; name one: source = ["),
-    "Latin-1": ("x.txt", lambda: b"caf\xe9", "can't decode byte 0xe9 in position 3"),
+    "Latin-1": ("x.txt", lambda: b"caf\xe9", "is not UTF-8 ('utf-8' codec can't decode byte 0xe9 in position 3"),
 }
 
 
@@ -323,7 +325,7 @@ def test_a_file_written_just_now_is_read_again(
     assert surveyed == ["a.txt", "a.txt"]
 
 
-@pytest.mark.parametrize("harm", ["{", '{"format": 1, "parts": {"a.txt": 5}}', '{"format": 0, "parts": {}}'])
+@pytest.mark.parametrize("harm", ["{", '{"format": 2, "parts": {"a.txt": 5}}', '{"format": 0, "parts": {}}'])
 def test_a_damaged_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], harm: str) -> None:
     write(tmp_path / "a.txt", "text")
     first = opened(tmp_path / "a.txt", memory=tmp_path / "memory")
@@ -335,12 +337,24 @@ def test_a_damaged_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], 
     assert json.loads(file.read_text()) == whole
 
 
+def test_surveys_of_an_older_version_are_made_again(tmp_path: Path, surveyed: list[str]) -> None:
+    """Format 1 also has entries of files that had just been changed."""
+    write(tmp_path / "a.txt", "text")
+    opened(tmp_path / "a.txt", memory=tmp_path / "memory")
+    (file,) = (tmp_path / "memory").iterdir()
+    document = json.loads(file.read_text())
+    document["parts"]["a.txt"]["settled"] = False
+    file.write_text(json.dumps(document | {"format": 1}))
+    opened(tmp_path / "a.txt", memory=tmp_path / "memory")
+    assert surveyed == ["a.txt", "a.txt"]
+
+
 def test_faults_are_cached_but_a_broken_file_is_read_again(tmp_path: Path, surveyed: list[str]) -> None:
     write(tmp_path / "a.jsonl", '{"text": "one"}\n{')
     (tmp_path / "b.txt").write_bytes(b"\xff")
     first, again = (opened(f"{tmp_path}/*.*", 0.5, memory=tmp_path / "memory") for _ in range(2))
     assert "a.jsonl:2 is not JSON" in first.skipped
-    assert f"{tmp_path}/b.txt cannot be read" in first.skipped
+    assert f"{tmp_path}/b.txt is not UTF-8" in first.skipped
     assert again == first
     assert surveyed == ["a.jsonl", "b.txt", "b.txt"]
 

@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.data.test_tokens import write_corpus
 
+from leaven.data.pool import encode_in_order
 from leaven.data.shards import ShardedTokens
 from leaven.data.tokens import TokenSet, prepare
 from leaven.recipe.data import Data
@@ -83,6 +87,25 @@ def test_tokens_do_not_depend_on_shards_or_processes(
     assert calls[-1] == found.train_bytes + found.validation_bytes
     # A slice within a shard is the file itself.
     assert isinstance(found.train[:10].base, np.memmap)
+
+
+def test_each_batch_is_written_at_once(data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard is not held in memory."""
+    monkeypatch.setattr("leaven.data.shards.BATCH_CHARACTERS", 3_000)
+    held: list[weakref.ref[Any]] = []
+    most = 0
+
+    def watched(*arguments: Any) -> Iterator[Any]:
+        nonlocal most
+        for result in encode_in_order(*arguments):
+            held.append(weakref.ref(result[1][0].ids))
+            most = max(most, sum(ids() is not None for ids in held))
+            yield result
+
+    monkeypatch.setattr("leaven.data.shards.encode_in_order", watched)
+    prepare(data, 300, tmp_path)
+    assert len(held) > 20
+    assert most <= 3
 
 
 def truncated(path: Path) -> None:
@@ -323,6 +346,24 @@ def test_a_dead_child_process_keeps_finished_shards(
     assert before
     assert same(prepare(data, 300, tmp_path, processes=2), prepared)
     assert {path: finished(tmp_path)[path] for path in before} == before
+
+
+class Sleeper:
+    """An encoder that takes as many seconds as its batch says."""
+
+    def encode(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+
+def test_closing_ends_child_processes_at_once() -> None:
+    work: Any = iter([(0, 0.0), (1, 40.0), (2, 40.0), (3, 40.0)])
+    encoder: Any = Sleeper()
+    began = time.monotonic()
+    with closing(encode_in_order(encoder, work, 0, processes=2)) as results:
+        assert next(results) == (0, 0.0)
+        time.sleep(1)  # both processes have begun a batch
+    assert time.monotonic() - began < 30
 
 
 def test_one_of_several_processes_prepares_the_data(data: Data, prepared: TokenSet, tmp_path: Path) -> None:

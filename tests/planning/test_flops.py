@@ -30,6 +30,24 @@ def test_korthikanti_2022_table_5_mfu_within_0_2_points(
     assert 100 * done / (gpus * 312e12) == pytest.approx(mfu, abs=0.2)
 
 
+@pytest.mark.parametrize(("n_layers", "h", "a"), MEGATRON)
+def test_narayanan_2021_parameters_and_flops_with_full_recomputation(n_layers: int, h: int, a: int) -> None:
+    shape, s, v = gpt(n_layers, h, a), 2048, 51_200
+    equation_2 = 12 * n_layers * h**2 * (1 + 13 / (12 * h) + (v + s) / (12 * n_layers * h))
+    assert shape.params == pytest.approx(equation_2 + 2 * h, rel=1e-12)  # it leaves out the final norm
+    equation_3 = 96 * n_layers * h**2 * (1 + s / (6 * h) + v / (16 * n_layers * h))
+    assert hardware_flops_per_token(shape, "full") == pytest.approx(equation_3, rel=1e-12)
+
+
+def test_korthikanti_2022_counts_recomputed_attention_three_times() -> None:
+    """Table 5, 22B: HFU 43.7. The paper's equation has s/(3h), which is three forward passes of attention."""
+    shape = gpt(48, 6144, 64)
+    percent = 100 * 4 * 2048 / 1.10 / (8 * 312e12)
+    model, once = flops_per_token(shape), hardware_flops_per_token(shape, "selective")
+    assert percent * (model + 3 * (once - model)) == pytest.approx(43.7, abs=0.2)
+    assert percent * once == pytest.approx(42.2, abs=0.2)
+
+
 def test_torchtitan_convention_6n_plus_12lds() -> None:
     shape = LLAMA_8B
     embedding = shape.vocab_size * shape.d_model

@@ -40,6 +40,8 @@ def wide(d: int, n_layers: int = 4) -> dict[str, object]:
     [
         ("mt-nlg", 14_336, "0.00482"),  # BLOOM-176B
         ("mt-nlg", 20_480, "0.00403"),  # MT-NLG 530B
+        ("mt-nlg", 7_680, "0.006588"),  # BloombergGPT
+        ("mt-nlg", 768, "0.02083"),
         ("small-init", 11_600, "0.00587220219514703"),  # BigScience's 104B, second try
         ("small-init", 2_048, "0.01398"),  # TinyLlama
         ("wang", 768, "0.02282"),
@@ -48,6 +50,9 @@ def wide(d: int, n_layers: int = 4) -> dict[str, object]:
         ("fan-in", 2_048, "0.02210"),  # StarCoder
         ("openelm", 3_072, "0.018042"),  # OpenELM 3B
         ("mup", 256, "0.08000"),  # Cerebras-GPT's base
+        ("mup", 1_024, "0.04000"),
+        ("gpt2", 1_024, "0.02000"),
+        ("depth-scaled", 1_024, "0.02000"),
     ],
 )
 def test_published_stds(init: str, d: int, expected: str) -> None:

@@ -42,7 +42,6 @@ BLOCK_EPS = lambda a: L**-a / N  # noqa: E731
 # Not in the printed tables; the embedding's row, whose gradient theirs moves with.
 INPUT = dict.fromkeys((Role.EMBEDDING_NORM, Role.EMBEDDING_BIAS), (ONE, ONE, PER_N, 1, 1))
 HIDDEN = (PER_N, lambda a: L ** (a - 1) / N, BLOCK_EPS, N, 1)
-IN_BLOCK = (Role.HIDDEN_WEIGHT, Role.HIDDEN_BIAS, Role.HIDDEN_NORM, Role.QK_NORM)
 PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
     Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
     **INPUT,
@@ -58,15 +57,35 @@ PRINTED_COMPLETE_D_P = {  # arXiv 2512.22382, Table 1
 }
 ROWS = {
     "standard": {role: (ONE, ONE, ONE, 1, 1) for role in Role},
-    # Tensor Programs V, Table 3 (Adam), where biases and gains are like the embedding; eps and decay as in the muP
-    # column of Complete(d)P, Table 1.
-    "mup": PRINTED_COMPLETE_D_P
-    | dict.fromkeys((Role.HIDDEN_BIAS, Role.HIDDEN_NORM), (ONE, ONE, PER_N, 1, 1))
-    | {Role.HIDDEN_WEIGHT: (PER_N, PER_N, PER_N, N, 1), Role.QK_NORM: (ONE, ONE, ONE, 1, 1)},
-    # Dey et al. 2025, Table 1: only the rows inside a block change, and the unembedding's forward multiplier.
-    "completep": dict.fromkeys(Role, (ONE, ONE, ONE, 1, 1))
-    | {role: PRINTED_COMPLETE_D_P[role] for role in IN_BLOCK}
-    | dict.fromkeys((Role.UNEMBEDDING, Role.TIED_EMBEDDING), (ONE, ONE, ONE, 1, 1 / N)),
+    # Tensor Programs V, Table 3 (Adam); eps and decay as in the muP column of Table 1.
+    "mup": {
+        Role.EMBEDDING: (ONE, ONE, PER_N, 1, 1),
+        **INPUT,
+        Role.HIDDEN_WEIGHT: (PER_N, PER_N, PER_N, N, 1),
+        Role.HIDDEN_BIAS: (ONE, ONE, PER_N, 1, 1),
+        Role.HIDDEN_NORM: (ONE, ONE, PER_N, 1, 1),
+        Role.QK_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
+        Role.UNEMBEDDING: (lambda a: N**-2, PER_N, ONE, N, 1),
+        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
+        Role.TIED_EMBEDDING: (ONE, ONE, PER_N, 1, 1 / N),
+    },
+    # Dey et al. 2025, Table 1.
+    "completep": {
+        Role.EMBEDDING: (ONE, ONE, ONE, 1, 1),
+        Role.EMBEDDING_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.EMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
+        Role.HIDDEN_WEIGHT: HIDDEN,
+        Role.HIDDEN_BIAS: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
+        Role.HIDDEN_NORM: (ONE, BLOCK_LR, BLOCK_EPS, 1, 1),
+        Role.QK_NORM: (ONE, BLOCK_LR, lambda a: L**-a, 1, 1),
+        Role.FINAL_NORM: (ONE, ONE, ONE, 1, 1),
+        Role.FINAL_BIAS: (ONE, ONE, ONE, 1, 1),
+        Role.UNEMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
+        Role.UNEMBEDDING_BIAS: (ONE, ONE, ONE, 1, 1),
+        Role.TIED_EMBEDDING: (ONE, ONE, ONE, 1, 1 / N),
+    },
     # The printed table but for the eps of the final norm, which is 1 there ("Output weights/biases/norms").
     "complete-d-p": PRINTED_COMPLETE_D_P
     | {role: (ONE, ONE, PER_N, 1, 1) for role in (Role.FINAL_NORM, Role.FINAL_BIAS)},

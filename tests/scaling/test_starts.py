@@ -6,7 +6,7 @@ import pytest
 
 from leaven.recipe.init_std import COMPARED
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.describe import describe, starts
+from leaven.scaling.describe import ModuleStart, _nearest, describe, starts
 from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
@@ -39,3 +39,15 @@ def test_the_document_states_which_init_applies(tiny: Recipe) -> None:
         "0.02, embedding 1, outputs 0.02 / sqrt(2 (l + 1)), unembedding 1 / sqrt(d), "
         "a gated mlp.in 0.02 / sqrt(2 (l + 1))"
     )
+
+
+def test_the_nearest_init_is_the_one_with_the_smallest_mean_of_octaves() -> None:
+    """The distances are 0, 1 and 2 octaves from gpt2, and 3, 2 and 1 from the others. A std of 0 has no distance."""
+    stds = {name: [1.0] * 4 if name == "gpt2" else [8.0] * 4 for name in COMPARED}
+    found = [
+        ModuleStart(f"m{n}", "", std, {name: each[n] for name, each in stds.items()})
+        for n, std in enumerate([1.0, 2.0, 4.0, 0.0])
+    ]
+    first, second, *_ = _nearest(found)
+    assert first == {"init": "gpt2", "octaves": pytest.approx(1)}
+    assert second["octaves"] == pytest.approx(2)

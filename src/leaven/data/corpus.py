@@ -23,8 +23,9 @@ from leaven.recipe.errors import InputError
 
 VALIDATION_SHARE = 0.05
 
-FORMAT = 1
-"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`."""
+FORMAT = 2
+"""Version of the cached surveys. Increase it when the same content would give a different :class:`Survey`.
+Format 1 also has surveys of files that had just been changed, which cannot be trusted."""
 
 NAMED_FAULTS = 3
 SAVE_EVERY_SECONDS = 30.0

@@ -68,11 +68,11 @@ class File:
             InputError: if a package is missing.
         """
         try:
-            if self.path.suffix == ".parquet":
+            if self.path.name.endswith(".parquet"):
                 yield from _parquet_rows(self.path, self.text)
             elif self.path.suffix == ".py":  # the standard library, where invalid UTF-8 cannot be repaired
                 yield TextRow("", self.path.read_bytes().decode("utf-8-sig", errors="replace"))
-            elif self.path.suffix == ".txt":
+            elif self.path.name.endswith(".txt"):  # a file named exactly .txt has no suffix
                 yield TextRow("", self.path.read_bytes().decode("utf-8-sig"))
             else:
                 with _open_lines(self.path) as lines:
@@ -82,8 +82,11 @@ class File:
         except InputError:
             raise
         except (OSError, EOFError, zlib.error, ValueError, NotImplementedError) as error:
+            if isinstance(error, UnicodeDecodeError) and self.path.name.endswith(".txt"):
+                raise BrokenFile(f"is not UTF-8 ({error})") from None
             reason = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
-            raise BrokenFile(f"cannot be read to its end ({reason})") from None
+            advice = "; write it again or leave it out" if self.path.name.endswith(".parquet") else ""
+            raise BrokenFile(f"cannot be read to its end ({reason}){advice}") from None
 
 
 def _open_lines(path: Path) -> Any:
@@ -99,6 +102,8 @@ def _open_lines(path: Path) -> Any:
 def _json_row(place: str, line: bytes, text: str) -> TextRow:
     try:
         row = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return TextRow(place, fault=f"is not UTF-8 ({error})")
     except (ValueError, RecursionError) as error:
         return TextRow(place, fault=f"is not JSON ({error}); write one JSON object per line")
     found = row.get(text, row) if isinstance(row, dict) else row

@@ -9,7 +9,7 @@ is unfinished.
 import json
 import os
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from itertools import groupby
@@ -151,23 +151,24 @@ def _build(folder: Path, corpus: Corpus, encoder: Encoder, meter: Meter, process
 
     with closing(encode_in_order(encoder, missing(), corpus.n_bytes, processes)) as results:
         for shard, done in groupby(results, key=lambda result: result[0]):
-            batches = []
-            for _, sides in done:
-                batches.append(sides)
-                meter.advance(sum(encoded.bytes for encoded in sides))
-            record = {}
-            for split, parts in zip(SPLITS, zip(*batches, strict=True), strict=True):
-                checksum = blake2b(digest_size=16)
-                with storage.replacing(_file(folder, split, shard)) as file:
-                    for part in parts:
-                        file.write(part.ids.data)
-                        checksum.update(part.ids.data)
-                record[split] = ShardFile(
-                    tokens=sum(len(part.ids) for part in parts),
-                    documents=sum(part.documents for part in parts),
-                    bytes=sum(part.bytes for part in parts),
-                    blake2b=checksum.hexdigest(),
-                )
+            record = dict.fromkeys(SPLITS, ShardFile(0, 0, 0, ""))
+            with ExitStack() as stack:
+                files = {
+                    split: stack.enter_context(storage.replacing(_file(folder, split, shard))) for split in SPLITS
+                }
+                checksums = {split: blake2b(digest_size=16) for split in SPLITS}
+                for _, sides in done:
+                    for split, encoded in zip(SPLITS, sides, strict=True):
+                        files[split].write(encoded.ids.data)
+                        checksums[split].update(encoded.ids.data)
+                        sums = record[split]
+                        record[split] = ShardFile(
+                            tokens=sums.tokens + len(encoded.ids),
+                            documents=sums.documents + encoded.documents,
+                            bytes=sums.bytes + encoded.bytes,
+                            blake2b=checksums[split].hexdigest(),
+                        )
+                    meter.advance(sum(encoded.bytes for encoded in sides))
             records[shard] = record
             line = {"shard": shard} | {split: asdict(record[split]) for split in SPLITS}
             storage.append_json(folder / "shards.jsonl", line, sync=True)

@@ -85,6 +85,8 @@ class ShardedModel:
                     self.held.append(Held(table[name], piece, parameter, leaf))
         place = {row.name: number for number, row in enumerate(table.rows)}
         self.held.sort(key=lambda held: place[held.row.name])
+        # A rank with both ends of the pipeline would have a tied embedding twice.
+        assert len({held.row.name for held in self.held}) == len(self.held)
         if device.type != "meta":  # meta tensors have no values
             initialise_pieces(self.pieces, table, seed)
         self.rows = [held.row for held in self.held]

@@ -26,9 +26,10 @@ def build_model(
         multipliers = {row.name: row.multiplier for row in table.rows}
         model = Transformer(shape, multipliers, table.attention_scale)
     model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        row = table[name]
-        fill(parameter, name, row.init_mean, row.init_std, seed)
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == multipliers.keys(), "the model and the table have different parameters"
+    for row in table.rows:
+        fill(parameters[row.name], row.name, row.init_mean, row.init_std, seed)
     return model
 
 
