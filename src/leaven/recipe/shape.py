@@ -195,8 +195,8 @@ class ModelShape(Part):
     ) -> "ModelShape":
         """Return this shape at another width and depth.
 
-        ``d_ff``, ``d_head`` and ``n_kv_heads`` replace the kept values: the same head dimension, d_ff / d_model and
-        query heads per key-value head. d_attention / d_model is always kept.
+        The head dimension, d_ff / d_model and the number of query heads per key-value head are kept, unless
+        ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model is always kept.
 
         Raises:
             ValueError: if the width is not a multiple of the head dimension, or if a size is not a whole number.

@@ -287,8 +287,8 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
-    """Return the first token count of ``there`` in each interval of ``every_tokens`` tokens. Intervals are numbered
-    from 0, and only those with a number above ``last`` count."""
+    """Return the lowest of the token counts ``there`` (in ascending order) in each interval of ``every_tokens``
+    tokens. Intervals are numbered from 0, and intervals numbered ``last`` or lower are left out."""
     found = []
     for tokens in there:
         if tokens // every_tokens > last:

@@ -82,9 +82,9 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the row of the loss that doubling the batch costs at the base's best lr.
+    """Return the table row that says how much doubling the batch raises the loss, at the base's best lr.
 
-    The loss is divided by the loss that doubling the tokens gains, so its unit is octaves of tokens.
+    The rise is divided by the drop of the loss from doubling the tokens, so its unit is octaves of tokens.
     """
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)

@@ -131,7 +131,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's constants for the memory of leaven's trainer, without memory outside of tensors."""
+    """Return the planner's memory constants of leaven's trainer for tensors only: constants of other memory are 0."""
     code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
     return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
 

@@ -80,7 +80,8 @@ class StudyView(StudyDocument):
 
     @property
     def unjudged(self) -> bool:
-        """Whether the best point was run only once, so that its loss is lower than other seeds would give."""
+        """Whether the best point was run only once. Its loss is then probably too low, because it was chosen for its
+        low loss."""
         return self.best is not None and not self.best.fresh and self.best.runs == 1
 
     @property

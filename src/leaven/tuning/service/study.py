@@ -437,7 +437,8 @@ class Study:
 
 
 def write_results(out: Path, space: Space, state: StudyDocument) -> None:
-    """Write study.json. If there is a best point, write best.toml, and fewest.toml if its point differs."""
+    """Write study.json. If there is a best point, also write its recipe to best.toml. If another point is as good
+    within the noise and changes fewer values, write its recipe to fewest.toml."""
     write_text(out / "study.json", state.model_dump_json(indent=2) + "\n")
     if state.best is None:
         return
