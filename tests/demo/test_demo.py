@@ -167,5 +167,5 @@ def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(tmp_path: Path)
     os.killpg(process.pid, signal.SIGCONT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "run it again to resume" in errors
+    assert "run the same command again to resume" in errors
     assert "Traceback" not in errors
