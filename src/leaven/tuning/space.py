@@ -181,8 +181,8 @@ class Space:
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> "Space":
         """Return the space with this prior knowledge: expected optima by path, and earlier trials (:class:`Axes`)."""
-        told = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
-        return replace(self, dimensions=told, earlier=earlier)
+        informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
+        return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> "Space":
         """Return the space limited to the box in which a search begins. A grid search cannot extend this box."""

@@ -127,8 +127,8 @@ def run_screen(run: PublishedRun) -> Iterator[RenderableType]:
         yield Facts(facts, 4 + max(map(len, flat)))
     for event in run.instabilities:
         yield from _sources("instability", event)
-        told = (("what", event.what), ("action", event.action), ("outcome", event.outcome))
-        yield Facts([(f"  {label}", [text]) for label, text in told if text], 11)
+        lines = (("what", event.what), ("action", event.action), ("outcome", event.outcome))
+        yield Facts([(f"  {label}", [text]) for label, text in lines if text], 11)
     if run.notes:
         yield ""
         yield Facts([("-", [note]) for note in run.notes], 2)
