@@ -11,7 +11,7 @@ import pytest
 from tests.cli.conftest import Verb
 
 import leaven
-from leaven.cli import EXTRAS
+from leaven.cli import EXTRAS, usage_message
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -90,3 +90,13 @@ def test_a_misspelt_verb_or_option_names_the_nearest(run_verb: Verb, words: str,
     code, out, err = run_verb(*words.split())
     assert (code, out) == (2, "")
     assert " ".join(err.split()) == f"error: {line}"
+
+
+def test_a_suggestion_is_printed_once_if_typer_and_click_both_make_it() -> None:
+    class UsageError(Exception):
+        message = "No such command 'shwo'. Did you mean 'show'?"
+
+        def format_message(self) -> str:
+            return f"{self.message} Did you mean 'show'?"
+
+    assert usage_message(UsageError()) == "no such command 'shwo'. Did you mean 'show'?"

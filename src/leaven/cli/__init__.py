@@ -181,7 +181,8 @@ def usage_message(error: Any) -> str | None:
         return None
     context: Any = getattr(error, "ctx", None)
     param: Any = getattr(error, "param", None)
-    message = error.format_message().strip()
+    # Some versions of typer and click both suggest a name: typer in `message`, click again in `format_message`.
+    message = (error.message if "Did you mean" in error.message else error.format_message()).strip()
     if param is not None and message.startswith("Missing"):
         required = [(param.opts[0], param.metavar) for param in context.command.params if param.required]
         words = [f"{name} {value}" if name.startswith("-") else value for name, value in required]
