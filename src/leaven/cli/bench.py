@@ -72,7 +72,7 @@ def bench(
             raise InputError(f"--noise-from {noise_from}: the folder has no metrics.jsonl; give the folder of a run")
         fit = fit_noise([(line["tokens"], line["noise_scale"]) for line in lines if line.get("noise_scale")])
         ramp = noise_ramp(loaded, fit, noise_multiple)
-        following = next_commands.after_bench(recipe, [*(overrides or ()), *ramp.set]) if ramp.set else []
+        following = [next_commands.launch(recipe, [*(overrides or ()), *ramp.set])] if ramp.set else []
         print_document(ramp, ramp_screen(ramp, loaded.data.tokens), json_output, following)
         return
 
@@ -95,7 +95,8 @@ def bench(
         interrupted = stop()
     if document.rows or json_output:
         best = document.choose
-        following = next_commands.after_bench(recipe, [f"batch.micro_batch={best.micro_batch}"]) if best else []
+        sets = [*(overrides or ()), f"batch.micro_batch={best.micro_batch}"] if best else []
+        following = [next_commands.launch(recipe, sets)] if sets else []
         print_document(document, bench_screen(document, loaded.model.seq_len, share), json_output, following)
     if interrupted:
         exit_interrupted(

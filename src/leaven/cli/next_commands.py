@@ -84,7 +84,7 @@ def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequen
     first = []
     if not overrides and (proxy := _proxy_to_tune(path)):
         path, first = beside(path, TUNED), _tune_and_transfer(path, proxy, recipe)
-    return [*first, _launch(path, [*overrides, *changes], how.layout.ranks, found.cluster.accelerator.node_size)]
+    return [*first, launch(path, [*overrides, *changes], how.layout.ranks, found.cluster.accelerator.node_size)]
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
@@ -114,11 +114,6 @@ def after_train(run: Path, recipe: Recipe) -> list[str]:
         folder = _free(parent / f"{run.resolve().name}-huggingface")
         commands.append(_line("export", "weights", run, folder, "--to", "huggingface"))
     return commands
-
-
-def after_bench(path: Path, settings: Sequence[str]) -> list[str]:
-    """Return the command after ``bench``: train with ``settings``, the proposed micro-batch or batch ramp."""
-    return [_launch(path, settings)]
 
 
 def after_export_weights(folder: Path) -> list[str]:
@@ -186,7 +181,7 @@ def _tune_and_transfer(path: Path, proxy: Recipe, target: Recipe) -> list[str]:
 def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Cluster | None = None) -> list[str]:
     """Return the command that trains a recipe, or plans it on a cluster if it is too large for this machine."""
     if trainable_here(recipe):
-        return [_launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
+        return [launch(path, sets, recipe.layout.ranks, gpus_here() or recipe.layout.ranks)]
     return [_line("plan", path, "--gpus", cluster or cluster_for(recipe), sets=sets)]
 
 
@@ -201,7 +196,8 @@ def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("lea
     return shlex.join([*start, *map(str, words), *options])
 
 
-def _launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
+def launch(path: Path, sets: Sequence[str], ranks: int = 1, node_size: int = 1) -> str:
+    """Return the command that trains a recipe with the values ``sets``, with torchrun if there are several ranks."""
     run = _free(Path("runs", path.stem))
     if ranks == 1:
         return _line("train", path, "--run", run, sets=sets)
