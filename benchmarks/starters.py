@@ -32,8 +32,8 @@ def printed(name: str, params: str, tokens: str, lead: str | None = None) -> str
     with patch.object(next_commands, "trainable_here", lambda recipe: recipe.model.params < SMALL):
         following = next_commands.after_new(Path(f"{name}.toml"), started.proxy, started.target)
     console = Console(file=out, width=100, highlight=False, markup=False, soft_wrap=True)
-    document = started.document(Path(f"{name}.toml"), Path(f"{name}-proxy.toml"), following)
-    for part in (*derived(document), *next_lines(document.next)):
+    document = started.document(Path(f"{name}.toml"), Path(f"{name}-proxy.toml"))
+    for part in (*derived(document), *next_lines(following)):
         console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 

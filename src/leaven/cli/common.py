@@ -175,17 +175,17 @@ def print_document(
     json_output: bool,
     following: Sequence[str] = (),
 ) -> None:
-    """Print a document as JSON, or as text: its ``screen``, and then the commands to type next.
+    """Print a document as JSON, or as text: its ``screen``, and then the commands to type next, ``following``.
 
-    ``following`` replaces the document's commands to type next. In JSON, infinite numbers and NaN are null.
+    In JSON, these commands are the document's key ``next``, and infinite numbers and NaN are null.
     """
-    if following and isinstance(document, Document):
-        document = document.model_copy(update={"next": list(following)})
     if json_output:
-        data = document.dump() if isinstance(document, Document) else [each.dump() for each in document]
+        data: Any = [each.dump() for each in document] if isinstance(document, Sequence) else document.dump()
+        if following:
+            data["next"] = list(following)
         typer.echo(json.dumps(finite(data), indent=2, ensure_ascii=False))
         return
-    for part in chain(screen, next_lines(getattr(document, "next", ()))):
+    for part in chain(screen, next_lines(following)):
         console.print(part)
 
 

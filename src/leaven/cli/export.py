@@ -79,9 +79,9 @@ def weights(
         path=str(folder),
         architecture=architecture.name,
         tokens=loaded.tokens,
-        next=next_commands.after_export_weights(folder),
     )
-    print_document(document, exported_weights(document, loaded.recipe.model.params, dtype), json_output)
+    screen = exported_weights(document, loaded.recipe.model.params, dtype)
+    print_document(document, screen, json_output, next_commands.after_export_weights(folder))
 
 
 @app.command()
@@ -131,6 +131,5 @@ def config(
         )
     write(export, path)
     lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
-    following = next_commands.after_export_config(to, path)
-    document = ConfigDocument(path=str(path), lost=lost, notes=export.notes, next=following)
-    print_document(document, exported_config(document), json_output)
+    document = ConfigDocument(path=str(path), lost=lost, notes=export.notes)
+    print_document(document, exported_config(document), json_output, next_commands.after_export_config(to, path))

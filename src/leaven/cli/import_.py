@@ -58,11 +58,11 @@ def config(
         unknown=found.unknown,
         unread=found.unread,
         recipe=found.recipe.model_dump(mode="json"),
-        next=next_commands.after_writing(output, found.recipe, found.recipe.name),
     )
     if output is not None or json_output:
         screen = [] if output is None else [wrote(output, found.recipe)]
-        print_document(document, screen, json_output)
+        following = next_commands.after_writing(output, found.recipe, found.recipe.name)
+        print_document(document, screen, json_output, following)
     else:
         typer.echo(render(found.recipe), nl=False)  # so that `> OUT.toml` writes a valid recipe
     if not json_output:

@@ -146,8 +146,8 @@ def new(
     if fit is not None:
         first = next_commands.plan_of_new(output, cluster)
         following = [first, *(each for each in following if each != first)]
-    document = started.document(output, proxy_output, following).model_copy(update={"fit": fit})
-    print_document(document, derived(document, files), json_output)
+    document = started.document(output, proxy_output).model_copy(update={"fit": fit})
+    print_document(document, derived(document, files), json_output, following)
 
 
 def _require_no_proxy(path: Path) -> None:
@@ -167,6 +167,6 @@ def _adopt(output: Path, name: str, weights: Path, tokens: int | None, source: s
         architecture=plain.architecture.name,
         params=recipe.model.params,
         tokens=recipe.data.tokens,
-        next=next_commands.after_new(output, None, recipe),
     )
-    print_document(document, adopted(output, recipe, weights, document.architecture), json_output)
+    screen = adopted(output, recipe, weights, document.architecture)
+    print_document(document, screen, json_output, next_commands.after_new(output, None, recipe))

@@ -188,10 +188,9 @@ def check(
         passed=passed,
         checks=[check.name for check in CHECKS],
         findings=found,
-        next=following,
     )
     chosen = set(read.why) - {override.partition("=")[0].strip() for override in overrides or ()}
-    print_document(document, findings_screen(document, console.width, chosen), json_output)
+    print_document(document, findings_screen(document, console.width, chosen), json_output, following)
     if not passed:
         raise typer.Exit(1)
 

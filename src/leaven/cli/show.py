@@ -38,16 +38,12 @@ def show(
         raise InputError("RECIPE is missing; type: leaven show RECIPE, or leaven show --rule NAME")
     loaded = load_recipe(recipe, overrides)
     found = warnings(loaded)
-    shown = resolved(loaded, found, next_commands.after_show(recipe, overrides or ()))
-    print_document(shown, recipe_screen(shown), json_output)
+    shown = resolved(loaded, found)
+    print_document(shown, recipe_screen(shown), json_output, next_commands.after_show(recipe, overrides or ()))
 
 
-def resolved(
-    recipe: Recipe, found: list[Caution], following: list[str], worth: Sequence[WorthRow] = ()
-) -> ShowDocument:
+def resolved(recipe: Recipe, found: list[Caution], worth: Sequence[WorthRow] = ()) -> ShowDocument:
     """Return the document of a recipe's resolved values, and print the warnings ``found`` on standard error."""
     warn(each.message for each in found)
     cautions = [asdict(each) for each in found]
-    return ShowDocument(
-        **describe(recipe, flops_per_token(recipe.model)), warnings=cautions, worth=list(worth), next=following
-    )
+    return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, worth=list(worth))

@@ -93,6 +93,7 @@ def transfer(
     found = [*dropped(before, big), *warnings(big)]
     if output is not None:
         write_recipe(big, output, template=read_text(like or recipe))
-    shown = resolved(big, found, next_commands.after_writing(output, big, f"{big.name}-big"), worth_at(recipe, big))
+    shown = resolved(big, found, worth_at(recipe, big))
     wrote = [f"wrote {output}"] if output is not None else []
-    print_document(shown, chain(transfer_screen(shown), wrote), json_output)
+    following = next_commands.after_writing(output, big, f"{big.name}-big")
+    print_document(shown, chain(transfer_screen(shown), wrote), json_output, following)

@@ -157,9 +157,9 @@ def tune(
     except StoreGone as gone:
         exit_interrupted(str(gone))
     following = next_commands.after_tune(recipe, folder) if state.best is not None and not interrupted else []
-    document = state.summary(folder / "best.toml", following)
+    document = state.summary(folder / "best.toml")
     if json_output or following:
-        print_document(document, answer_screen(state, folder, trials), json_output)
+        print_document(document, answer_screen(state, folder, trials), json_output, following)
     if interrupted:
         exit_interrupted(f"stopped after {document.trials} trials; run the same command again to resume")
     if state.best is None:

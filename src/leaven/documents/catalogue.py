@@ -86,7 +86,7 @@ class RecipeCheck(Document, schema="recipe-check/1"):
     passed: bool  # whether all findings are notes
     checks: list[str]  # names of all checks
     findings: list[FindingRow]  # values farthest outside the range come first
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class BeyondRange(Entry):

@@ -170,7 +170,7 @@ class PlanDocument(Document, schema="plan/1"):
     cautions: list[str]
     calibration: CalibrationRow | None  # all times in this document include the calibration
     explain: Explanation | None = None  # answer to --explain
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class FittingSize(Entry):
@@ -206,7 +206,7 @@ class BudgetDocument(Document, schema="budget/1"):
     flops_convention: str
     rows: list[FittingSize]  # from the largest model to the smallest
     refused: list[RefusedRow]  # laws for which no model size fits
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class DerivationRow(Entry):
@@ -263,7 +263,7 @@ class NewRecipe(Document, schema="new/1"):
     tuning: str  # cost of tuning, and whether tuning is worth this cost
     compared: list[ComparedRow]  # values compared with published runs
     fit: TimeFit | None = None  # null without --time
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class AdoptedRecipe(Document, schema="new-from-weights/1"):
@@ -273,7 +273,7 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
     architecture: str
     params: int
     tokens: int
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class NoiseFitRow(Entry):
@@ -297,7 +297,7 @@ class RampDocument(Document, schema="ramp/1"):
     steps: int  # optimizer steps with this ramp
     full_steps: int  # optimizer steps without a ramp
     why: str  # why this ramp is proposed, or why no ramp is proposed
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class BenchSpeed(Entry):

@@ -60,7 +60,7 @@ class ShowDocument(Document, schema="show/1"):
     parameters: list[ParameterValues]
     warnings: list[CautionRow]
     worth: list[WorthRow] = []  # if the answer of a study was transferred: what its gain is worth for this recipe
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class CellRow(Entry):
@@ -102,7 +102,7 @@ class TuneDocument(Document, schema="tune/1"):
     trials: int  # number of trials that have ended
     failed: int  # number of trials that diverged or failed
     noise_floor: float | None  # standard deviation of the loss between seeds, nats
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class TrainDocument(Document, schema="train/1"):
@@ -146,7 +146,7 @@ class WeightsDocument(Document, schema="export-weights/1"):
     path: str
     architecture: str
     tokens: int  # tokens that the checkpoint was trained on
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class LossRow(Entry):
@@ -163,7 +163,7 @@ class ConfigDocument(Document, schema="export-config/1"):
     path: str
     lost: list[LossRow]  # values that the target cannot express
     notes: list[str]
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class ImportDocument(Document, schema="import-config/1"):
@@ -173,7 +173,7 @@ class ImportDocument(Document, schema="import-config/1"):
     unknown: list[str]  # values of the recipe that FILE does not contain
     unread: list[str]  # settings in FILE that a recipe cannot contain
     recipe: dict[str, Any]
-    next: list[str]  # commands to type next
+    next: list[str] = []  # commands to type next
 
 
 class ServeDocument(Document, schema="serve/1"):

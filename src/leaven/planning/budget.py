@@ -98,7 +98,6 @@ def budget(text: str, *, mfu: float | None = None, price: Price | None = None) -
         flops_convention=CONVENTION,
         rows=rows,
         refused=refused,
-        next=[],
     )
 
 

@@ -103,5 +103,4 @@ def noise_ramp(recipe: Recipe, fit: NoiseFit, multiple: float) -> RampDocument:
         steps=steps,
         full_steps=full_steps,
         why=why,
-        next=[],
     )

@@ -202,7 +202,6 @@ class ClusterPlan:
             cautions=list(self.cautions),
             calibration=self.calibration,
             explain=None if asked is None else explain(self.exploration, self.chosen, asked),
-            next=[],
         )
 
 

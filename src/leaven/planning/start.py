@@ -44,8 +44,8 @@ class StarterRecipes:
     def target(self) -> Recipe:
         return self.derivation.recipe
 
-    def document(self, path: Path, proxy_path: Path, next: list[str]) -> NewRecipe:
-        """Return the document of ``leaven new``; ``next`` are the commands to run next."""
+    def document(self, path: Path, proxy_path: Path) -> NewRecipe:
+        """Return the document of ``leaven new``."""
         tuning, target = self.derivation.tuning, self.target
         proxy = tuning.proxy
         return NewRecipe(
@@ -66,7 +66,6 @@ class StarterRecipes:
             ),
             tuning=tuning.reason,
             compared=list(self.compared),
-            next=next,
         )
 
 

@@ -212,7 +212,7 @@ class StudyDocument(Answer):
         """The number of trials that have ended, as ``leaven tune --trials`` counts them."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
-    def summary(self, recipe: Path, following: Sequence[str] = ()) -> TuneDocument:
+    def summary(self, recipe: Path) -> TuneDocument:
         """Return the document that ``leaven tune --json`` prints. ``recipe`` is the file of the best recipe."""
         best = self.best
         return TuneDocument(
@@ -221,7 +221,6 @@ class StudyDocument(Answer):
             trials=self.ended,
             failed=sum(trial.state in {"diverged", "failed"} for trial in self.trials),
             noise_floor=self.noise_floor,
-            next=list(following),
         )
 
     @model_validator(mode="before")
