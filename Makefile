@@ -25,7 +25,7 @@ package:
 
 # The processor time of verbs that need no torch, as a ratio to the packages that all of them import.
 start-up: .venv/installed
-	$(BIN)/python benchmarks/start_up.py
+	$(BIN)/python benchmarks/start_up.py --check
 
 kills: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m kills
