@@ -42,7 +42,7 @@ SourceOption = Annotated[
     typer.Option(
         metavar="TEXT",
         help="For module:factory: the text to train on, written as data.source in a recipe, or the word made-up for "
-        "random tokens.",
+        "synthetic text.",
         show_default="python-stdlib",
     ),
 ]
