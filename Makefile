@@ -1,5 +1,4 @@
-# `make demo`: the loss over the learning rate at four widths, in five minutes on two slow cores. `make test`: the tests.
-# CI runs them, `make kills` and what else .ci/run names. None takes input.
+# `make demo` takes about five minutes on two slow cores; `make test` runs the tests. .ci/run lists what CI runs. No target takes input.
 .PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets docs docs-starters docs-plan docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
@@ -8,7 +7,7 @@ BIN := .venv/bin
 demo: .venv/installed
 	@$(BIN)/leaven demo
 
-# The same with fewer widths, in a minute, into a folder that is removed.
+# The demo with fewer widths, which takes a minute. Its folder is removed.
 demo-quick: .venv/installed
 	@folder=$$(mktemp -d) && $(BIN)/leaven demo --quick --run $$folder/demo; status=$$?; rm -rf $$folder; exit $$status
 
@@ -19,11 +18,11 @@ test: .venv/installed
 	$(BIN)/lint-imports --no-cache
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not slow and not kills"
 
-# Wheel and source distribution, built, installed into empty environments and used there, without and with `[train]`.
+# Build wheel and source distribution, install them into empty environments, and use them there, without and with `[train]`.
 package:
 	PYTHON=$(PYTHON) .ci/package
 
-# The processor time of verbs that need no torch, as a ratio to the packages that all of them import.
+# Check the processor time of commands that need no torch, relative to that of the packages which all of them import.
 start-up: .venv/installed
 	$(BIN)/python benchmarks/start_up.py --check
 
@@ -37,7 +36,7 @@ notebooks: .venv/installed
 test-slow: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow
 
-# Another torch than the one in constraints.txt, once a release with the oldest and the newest: make test-torch TORCH=2.11.0,
+# Test with another torch than the one in constraints.txt. Before a release: make test-torch TORCH=2.11.0 (the oldest) and
 # make test-torch TORCH=newest
 TORCH ?= 2.11.0
 test-torch:
@@ -45,8 +44,8 @@ test-torch:
 	@.venv-torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check torch$(if $(filter newest,$(TORCH)),,==$(TORCH)) -e '.[train,dev]'
 	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/pytest -m "not slow and not kills" tests/model tests/distributed
 
-# The targets of `leaven export config` with their own parsers. litgpt asks for an older huggingface-hub than transformers
-# does, which comes second and wins; litgpt's parser does not mind.
+# Read exported configurations with the parsers of the target codes. litgpt asks for an older huggingface-hub than transformers, which
+# is installed second and wins; litgpt's parser works with it.
 TARGETS := litgpt==0.5.13 jsonargparse deepspeed==0.19.8 torchtitan==0.3.0 triton megatron-core==0.16.1 accelerate
 test-targets: .venv-targets/installed
 	OMP_NUM_THREADS=1 .venv-targets/bin/pytest tests/interop/configs
@@ -64,20 +63,20 @@ test-targets: .venv-targets/installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
 	@touch $@
 
-# The site, into build/site. A broken link or an unlisted page fails.
+# Build the site into build/site. A broken link or an unlisted page is an error.
 docs: .venv/installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# What docs/how-to/starters.md quotes of `leaven new`, as it is now.
+# Update the output of `leaven new` in docs/how-to/starters.md.
 docs-starters: .venv/installed
 	$(BIN)/python benchmarks/starters.py
 
-# What docs/reference/overview.md and docs/concepts/planning.md quote of `leaven plan`, as it is now.
+# Update the output of `leaven plan` in docs/reference/overview.md and docs/concepts/planning.md.
 docs-plan: .venv/installed
 	$(BIN)/python benchmarks/quoted.py
 
-# The table and the picture of docs/evidence/planner-accuracy.md.
+# Update the table and the chart of docs/evidence/planner-accuracy.md.
 docs-accuracy: .venv/installed
 	$(BIN)/python benchmarks/planner_accuracy.py --page; test $$? -lt 2
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# A run on four nodes of eight GPUs: one torchrun a node, which starts the processes again if one dies. When the time is
-# nearly up SLURM sends SIGTERM, the run saves a checkpoint, and the same script submitted again goes on from there.
+# A run on four nodes with eight GPUs each: one torchrun per node, which starts the processes again if one dies. When the
+# time is nearly up, SLURM sends SIGTERM and the run saves a checkpoint. Submit the same script again to resume.
 #SBATCH --job-name=wheat
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
