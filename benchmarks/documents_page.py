@@ -17,9 +17,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "documents.md"
 HEAD = """\
 # Documents
 
-With `--json` every command prints one JSON document, or a list of documents, and nothing else on standard output. `schema`
-names the document and its version. Keys may be added, but are never renamed or removed; the version changes when the
-meaning of a key changes. A number that is not finite is `null`. `python benchmarks/documents_page.py` writes this page.
+With `--json` every command prints one JSON document, or a list of documents, and nothing else on standard output.
+`schema` names the document and its version. Keys may be added, but are never renamed or removed; the version changes
+when the meaning of a key changes. A number that is not finite is `null`. `python benchmarks/documents_page.py` writes
+this page.
 """
 _FIELD = re.compile(r"^    (?P<name>\w+): (?P<type>[^#=]+?)(?: = (?P<default>[^#]*?))?(?:  # (?P<comment>.*))?$")
 

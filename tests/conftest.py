@@ -1,4 +1,4 @@
-"""What the tests share: small recipes, a small corpus, and a cache that is theirs alone."""
+"""Fixtures for all tests: small recipes, a small corpus, and a cache of their own."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Two workers on two cores: more threads than that cost a factor of ten.
+# With two pytest workers on two cores, more threads would make the tests ten times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 
-# How long an example takes says how busy the machine is, and nothing of the code.
+# The time of an example depends on how busy the machine is, so it has no limit.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
@@ -67,13 +67,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("LEAVEN_CACHE")
-    os.environ["LEAVEN_CACHE"] = str(folder)
-    yield folder
-    if before is None:
-        del os.environ["LEAVEN_CACHE"]
-    else:
-        os.environ["LEAVEN_CACHE"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEAVEN_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture
@@ -88,7 +84,7 @@ def tiny(tiny_text: str) -> Recipe:
 
 @pytest.fixture(scope="session")
 def scaled_run(corpus: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run in bf16 with two checkpoints, at twice the width and depth of its base; not to be changed."""
+    """A finished run in bf16 with two checkpoints, at twice the width and depth of its base. Do not change it."""
     from leaven.data.tokens import prepare
     from leaven.training.trainer import train
 
@@ -114,8 +110,8 @@ def tiny_file(tiny_text: str, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials train in threads, because starting a process takes seconds; one at a time, because files that are being
-    written have the number of their process in their names."""
+    """Train trials in this process, because starting a process takes seconds. Only one trains at a time, because the
+    names of temporary files contain the process id."""
     one_at_a_time = Lock()
 
     class Pool(nullcontext[Any]):

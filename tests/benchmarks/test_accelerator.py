@@ -1,4 +1,4 @@
-"""Every part runs without an accelerator, and kernels are summed as they overlap."""
+"""Every part runs without an accelerator, and time in which kernels overlap counts once."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ def test_tiny(tmp_path: Path) -> None:
     assert not any(row.get("trainer_has_group") for row in rows["layouts"].values())
 
 
-def test_kernels_are_summed_as_they_overlap() -> None:
+def test_time_in_which_kernels_overlap_counts_once() -> None:
     kernels = [("nvjet_tst", 0.0, 400.0), ("Memcpy DtoD", 300.0, 200.0), ("flash_fwd", 600.0, 300.0)]
     found = by_kernel([*kernels, ("nvjet_tst", 900.0, 100.0)], [0.0005, 0.0005], plain=0.0005)
     assert found["busy_ms"] == pytest.approx(0.45)  # 0 to 500 and 600 to 1,000 microseconds, over two steps

@@ -1,6 +1,6 @@
-"""What the planner says of a step's memory against every byte that a step takes, in one process.
+"""The planned memory of a step against all memory that a step takes, in one process.
 
-All layouts: `python -m benchmarks.memory`.
+For all layouts: `python -m benchmarks.memory`.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""How benchmarks/planner_accuracy.py reads tables that it has never seen."""
+"""benchmarks/planner_accuracy.py reads tables of other forms, and finds planted errors in them."""
 
 import json
 from pathlib import Path

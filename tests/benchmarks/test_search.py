@@ -1,7 +1,4 @@
-"""The benchmark of search methods, and that its landscapes are what they say.
-
-The table: `python -m benchmarks.search`.
-"""
+"""The benchmarks of search methods: the properties of their test functions, and a small comparison."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The second trainer of the benchmarks, a stack of trials, against leaven's engine."""
+"""The stack of trials in benchmarks/tuning gives the losses of leaven's engine."""
 
 import pytest
 from benchmarks.tuning.proof import GROUPS, SEEDS, Run, runs_of, speed_up, table

@@ -1,4 +1,4 @@
-"""The benchmark runs, its arms have one shape, and it says which peer is not installed."""
+"""The benchmark runs, all libraries train a model of the same shape, and it names those that are not installed."""
 
 import json
 import subprocess

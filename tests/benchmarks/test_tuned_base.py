@@ -1,4 +1,4 @@
-"""The catalogue's own base is what its log says, and no published run."""
+"""The run that leaven tuned itself agrees with its log, and does not count as a published run."""
 
 import tomllib
 

@@ -1,4 +1,4 @@
-"""Run a verb as a user does."""
+"""Run a command line as a user does."""
 
 import json
 import os
@@ -16,7 +16,7 @@ Verb = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Verb:
-    """Exit code, standard output and standard error of a command line."""
+    """A function that runs a command line and returns its exit code, standard output and standard error."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
@@ -29,7 +29,7 @@ def leaven(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def document(result: tuple[int, str, str]) -> Any:
-    """The JSON document that a verb printed, and nothing else."""
+    """Return the JSON document that a command printed. Fails if it printed anything else."""
     code, out, _ = result
     assert code == 0
     return json.loads(out)

@@ -1,4 +1,4 @@
-"""Every document is written down, and is what the verbs print."""
+"""Every document is described in docs, and commands print what is described."""
 
 import json
 from pathlib import Path

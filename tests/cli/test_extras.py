@@ -1,4 +1,4 @@
-"""Which verbs and names of leaven need an optional package, and what they say without it."""
+"""Which commands and names of leaven need an optional package, and what they print without it."""
 
 import subprocess
 import sys

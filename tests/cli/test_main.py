@@ -1,4 +1,4 @@
-"""`leaven` itself: version and completion."""
+"""`leaven` itself: version, completion, missing packages and misspelt commands."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def test_shells_complete_the_options_of_a_verb() -> None:
         ("datasets", "pip install 'leaven[hf]'"),
         ("psycopg", "pip install 'leaven[postgresql]'"),
         ("uvicorn", "pip install 'leaven[serve]'"),
-        ("flash_attn", "pip install flash_attn"),  # of the user's own model
+        ("flash_attn", "pip install flash_attn"),  # imported by the user's own model
     ],
 )
 def test_a_missing_package_gives_one_line_with_what_to_type(module: str, line: str) -> None:

@@ -1,4 +1,4 @@
-"""The commands that verbs print last work as printed, and lead from a proxy to an exported run."""
+"""The commands that are printed under "next" work as printed, and lead from a proxy to an exported run."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ from leaven.recipe.recipe import Recipe
 
 
 def printed(out: str) -> list[str]:
-    """The commands under the label "next" at the end of an output."""
+    """Return the commands under the label "next" at the end of an output."""
     lines = out.rstrip("\n").split("\n")
     first = max(number for number, line in enumerate(lines) if line.startswith("next "))
     return [line[11:] for line in lines[first:]]
@@ -28,7 +28,7 @@ def typed(leaven: Verb, command: str, *more: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def road(tiny_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder whose name asks for quotes, with what ``leaven new`` writes there, tiny."""
+    """A folder whose name needs quotes, with two tiny recipes as ``leaven new`` would write them."""
     folder = tmp_path / "my recipes"
     folder.mkdir()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""leaven runs where an operating system lacks what Linux has: here those modules and functions are hidden."""
+"""leaven works without the modules and functions that only Unix has; they are hidden here."""
 
 import os
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# A sitecustomize, so that worker processes have it too. psutil and asyncio have a part for each system.
+# Written to sitecustomize.py, so that worker processes run it too. asyncio and psutil are imported first, because
+# they choose their implementation for the system at import.
 HIDING = """
 import asyncio, ctypes, os, signal, sys
 import psutil

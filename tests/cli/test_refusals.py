@@ -1,4 +1,4 @@
-"""Wrong input: one line on standard error that names the fault, exit code 2, and nothing is written."""
+"""Wrong input gives one line on standard error that names the mistake, exit code 2, and no files."""
 
 import shlex
 import shutil
@@ -22,7 +22,7 @@ def model(width, depth):
     model = torch.nn.Sequential(torch.nn.Embedding(64, width), torch.nn.Linear(width, 64))
     return model, torch.optim.AdamW(model.parameters())
 """
-# Recipes that cannot be trained: what --set changes, and what the line has to name.
+# Recipes that cannot be trained: the value of --set, and a part of the message.
 BAD_RECIPES = {
     "model.d_modle=3": "[model] d_modle: no such key; did you mean d_model?",
     "'batch.ramp={start_tokens = 512, increment_tokens = 32, over_tokens = 99}'": "starts at 512 tokens",

@@ -1,4 +1,4 @@
-"""The commands of the tutorial work, the generated pages are complete, and pages that code and prose name exist."""
+"""The commands of the tutorial work, generated pages are complete, and the pages of docs that files name exist."""
 
 import os
 import re

@@ -28,14 +28,14 @@ VERBS = {
     "hardware": "List the accelerators that the planner knows, with a source for each number.",
     "check": "Check on small models, in minutes, that a scaling rule holds. The exit code is 1 if a check fails.",
     "tune": "Search for the best hyperparameters of a small recipe. Run the same command again to resume.",
-    "train": "Train a recipe. Run the same command again to resume, with bitwise the same losses.",
+    "train": "Train a recipe. Run the same command again to resume, with bitwise equal losses.",
     "sample": "Generate text from a trained run.",
     "export": "Export weights, or export a recipe as a configuration for another training code.",
     "import": "Import the configuration of another training code as a recipe.",
     "bench": "Measure tokens/s, MFU and memory at several batch sizes. Propose the first batch of a batch ramp.",
     "report": "Write a self-contained HTML page about a run, study, check or demo, or a comparison of runs.",
     "serve": "Show runs, studies and checks live in a browser, together with a planner and the published runs.",
-    "demo": "Show in minutes if a small model's best learning rate works at larger widths, copied or scaled.",
+    "demo": "Show in minutes whether a small model's best learning rate works at larger widths, copied or scaled.",
 }
 
 
