@@ -1,5 +1,5 @@
 # `make demo` takes about five minutes on two slow cores; `make test` runs the tests. .ci/run lists what CI runs. No target takes input.
-.PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets docs docs-starters docs-plan docs-accuracy clean
+.PHONY: demo demo-quick test package start-up kills test-slow test-torch test-targets docs docs-quoted docs-accuracy clean
 .DEFAULT_GOAL := test
 PYTHON ?= python3
 BIN := .venv/bin
@@ -68,12 +68,8 @@ docs: .venv/installed
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# Update the output of `leaven new` in docs/how-to/starters.md.
-docs-starters: .venv/installed
-	$(BIN)/python benchmarks/starters.py
-
-# Update the output of `leaven plan` in docs/reference/overview.md and docs/concepts/planning.md.
-docs-plan: .venv/installed
+# Update the output of `leaven new` and `leaven plan` in the pages of docs that quote it.
+docs-quoted: .venv/installed
 	$(BIN)/python benchmarks/quoted.py
 
 # Update the table and the chart of docs/evidence/planner-accuracy.md.

@@ -1,7 +1,7 @@
-"""Update the output of `leaven plan` in docs/reference/overview.md and docs/concepts/planning.md: `make docs-plan`.
+"""Update the output of `leaven new` and `leaven plan` in the pages of docs that quote it: `make docs-quoted`.
 
-The first line of a code block is the command; the other lines are replaced by its output at 120 columns, without the
-calibration history of this machine.
+The first line of a code block is the command; the other lines are replaced by its output at 120 columns, on a machine
+that has no calibration history and can train only models below 20 M parameters.
 """
 
 import os
@@ -12,17 +12,23 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
-PAGES = tuple(ROOT / "docs" / page for page in ("reference/overview.md", "concepts/planning.md"))
-_FENCE = re.compile(r"```\n\$ (leaven plan [^\n]*)\n.*?```", re.DOTALL)
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = tuple(DOCS / page for page in ("how-to/starters.md", "reference/overview.md", "concepts/planning.md"))
+_FENCE = re.compile(r"```\n\$ leaven ((?:new|plan) [^\n]*)\n.*?```", re.DOTALL)
+_SMALL_MACHINE = """
+from leaven.cli import main, next_commands
+next_commands.trainable_here = lambda recipe: recipe.model.params < 20_000_000
+main()
+"""
 
 
 def printed(command: str) -> str:
-    with tempfile.TemporaryDirectory() as cache:
+    """Return what a command prints in an empty folder."""
+    with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command)],
-            env=os.environ | {"COLUMNS": "120", "LEAVEN_CACHE": cache, "NO_COLOR": "1"},
-            cwd=ROOT,
+            [sys.executable, "-c", _SMALL_MACHINE, *shlex.split(command)],
+            env=os.environ | {"LEAVEN_CACHE": folder, "NO_COLOR": "1"},
+            cwd=folder,
             capture_output=True,
             text=True,
             check=True,
@@ -31,8 +37,8 @@ def printed(command: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """Return the page with the current output in every code block."""
-    return _FENCE.sub(lambda found: f"```\n$ {found[1]}\n{printed(found[1])}\n```", page)
+    """Return the page with the current output in every code block that begins with one of the commands."""
+    return _FENCE.sub(lambda found: f"```\n$ leaven {found[1]}\n{printed(found[1])}\n```", page)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from benchmarks.starters import PAGE, renewed
 from tests.cli.conftest import Verb
 
 from leaven.catalogue.runs import find_run
@@ -91,9 +90,3 @@ def test_from_takes_the_size_and_length_of_a_run(leaven: Verb, tmp_path: Path) -
     recipe, run = read_recipe(path), find_run("olmo2-7b")
     assert recipe.model.params == pytest.approx(run.params_total, rel=0.03)
     assert recipe.data.tokens == run.tokens
-
-
-def test_the_docs_quote_what_is_printed() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page.count("$ leaven new ") == 4
-    assert renewed(page) == page, "type: make docs-starters"

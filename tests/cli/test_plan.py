@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from benchmarks.quoted import PAGES, renewed
 from tests.views.planned import RYE
 
 from leaven.cli.plan import by_measurement
@@ -92,10 +91,3 @@ def test_a_measurement_that_is_stopped_leaves_nothing(
     assert ended.value.exit_code == 75
     assert "nothing is saved" in capsys.readouterr().err
     assert not list(cache.rglob("*"))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_docs_quote_what_is_printed(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert text.count("$ leaven plan ") == 1
-    assert renewed(text) == text, "type: make docs-plan"

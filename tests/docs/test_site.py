@@ -1,4 +1,4 @@
-"""The commands of the tutorial work, generated pages are complete, and the pages of docs that files name exist."""
+"""The commands of the tutorial work, quoted output is up to date, and generated pages are complete."""
 
 import os
 import re
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.quoted import PAGES, renewed
 from benchmarks.site_pages import commands_page, recipe_page
 from safetensors.torch import load_file
 
@@ -55,6 +56,13 @@ def test_the_commands_of_the_tutorial_work_with_50_million_parameters(tmp_path: 
     weights = load_file(tmp_path / "slice-hf" / "model.safetensors")
     assert 45e6 < sum(tensor.numel() for tensor in weights.values()) < 55e6
     assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_quote_what_commands_print(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("$ leaven new ") + text.count("$ leaven plan ") == (4 if page.name == "starters.md" else 1)
+    assert renewed(text) == text, "type: make docs-quoted"
 
 
 def test_every_verb_is_in_the_page_of_commands() -> None:
