@@ -30,7 +30,7 @@ def wrote(path: Path, recipe: Recipe) -> str:
     return f"wrote {path} ({len(recipe.why)} values with their reason under [why])"
 
 
-def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]] = ()) -> Iterator[RenderableType]:
+def derived(document: NewRecipe, files: Sequence[tuple[Path, Recipe]]) -> Iterator[RenderableType]:
     """Yield the screen of ``leaven new``: how each value was chosen, and then the files."""
     yield Facts([(f"{step.step} {step.title}", step.lines) for step in document.steps])
     if fit := document.fit:
