@@ -66,7 +66,9 @@ def test_the_checkpoint_at_0_tokens_is_used(leaven: Verb, tiny_file: Path, tmp_p
 def test_bench_prints_one_document_and_writes_nothing(leaven: Verb, tiny_file: Path, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     sizes = ("--micro-batch", "1,4", "--global-batch", "2,8", "--share", "0.5")
-    found = document(leaven("bench", tiny_file, *sizes, "--json"))
+    found = document(leaven("bench", tiny_file, *sizes, "--set", "data.seed=1", "--json"))
+    (train,) = found["next"]
+    assert " --set data.seed=1 --set batch.micro_batch=" in train
     assert [(row["global_batch"], row["micro_batch"]) for row in found["rows"]] == [(2, 1), (8, 1), (8, 4)]
     assert found["rows"][0].keys() >= {"micro_batch", "global_batch", "tokens_per_second", "mfu", "peak_gib"}
     peak = max(row["tokens_per_second"] for row in found["rows"])
