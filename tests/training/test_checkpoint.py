@@ -16,18 +16,12 @@ from safetensors.torch import save_file
 from tests.distributed.cut_up import whole_checkpoint
 
 import leaven.training.checkpoint as checkpoint_module
-import leaven.training.checkpoint as module
+import leaven.training.checkpoint_manager as manager_module
 from leaven.recipe.errors import InputError
-from leaven.training.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    Progress,
-    checkpoints,
-    read_checkpoint,
-    tokens_of,
-    write_checkpoint,
-)
-from leaven.training.run_folder import Rewind
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.checkpoint_manager import CheckpointManager
+from leaven.training.rewind import Rewind
+from leaven.training.run_folder import checkpoints, tokens_of
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
@@ -157,14 +151,14 @@ def test_which_checkpoints_are_kept(
 
 def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
     """Training continues at once, and changes its tensors in place while a thread writes."""
-    go, write = threading.Event(), module.write_checkpoint
+    go, write = threading.Event(), manager_module.write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
         assert go.wait(60)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_checkpoint", slowly)
+        patch.setattr(manager_module, "write_checkpoint", slowly)
         one = checkpoint(1)
         manager.save(one, 256)
         assert manager.outcome(wait=False) is None

@@ -20,8 +20,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training import measured
 from leaven.training.engine import Training
-from leaven.training.measured import TIMED_STEPS, UNTIMED_STEPS, WARM_UP, RunProfile, measure
+from leaven.training.measured import TIMED_STEPS, UNTIMED_STEPS, measure
 from leaven.training.run_folder import RunFolder
+from leaven.training.run_profile import WARM_UP, RunProfile
 from leaven.training.trainer import train
 
 

@@ -86,8 +86,9 @@ def train(
     from leaven.interop.weights import require_start
     from leaven.training.device import default_device
     from leaven.training.loop import Diverged
-    from leaven.training.run_folder import ManualRewind, RunFolder
-    from leaven.training.step_metrics import writers
+    from leaven.training.manual_rewind import ManualRewind
+    from leaven.training.run_folder import RunFolder
+    from leaven.training.step_log import writers
     from leaven.training.trainer import check, train
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())

@@ -32,7 +32,7 @@ from leaven.training.device import DTYPES, default_device, keep_freed_memory, kn
 from leaven.training.loop import Diverged, passes
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
-from leaven.training.run_folder import Rewind, lr_factor, skipped
+from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
 from leaven.training.step_metrics import Step, Telemetry
 

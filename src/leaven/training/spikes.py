@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.checkpoint import checkpoints_to_keep, first_in_each_interval
+from leaven.training.checkpoint_manager import checkpoints_to_keep, first_in_each_interval
 from leaven.training.loop import Callback
-from leaven.training.run_folder import Rewind, position
+from leaven.training.rewind import Rewind, position
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step

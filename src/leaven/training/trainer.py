@@ -27,7 +27,7 @@ What ``leaven train`` does from start to end:
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,27 +37,29 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
-from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, checkpoints, read_checkpoint, tokens_of
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint
+from leaven.training.checkpoint_manager import Checkpoints
 from leaven.training.device import (
     default_device,
     device_peak,
     held_memory,
     mfu_convention,
-    peak_memory,
     reset_peak_memory,
-    time_fixed_work,
     utilisation,
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.measured import RunProfile
+from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
-from leaven.training.run_folder import ManualRewind, Rewind, RunFolder, logged
+from leaven.training.rewind import Rewind
+from leaven.training.run_folder import RunFolder, checkpoints, logged, tokens_of
+from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_metrics import Step, StepLog
+from leaven.training.step_log import StepLog
+from leaven.training.step_metrics import Step
+from leaven.training.validation import Validation
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -277,51 +279,6 @@ class RunTrainer:
         self.training.follow(self.rewinds)
         for callback in self.callbacks:
             callback.restore(found.state if found is not None else {})
-
-
-class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. If the run has several processes, it then compares
-    their speed and memory, to find a slow process."""
-
-    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
-        self.trainer, self.training = trainer, trainer.training
-        recipe = self.training.recipe
-        self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
-        self._bits_per_byte_factor = bits_per_byte_factor
-        self.owed = False  # whether a stop interrupted a validation
-
-    def on_due(self) -> None:
-        self.evaluate()
-
-    def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
-        trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
-        trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
-        self.owed = True
-        loss = training.evaluate()
-        self.owed = False
-        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
-        trainer.event("validation", **values)
-        if trainer.group.size > 1:
-            self._compare_processes()
-        trainer.log.validation(values)
-        return values
-
-    def state(self) -> dict[str, Any]:
-        return {"owes_validation": True} if self.owed and not self.training.finished else {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.owed = state.get("owes_validation", False)
-
-    def _compare_processes(self) -> None:
-        """Log which process takes longest for a matmul of fixed size, and which process uses the most memory."""
-        device = self.training.device
-        measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
-        seconds, memory = zip(*measured, strict=True)
-        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
-        ratio = max(seconds) / median(seconds)
-        self.trainer.profile.highest_memory = max(memory)
-        self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
 @contextmanager
