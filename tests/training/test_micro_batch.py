@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, choose_micro_batch, even, needed_memory
+from leaven.training.micro_batch import GIB, choose_micro_batch, even, needed_memory, with_micro_batch
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -76,7 +76,7 @@ def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: Toke
     state = {name: value.clone() for name, value in before.model.items()}
     rng = torch.random.get_rng_state()
     choice = choose_micro_batch(training)
-    training.set_micro_batch(choice.micro_batch, choice.why)
+    training.recipe = with_micro_batch(training.recipe, choice.micro_batch, choice.why)
     assert torch.equal(torch.random.get_rng_state(), rng)
     assert training.checkpoint().progress == before.progress
     assert training.checkpoint().optimizer.keys() == before.optimizer.keys()

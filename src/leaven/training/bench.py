@@ -125,8 +125,8 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
     """Take a few steps from the start of the data, and return the speed of the fastest step after the first. Return
     None if memory runs out."""
-    training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
-    training.micro_batch = micro_batch
+    tokens = batch * training.recipe.model.seq_len
+    training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()
     reset_peak_memory(training.device)
     steps = unless_out_of_memory(

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,8 +170,7 @@ class Checkpoints(Callback):
         self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
-        checkpoint = replace(training.checkpoint(), state=state, rewinds=self.trainer.rewinds)
-        self._manager.save(checkpoint, self.trainer.good_tokens)
+        self._manager.save(training.checkpoint(state), self.trainer.good_tokens)
         self._saved_step = training.progress.step
 
     def save_last(self) -> str | None:

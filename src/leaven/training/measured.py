@@ -58,7 +58,6 @@ class Measurement:
 
     record: CalibrationRecord  # at the recipe's depth
     layers: tuple[int, ...]  # measured depths: the recipe's depth, or two smaller depths to extrapolate from
-    step_seconds: tuple[float, ...]  # median seconds of a step at each of these depths
     matmul_tflops: float  # speed of the fastest matmul on this device in the recipe's dtype
 
 
@@ -112,11 +111,9 @@ def measure(
     except StopRequested:
         return None
     took = costs[0] if depths == (full,) else _extrapolated(depths, costs, full)
-    record = record_of(recipe, device, recipe.batch.tokens, how).model_copy(
-        update={"by": "measurement", "measured": took, "steps": TIMED_STEPS}
-    )
+    record = record_of(recipe, device, recipe.batch.tokens, how, took, by="measurement", steps=TIMED_STEPS)
     remember(record)
-    return Measurement(record, depths, tuple(cost.step_seconds for cost in costs), flops / 1e12)
+    return Measurement(record, depths, flops / 1e12)
 
 
 def _require_accelerator(device: torch.device, gpus: str) -> None:

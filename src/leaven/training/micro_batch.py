@@ -129,8 +129,13 @@ def as_started(recipe: Recipe, folder: Path) -> Recipe:
 def by_rule_of_thumb(recipe: Recipe) -> Recipe:
     """Return the recipe with the micro-batch of the rule of thumb, and the reason for it."""
     size = rule_of_thumb(recipe, default_device().type)
-    why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward pass, not timed"}
-    return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
+    tokens = size * recipe.model.seq_len
+    return with_micro_batch(recipe, size, f"auto: about {tokens:,} tokens a forward pass, not timed")
+
+
+def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
+    """Return the recipe with a micro-batch of ``size`` sequences, and the reason for it."""
+    return recipe.replace({"batch.micro_batch": size, "why": recipe.why | {"batch.micro_batch": why}})
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from contextlib import suppress
 from importlib.metadata import version
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -94,17 +94,25 @@ class RunProfile(Callback):
         held = max(self._memory.get(batch_tokens, 0.0), self.highest_memory) - self._memory_before / GIB
         measured = StepCost(step_seconds=median(seconds), memory_gib=held if held > 0 else None) if seconds else None
         size, forwards = training.forwards(batch_tokens // training.recipe.model.seq_len)
-        how = Arrangement(training.recipe.layout, size, forwards)
-        record = record_of(training.recipe, training.device, batch_tokens, how)
-        return record.model_copy(update={"measured": measured, "steps": len(seconds or ())})
+        how, steps = Arrangement(training.recipe.layout, size, forwards), len(seconds or ())
+        return record_of(training.recipe, training.device, batch_tokens, how, measured, by="run", steps=steps)
 
 
-def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arrangement) -> CalibrationRecord:
-    """Return a calibration record for a step, with its predicted cost but without a measurement."""
-    name, accelerator = device_name(device), accelerator_of(device)
+def record_of(
+    recipe: Recipe,
+    device: torch.device,
+    batch_tokens: int,
+    how: Arrangement,
+    measured: StepCost | None,
+    *,
+    by: Literal["run", "measurement"],
+    steps: int,
+) -> CalibrationRecord:
+    """Return the predicted and the measured cost of a step, which was measured over ``steps`` steps."""
+    accelerator = accelerator_of(device)
     return CalibrationRecord(
-        by="run",
-        device=name,
+        by=by,
+        device=device_name(device),
         accelerator=accelerator.name if accelerator else None,
         threads=torch.get_num_threads() if device.type == "cpu" else None,
         compute=recipe.precision.compute,
@@ -114,8 +122,8 @@ def record_of(recipe: Recipe, device: torch.device, batch_tokens: int, how: Arra
         micro_batch=how.micro_batch,
         grad_accumulation=how.grad_accumulation,
         predicted=predicted(recipe.model, how, accelerator.name, recipe.precision.compute) if accelerator else None,
-        measured=None,
-        steps=0,
+        measured=measured,
+        steps=steps,
         torch=version("torch"),
         leaven=__version__,
         seconds=round(time.time(), 3),

@@ -293,15 +293,16 @@ class SpikeGuard(Callback):
         The run ends if ``on_spike`` is ``stop``, if it is ``skip`` and too many steps in a row were skipped, or if
         ``max_rollbacks`` rollbacks did not help.
         """
-        trainer, recipe, stability = self.trainer, self.training.recipe, self.training.recipe.stability
+        trainer, recipe, rewinds = self.trainer, self.training.recipe, self.training.rewinds
+        stability = recipe.stability
         trainer.checkpoints.log_outcome(wait=True)
         values: dict[str, Any] = {"step": anomaly.step, "tokens": recipe.batches.tokens_at_step(anomaly.step)}
         values |= {"why": anomaly.why, "onset": anomaly.onset, "numbers": anomaly.numbers}
         if stability.on_spike != "rollback":
             trainer.fail(values)
         every = trainer.checkpoints.every_tokens
-        oldest = oldest_checkpoint(trainer.rewinds, anomaly, recipe.batches, stability, every)
-        rewind = rollback(trainer.rewinds, anomaly, recipe.batches, stability, oldest)
+        oldest = oldest_checkpoint(rewinds, anomaly, recipe.batches, stability, every)
+        rewind = rollback(rewinds, anomaly, recipe.batches, stability, oldest)
         if rewind.attempt > stability.max_rollbacks:
             trainer.fail(values | {"why": f"{anomaly.why}; {stability.max_rollbacks} rollbacks did not help"})
         trainer.roll_back(rewind, values | asdict(rewind) | {"attempts": stability.max_rollbacks})

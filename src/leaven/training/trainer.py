@@ -34,7 +34,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.errors import InputError, Settled, out_of_memory
@@ -52,7 +51,13 @@ from leaven.training.device import (
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
-from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
+from leaven.training.micro_batch import (
+    as_started,
+    by_rule_of_thumb,
+    choose_micro_batch,
+    require_memory,
+    with_micro_batch,
+)
 from leaven.training.rewind import Rewind
 from leaven.training.run_folder import RunFolder, checkpoints, logged, tokens_of
 from leaven.training.run_profile import RunProfile
@@ -89,7 +94,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and the result is not
             ``finished``.
-        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.step_log.WRITERS`).
         back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -116,26 +121,24 @@ def train(
             choice = choose_micro_batch(training)
         except StopRequested:
             return _summary(run, training.progress, None, "before its first step")
-        training.set_micro_batch(choice.micro_batch, choice.why)
-    training.peak = device_peak(training.device, recipe.precision.compute)
-    factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
+        training.recipe = with_micro_batch(training.recipe, choice.micro_batch, choice.why)
+    training.peak = peak = device_peak(training.device, recipe.precision.compute)
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
         profile = RunProfile(run, training, memory_before, history)
-        trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
+        trainer = RunTrainer(run, training, tokens, profile, on_step, on_event, log_to)
         try:
-            trainer.start(tokens)
+            trainer.start(mfu_convention=mfu_convention(peak), peak_tflops=peak.flops / 1e12)
             if moved:
                 trainer.rearrange(moved)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
-            finish = trainer.train(lambda: group.any(stop()))
+            return trainer.train(lambda: group.any(stop()))
         finally:
             for callback in trainer.callbacks:
                 callback.close()
-        return _summary(run, training.progress, finish, trainer.unsaved)
 
 
 class RunTrainer:
@@ -145,50 +148,46 @@ class RunTrainer:
         self,
         run: RunFolder,
         training: Training,
+        tokens: "TokenSet",
+        profile: RunProfile,
         on_step: Callable[[Step], None],
         on_event: Callable[[str, dict[str, Any]], None],
-        profile: RunProfile,
         log_to: Sequence[str],
-        bits_per_byte_factor: float | None,
     ) -> None:
-        self.run, self.training, self.profile, self._on_event = run, training, profile, on_event
+        self.run, self.training, self.tokens, self.profile = run, training, tokens, profile
+        self._on_event = on_event
         self.group = training.group
-        self.rewinds = run.rewinds()
-        self.unsaved: str | None = None  # why a stopped run could not be saved
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
-        self.validation = Validation(self, bits_per_byte_factor)
+        self.validation = Validation(self)
         self.checkpoints = Checkpoints(self)
         self.spikes = SpikeGuard(self)
         # The guard is last: everything about a step is written before the run rolls back.
         self.callbacks: list[Callback] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
-    def start(self, tokens: "TokenSet") -> None:
-        """Continue from the newest checkpoint, or start a new run. A new run saves a checkpoint before its first
-        step, so that it can always roll back."""
-        found = self._newest(self.rewinds)
-        self._restore(found)
-        peak = self.training.peak
+    def start(self, **about: Any) -> None:
+        """Continue from the newest checkpoint, or start a new run, and log this with the values in ``about``. A new
+        run saves a checkpoint before its first step, so that it can always roll back."""
+        rewinds = self.run.rewinds()
+        found = self._newest(rewinds)
+        self._restore(found, rewinds)
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
-            text=tokens.fingerprint,
-            epochs=tokens.epochs(self.training.recipe.data.tokens),
+            text=self.tokens.fingerprint,
+            epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             **self.log.batch(),
-            mfu_convention=mfu_convention(peak) if peak else None,
-            peak_tflops=peak.flops / 1e12 if peak else None,
+            **about,
         )
         self.profile.write()
         if found is None:
             self.checkpoints.save()
 
-    def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Train until the run is done or stopped. Return the loss and the bits per byte of the last validation, or
-        None if stopped. If the stopped run could not be saved, :attr:`unsaved` is the reason."""
-        self.training.stop = stop
+    def train(self, stop: Callable[[], bool]) -> TrainDocument:
+        """Train until the run is done or stopped. Return its result."""
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -199,9 +198,8 @@ class RunTrainer:
             result = None
         error = self.checkpoints.save_last()
         if result is None:
-            self.unsaved = error
             self.event("stop", why="interrupted")
-            return None
+            return _summary(self.run, self.training.progress, None, error)
         if error is not None:
             raise InputError(
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
@@ -210,7 +208,7 @@ class RunTrainer:
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         self.event("finish", **result, seconds=self.training.progress.seconds)
         self.run.require_written()
-        return result
+        return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
         """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
@@ -227,14 +225,14 @@ class RunTrainer:
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
         """Continue from the newest checkpoint that the rewind does not undo. The run keeps its count of seconds."""
-        found = self._newest((*self.rewinds, rewind))
+        rewinds = (*self.training.rewinds, rewind)
+        found = self._newest(rewinds)
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         self.run.event("rollback", **values)
-        self.rewinds = (*self.rewinds, rewind)
         seconds = self.training.progress.seconds
-        self._restore(found)
+        self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in self.damaged]
         self._on_event("rollback", values | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
@@ -271,12 +269,12 @@ class RunTrainer:
         self.damaged = damaged
         return found
 
-    def _restore(self, found: Checkpoint | None) -> None:
+    def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
         """Restore the training and its callbacks from a checkpoint, or to the start if ``found`` is None."""
         if found is not None:
-            self.rewinds = max(self.rewinds, found.rewinds, key=len)
+            rewinds = max(rewinds, found.rewinds, key=len)  # a full disk may have kept events out of events.jsonl
             self.training.restore(found)
-        self.training.follow(self.rewinds)
+        self.training.follow(rewinds)
         for callback in self.callbacks:
             callback.restore(found.state if found is not None else {})
 

@@ -200,7 +200,7 @@ class TrialCheckpoint(Callback):
             return
         state = {key: value for callback in self._callbacks for key, value in callback.state().items()}
         with suppress(NotSaved):
-            kept = write_checkpoint(self._folder, replace(self._training.checkpoint(), state=state))
+            kept = write_checkpoint(self._folder, self._training.checkpoint(state))
             for other in checkpoints(self._folder):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)
