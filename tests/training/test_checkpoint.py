@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tests.distributed.cut_up import whole_checkpoint
 
-import leaven.training.checkpoint as checkpoint_module
+import leaven.training.checkpoint as module
 import leaven.training.checkpoint_manager as manager_module
 from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
@@ -73,7 +73,7 @@ def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fails(path: Path) -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_module, "_fingerprint", fails)
+    monkeypatch.setattr(module, "_fingerprint", fails)
     with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; solve that and run"):
         read_checkpoint(tmp_path)
 
@@ -191,7 +191,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
         path.write_bytes(b"torn")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    monkeypatch.setattr(module, "save_file", full)
     manager.save(checkpoint(2), 512)
     saved = manager.outcome(wait=True)
     assert saved is not None

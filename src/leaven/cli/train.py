@@ -24,7 +24,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import errors, warn
-from leaven.views.terminal.training import TrainScreen, advice, trained
+from leaven.views.terminal.training import TrainScreen, advice, stopped, trained
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
@@ -125,13 +125,7 @@ def train(
         following = next_commands.after_train(folder, loaded) if summary.finished else []
         print_document(summary, trained(summary, folder) if summary.finished else (), json_output, following)
     if not summary.finished:
-        saved = "saved; run the same command again to resume"
-        if summary.unsaved is not None:
-            saved = (
-                f"not saved ({summary.unsaved}); run the same command again to resume from "
-                f"{summary.saved_tokens:,} tokens"
-            )
-        exit_interrupted(f"stopped at {summary.tokens:,} tokens, {saved}")
+        exit_interrupted(stopped(summary))
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:

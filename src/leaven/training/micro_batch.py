@@ -8,7 +8,6 @@ batch.
 
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,14 +108,13 @@ def _most(recipe: Recipe) -> int:
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
 
-def as_started(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe. If its micro-batch is "auto" and ``folder`` contains a run, the returned recipe has the
-    micro-batch of that run.
+def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
+    """Return the recipe. If its micro-batch is "auto" and the run has been started before, the returned recipe has
+    the run's micro-batch.
 
     A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
     bits of a sum.
     """
-    run = RunFolder(folder)
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()

@@ -63,11 +63,12 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of all starts to ``plan.json``, and return those of this start. If the disk is full, nothing
-        is written and the run continues."""
+        """Write the rows of all starts to ``plan.json``. Return the records of this start, one for each batch size so
+        far and for the next one. If the disk is full, nothing is written and the run continues."""
         if not self._run.writes:
             return []
-        records, rows = self._records(), {_key(record): record for record in self._before}
+        sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
+        records, rows = list(map(self._record, sizes)), {_key(record): record for record in self._before}
         for record in records:
             older = rows.get(_key(record))
             if older is None or record.steps >= older.steps:
@@ -82,12 +83,6 @@ class RunProfile(Callback):
         for record in self.write():
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)
-
-    def _records(self) -> list[CalibrationRecord]:
-        """Return the records of all batch sizes so far, and of the next batch size."""
-        training = self._training
-        following = training.recipe.batches.batch_at(training.progress.tokens)
-        return [self._record(size) for size in dict.fromkeys((*self._seen, following))]
 
     def _record(self, batch_tokens: int) -> CalibrationRecord:
         training, seconds = self._training, self._seconds.get(batch_tokens)

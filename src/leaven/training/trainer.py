@@ -321,7 +321,8 @@ def check(
     Raises:
         InputError: if the folder cannot be used for this run, or the rewind is not possible.
     """
-    run, recipe = RunFolder(folder), as_started(recipe, folder)
+    run = RunFolder(folder)
+    recipe = as_started(recipe, run)
     if back is not None and not back.done(run, recipe):
         back.check(run, recipe)
         return run, recipe, back

@@ -170,3 +170,12 @@ def trained(summary: TrainDocument, folder: Path) -> list[str]:
         *noise,
         f"run folder {folder}",
     ]
+
+
+def stopped(summary: TrainDocument) -> str:
+    """Return the line that says how to resume a run that was stopped."""
+    saved = "saved; run the same command again to resume"
+    if summary.unsaved is not None:
+        again = f"run the same command again to resume from {summary.saved_tokens:,} tokens"
+        saved = f"not saved ({summary.unsaved}); {again}"
+    return f"stopped at {summary.tokens:,} tokens, {saved}"
