@@ -28,7 +28,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
-from leaven.training.device import DTYPES, Peak, default_device, keep_freed_memory, require_device
+from leaven.training.device import DTYPES, default_device, keep_freed_memory, require_device
 from leaven.training.loop import Diverged, passes
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
@@ -92,7 +92,6 @@ class Training:
         self.progress = Progress()
         self.rewinds: tuple[Rewind, ...] = ()
         self.stop: Callable[[], bool] = lambda: False
-        self.peak: Peak | None = None  # of the device, for the MFU
         self.telemetry = Telemetry(recipe, table, self.sharded)
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
@@ -173,22 +172,17 @@ class Training:
             self.clipper.recount(longer)
             self.optimizer.recount(longer)
         grad_norm = self.clipper.unscale_and_clip(scale, ramp)
-        finite = loss.isfinite() & grad_norm.isfinite()
+        noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else None
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
-        noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else torch.full_like(loss, torch.nan)
 
         self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
         if self.loss_scale is not None:
-            self.loss_scale.update(finite)
+            self.loss_scale.update(loss.isfinite() & grad_norm.isfinite())
         self.progress = Progress(start.step + 1, tokens, start.seconds)
-        shown_scale = torch.ones_like(loss) if scale is None else scale
-        measured = (loss, grad_norm, applied, shown_scale, noise_scale)
-        lr = multiplier * ramp.lr
-        read = self.telemetry.measure_later(
-            start.step + 1, tokens, batch.tokens, measured, lr_factor=lr, peak=self.peak
-        )
+        measured = (loss, grad_norm, applied, scale, noise_scale)
+        read = self.telemetry.measure_later(self.progress, batch.tokens, multiplier * ramp.lr, measured)
 
         def result() -> Step:
             step = read()

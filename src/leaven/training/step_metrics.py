@@ -14,6 +14,7 @@ from leaven.planning.flops import flops_per_token
 from leaven.planning.memory import GIB
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable
+from leaven.training.checkpoint import Progress
 from leaven.training.device import Peak, peak_memory
 from leaven.training.loop import StepResult
 
@@ -53,7 +54,7 @@ class Telemetry:
 
     def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
         self._model, self._device = model, model.device
-        self._has_loss_scale = recipe.precision.compute == "fp16"
+        self.peak: Peak | None = None  # peak speed of the device; without it, the MFU is not computed
         self._flops_per_token = flops_per_token(recipe.model)
         self._shown_lr = table["layers.0.mlp.out.weight"].lr
         self._modules = list(dict.fromkeys(row.module for row in table.rows))
@@ -74,26 +75,24 @@ class Telemetry:
     @torch.no_grad()
     def measure_later(
         self,
-        step: int,
-        tokens: int,
+        progress: Progress,
         batch_tokens: int,
-        measured: Sequence[Tensor],
-        *,
         lr_factor: float,
-        peak: Peak | None,
+        measured: Sequence[Tensor | None],
     ) -> Callable[[], Step]:
         """Start copying the measurements of a step to the host.
 
         The measurements are the norms of the parameters and of their updates, and the scalars in ``measured``: loss,
         gradient norm, whether the step was applied, loss scale and noise scale.
 
-        Return a function that waits for the measurements and returns the metrics. ``peak`` is the peak speed of the
-        device, for the MFU.
+        Return a function that waits for the measurements and returns the metrics.
         """
         subtract_(self._before, self._model.leaves)
         updates, sizes = map(self._per_module, self._model.norms(self._before, self._model.leaves))
         self._before = []
-        head = torch.stack([widened(value) for value in (*measured, updates.norm())])
+        total = updates.norm()
+        absent = torch.full_like(total, torch.nan)
+        head = torch.stack([widened(absent if value is None else value) for value in (*measured, total)])
         values, ready = self._to_host(torch.cat((head, widened(updates), widened(sizes))))
         began, host_seconds = self._started, time.perf_counter() - self._began  # on a CPU the whole step
 
@@ -107,8 +106,8 @@ class Telemetry:
             flops = speed * self._flops_per_token / self._model.group.size  # of one device
             norms_by_module = zip(by_module[:count], by_module[count:], strict=True)
             return Step(
-                step=step,
-                tokens=tokens,
+                step=progress.step,
+                tokens=progress.tokens,
                 loss=loss,
                 batch_tokens=batch_tokens,
                 lr=self._shown_lr * lr_factor,
@@ -116,10 +115,10 @@ class Telemetry:
                 update_norm=update_norm,
                 tokens_per_second=speed,
                 tflops=flops / 1e12,
-                mfu=flops / peak.flops if peak else None,
+                mfu=flops / self.peak.flops if self.peak else None,
                 memory_gib=peak_memory(self._device) / GIB,
                 skipped=not applied,
-                loss_scale=scale if self._has_loss_scale else None,
+                loss_scale=scale if math.isfinite(scale) else None,
                 modules=dict(zip(self._modules, norms_by_module, strict=True)),
                 noise_scale=noise_scale if math.isfinite(noise_scale) else None,
             )

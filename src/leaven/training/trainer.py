@@ -122,7 +122,7 @@ def train(
         except StopRequested:
             return _summary(run, training.progress, None, "before its first step")
         training.recipe = with_micro_batch(training.recipe, choice.micro_batch, choice.why)
-    training.peak = peak = device_peak(training.device, recipe.precision.compute)
+    training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
     moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
