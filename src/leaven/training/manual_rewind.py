@@ -6,16 +6,16 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity
 from leaven.training.checkpoint import read_checkpoint
-from leaven.training.rewind import HYPERPARAMETERS, SECTIONS, Rewind, changeable, position
-from leaven.training.run_folder import (
-    RunFolder,
+from leaven.training.recipe_changes import (
+    HYPERPARAMETERS,
+    SECTIONS,
+    changeable,
     changes_of,
-    checkpoints,
     describe_changes,
-    locked_folder,
-    logged,
-    tokens_of,
+    recorded_changes,
 )
+from leaven.training.rewind import Rewind, position
+from leaven.training.run_folder import RunFolder, checkpoints, locked_folder, tokens_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ManualRewind:
             rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
             lines = run.metrics()
             at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
-            changed = logged(changes, recipe) if changes else {"changes": []}
+            changed = recorded_changes(changes, recipe) if changes else {"changes": []}
             run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
             run.require_written()
             if changes:

@@ -293,10 +293,7 @@ def trial_step(training: "Training", size: int) -> float | None:
             del moments
         return time.perf_counter() - began
 
-    try:
-        return unless_out_of_memory(work, device)
-    finally:
-        training.sharded.drop_gradients()
+    return unless_out_of_memory(work, device, training.sharded.drop_gradients)
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:

@@ -9,11 +9,6 @@ of a run does not depend on the checkpoint from which a rewind continued.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
-# the data or the initial values; the batch sizes determine at which token count a step starts.
-SECTIONS = ("schedule", "stability", "evaluation")
-HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
-
 
 @dataclass(frozen=True)
 class Rewind:
@@ -61,11 +56,3 @@ def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
     """Return whether a rewind has undone a state that was saved after ``tokens`` trained tokens. ``known`` is the
     number of rewinds before the state was saved."""
     return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
-
-
-def changeable(path: str) -> bool:
-    """Return whether --rewind-to can change the recipe's value at a dotted path."""
-    section, *keys = path.split(".")
-    if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
-        return keys[-1] in HYPERPARAMETERS
-    return section in SECTIONS or (section == "hyperparameters" and keys[0] in HYPERPARAMETERS)

@@ -14,8 +14,9 @@ from typing import Any
 from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
-from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.training.rewind import Rewind, changeable
+from leaven.recipe.recipe import Difference, Recipe
+from leaven.training.recipe_changes import brief, changeable, changes_of, describe_changes
+from leaven.training.rewind import Rewind
 
 LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
@@ -127,7 +128,7 @@ class RunFolder:
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Write ``recipe`` as the run's recipe, and return it. The reasons in ``why`` name the old value of each
         change and ``since`` when it applies, for example "1,000 tokens"."""
-        why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
+        why = {path: f"since {since}; before: {brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
             write_recipe(recipe, self.recipe_file)
@@ -236,32 +237,9 @@ class RunFolder:
         self.unwritten = None
 
 
-def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that prevent a run of one from being resumed with the other.
-    Differences in layout and micro-batch do not count."""
-    free = rearrangement(there, here)
-    return [change for change in differences(there, here) if change not in free]
-
-
-def logged(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values of the event that records these changes of a run's recipe. ``recipe`` is the new recipe."""
-    listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
-    return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
-
-
-def describe_changes(changes: list[Difference]) -> str:
-    """Return a line of text that lists the differences between the recipe of a run ("there") and a new recipe
-    ("here")."""
-    return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
-
-
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line, and return the objects that contain ``key``."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _brief(value: Any) -> str:
-    return "not set" if value is None else f"{value}"

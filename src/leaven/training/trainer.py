@@ -52,14 +52,16 @@ from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
 from leaven.training.manual_rewind import ManualRewind
 from leaven.training.micro_batch import (
+    Choice,
     as_started,
     by_rule_of_thumb,
     choose_micro_batch,
     require_memory,
     with_micro_batch,
 )
+from leaven.training.recipe_changes import recorded_changes
 from leaven.training.rewind import Rewind
-from leaven.training.run_folder import RunFolder, checkpoints, logged, tokens_of
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
 from leaven.training.step_log import StepLog
@@ -108,22 +110,14 @@ def train(
     finish = run.finish() if back is None else None
     if finish is not None:
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
-    if recipe.batch.micro_batch == "auto":
-        require_memory(recipe)
-        if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
-            recipe = by_rule_of_thumb(recipe)
-    memory_before, choice = held_memory(default_device()), None
-    # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
-    training = Training(recipe, tokens, group=group)
-    training.stop = stop
-    if recipe.batch.micro_batch == "auto":
-        try:
-            choice = choose_micro_batch(training)
-        except StopRequested:
-            return _summary(run, training.progress, None, "before its first step")
-        training.recipe = with_micro_batch(training.recipe, choice.micro_batch, choice.why)
+    memory_before = held_memory(default_device())
+    try:
+        training, choice = _built(recipe, tokens, group, stop)
+    except StopRequested:
+        return _summary(run, Progress(), None, "before its first step")
     training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
-    moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
+    rearranged = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
+    # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
@@ -131,14 +125,36 @@ def train(
         trainer = RunTrainer(run, training, tokens, profile, on_step, on_event, log_to)
         try:
             trainer.start(mfu_convention=mfu_convention(peak), peak_tflops=peak.flops / 1e12)
-            if moved:
-                trainer.rearrange(moved)
+            if rearranged:
+                trainer.rearrange(rearranged)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
             return trainer.train(lambda: group.any(stop()))
         finally:
             for callback in trainer.callbacks:
                 callback.close()
+
+
+def _built(
+    recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool]
+) -> tuple[Training, Choice | None]:
+    """Return the state of a new run, and how its micro-batch was chosen: None if the recipe states the micro-batch,
+    or if there are several processes.
+
+    Raises:
+        StopRequested: if ``stop`` returns True while micro-batches are timed.
+    """
+    if recipe.batch.micro_batch == "auto":
+        require_memory(recipe)
+        if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
+            recipe = by_rule_of_thumb(recipe)
+    training = Training(recipe, tokens, group=group)
+    training.stop = stop
+    if recipe.batch.micro_batch != "auto":
+        return training, None
+    choice = choose_micro_batch(training)
+    training.recipe = with_micro_batch(recipe, choice.micro_batch, choice.why)
+    return training, choice
 
 
 class RunTrainer:
@@ -214,7 +230,7 @@ class RunTrainer:
         """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
         training = self.training
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
-        self.event("layout", **logged(changes, training.recipe))
+        self.event("layout", **recorded_changes(changes, training.recipe))
 
     @property
     def good_tokens(self) -> int:
