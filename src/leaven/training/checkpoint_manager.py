@@ -105,7 +105,7 @@ class CheckpointManager:
     def _write(self, checkpoint: Checkpoint, good_tokens: int) -> Saved:
         def tidy() -> None:
             there = checkpoints(self._folder)
-            due = first_in_each_interval([tokens_of(path) for path in there], self._every, -1)
+            due = first_in_each_interval([tokens_of(path) for path in there], self._every)
             stay = checkpoints_to_keep(due, good_tokens, self._keep, self._keep_every)
             for path in there[:-1]:
                 if tokens_of(path) not in stay:
@@ -122,23 +122,18 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
     """Choose which checkpoints to keep. ``due`` and the result are token counts of checkpoints, in ascending order.
 
     The function keeps the newest ``keep`` checkpoints, the last one at or before ``good_tokens``, and the first one
-    in each interval of ``keep_every_tokens``.
+    in each interval of ``keep_every_tokens`` except the interval that starts at 0.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
-        stay |= {*first_in_each_interval(due, keep_every_tokens, 0)}
+        stay |= {tokens for tokens in first_in_each_interval(due, keep_every_tokens) if tokens >= keep_every_tokens}
     return sorted(stay)
 
 
-def first_in_each_interval(there: Sequence[int], every_tokens: int, last: int) -> list[int]:
+def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
     """Return the lowest of the token counts ``there`` (in ascending order) in each interval of ``every_tokens``
-    tokens. Intervals are numbered from 0, and intervals numbered ``last`` or lower are left out."""
-    found = []
-    for tokens in there:
-        if tokens // every_tokens > last:
-            found.append(tokens)
-            last = tokens // every_tokens
-    return found
+    tokens."""
+    return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 
 class Checkpoints(Callback):
@@ -170,7 +165,7 @@ class Checkpoints(Callback):
         self.log_outcome(wait=True)
         training = self.training
         state = {key: value for each in self.trainer.callbacks for key, value in each.state().items()}
-        self._manager.save(training.checkpoint(state), self.trainer.good_tokens)
+        self._manager.save(training.checkpoint(state), self.trainer.spikes.good_tokens)
         self._saved_step = training.progress.step
 
     def save_last(self) -> str | None:

@@ -113,9 +113,11 @@ class RunFolder:
             )
 
     @contextmanager
-    def opened(self, recipe: Recipe) -> Iterator["RunFolder"]:
-        """Lock the folder for this process. If the folder is new, write the resolved recipe."""
-        self.check(recipe)
+    def opened(self, recipe: Recipe) -> Iterator[None]:
+        """Lock the folder for this process. If the folder is new, write the resolved recipe.
+
+        Call :meth:`check` first: this creates the folder.
+        """
         with locked_folder(self.path, "run folder"):
             self.check(recipe)
             for file in (self.recipe_file, self.plan_file):
@@ -123,7 +125,7 @@ class RunFolder:
                     torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
-            yield self
+            yield
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Write ``recipe`` as the run's recipe, and return it. The reasons in ``why`` name the old value of each

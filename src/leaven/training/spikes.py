@@ -244,7 +244,7 @@ def oldest_checkpoint(
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
-        due = first_in_each_interval([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens, -1)
+        due = first_in_each_interval([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens)
         return checkpoints_to_keep(due, good_tokens, stability.keep, stability.keep_every_tokens)
 
     there = [0]
@@ -277,6 +277,13 @@ class SpikeGuard(Callback):
         elif was_skipped(step):
             values = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
             self.trainer.event("skip", **values, limits=asdict(self.detector.limits(step.step)))
+
+    @property
+    def good_tokens(self) -> int:
+        """The number of tokens trained before the first step that may belong to an anomaly. If there is no such step,
+        the number of tokens trained so far."""
+        since = self.detector.since if self.detector else None
+        return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
     def state(self) -> dict[str, Any]:
         return {"guard": self.detector.state_dict()} if self.detector else {}

@@ -5,22 +5,22 @@ What ``leaven train`` does from start to end:
 1. The recipe is read and checked (``recipe/files.py``), and its text is tokenised or read from the cache
    (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no state to
    save.
-2. :func:`train` checks the run folder, builds the run's state (``engine.py``) and chooses the micro-batch; a
-   resumed run keeps the one it has. Initial values are drawn from the parameter table and the seed. The table also
-   gives each parameter its lr: base lr x multiplier of its module x multiplier of its depth x factor of the scaling
-   rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2)
-   D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and the tokens to those of the base
-   model.
+2. :func:`train` checks the run folder (``run_folder.py``), builds the run's state (``engine.py``) and chooses the
+   micro-batch (``micro_batch.py``); a resumed run keeps the one it has. Initial values are drawn from the parameter
+   table and the seed. The table also gives each parameter its lr: base lr x multiplier of its module x multiplier of
+   its depth x factor of the scaling rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the
+   factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and
+   the tokens to those of the base model.
 3. If the folder has a checkpoint, the run continues from the newest whole one (``checkpoint.py``).
 4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
    ``optimizer.py``). In each step, the lr of every parameter is multiplied by the schedule at the tokens trained
    after this step, and by the factor of recent rewinds. The loop (``loop.py``) reads the result of a step only
    after it has started the next one, so that the device never waits.
-5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with loss,
-   lr, norms and speed. ``RunProfile`` compares time and memory with the plan and writes plan.json. Validation is in
-   this file, checkpoints are in ``checkpoint.py``. The spike guard (``spikes.py``) rolls back to an earlier
-   checkpoint, skips the steps or ends the run. ``run_folder.py`` determines what data a rewind skips and how it
-   lowers the lr.
+5. Callbacks act around the steps. The step log (``step_log.py``) writes one line to metrics.jsonl with loss, lr,
+   norms and speed. The run profile (``run_profile.py``) compares time and memory with the plan and writes plan.json.
+   The validation loss is computed in ``validation.py``, and checkpoints are saved in ``checkpoint_manager.py``. The
+   spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the run. ``rewind.py``
+   determines what data a rewind skips and how it lowers the lr.
 6. :class:`RunTrainer` returns the result as a ``TrainDocument``. ``leaven train`` prints its validation loss,
    tokens, steps and time, and the commands to type next.
 """
@@ -231,13 +231,6 @@ class RunTrainer:
         training = self.training
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
         self.event("layout", **recorded_changes(changes, training.recipe))
-
-    @property
-    def good_tokens(self) -> int:
-        """The number of tokens trained before the first step that may belong to an anomaly. If there is no such step,
-        the number of tokens trained so far."""
-        since = self.spikes.detector.since if self.spikes.detector else None
-        return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
         """Continue from the newest checkpoint that the rewind does not undo. The run keeps its count of seconds."""
