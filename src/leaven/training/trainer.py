@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.errors import InputError, Settled, out_of_memory
@@ -116,13 +117,14 @@ def train(
     except StopRequested:
         return _summary(run, Progress(), None, "before its first step")
     training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
+    factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
     rearranged = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
     # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
         profile = RunProfile(run, training, memory_before, history)
-        trainer = RunTrainer(run, training, tokens, profile, on_step, on_event, log_to)
+        trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)
         try:
             trainer.start(mfu_convention=mfu_convention(peak), peak_tflops=peak.flops / 1e12)
             if rearranged:
@@ -165,6 +167,7 @@ class RunTrainer:
         run: RunFolder,
         training: Training,
         tokens: "TokenSet",
+        bits_per_byte_factor: float | None,
         profile: RunProfile,
         on_step: Callable[[Step], None],
         on_event: Callable[[str, dict[str, Any]], None],
@@ -176,7 +179,7 @@ class RunTrainer:
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
-        self.validation = Validation(self)
+        self.validation = Validation(self, bits_per_byte_factor)
         self.checkpoints = Checkpoints(self)
         self.spikes = SpikeGuard(self)
         # The guard is last: everything about a step is written before the run rolls back.

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.planning.memory import GIB
 from leaven.training.device import peak_memory, time_fixed_work
 from leaven.training.loop import Callback
@@ -17,12 +16,11 @@ class Validation(Callback):
     """Computes the validation loss at a fixed interval in tokens. If the run has several processes, it then compares
     their speed and memory, to find a slow process."""
 
-    def __init__(self, trainer: "RunTrainer") -> None:
+    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
         self.trainer, self.training = trainer, trainer.training
         recipe = self.training.recipe
         self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
-        targets = self.training.validation_targets()
-        self._bits_per_byte_factor = bits_per_byte_factor(trainer.tokens.tokenizer_path, targets)
+        self._bits_per_byte_factor = bits_per_byte_factor
         self.owed = False  # whether a stop interrupted a validation
 
     def on_due(self) -> None:
