@@ -38,8 +38,8 @@ def write_all(folder: Path, step: int, size: int, rewinds: tuple[Rewind, ...] = 
     return together(size, body)[0]
 
 
-def saved(manager: CheckpointManager, checkpoint: Checkpoint) -> Saved:
-    manager.save(checkpoint, checkpoint.progress.tokens)
+def saved(manager: CheckpointManager, checkpoint: Checkpoint, good_tokens: int | None = None) -> Saved:
+    manager.save(checkpoint, checkpoint.progress.tokens if good_tokens is None else good_tokens)
     outcome = manager.outcome(wait=True)
     assert outcome is not None
     return outcome

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.distributed.cut_up import whole_checkpoint
+from tests.distributed.cut_up import saved, steps, whole_checkpoint
 
 import leaven.training.checkpoint as module
 import leaven.training.checkpoint_manager as manager_module
@@ -21,7 +21,7 @@ from leaven.recipe.errors import InputError
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
 from leaven.training.checkpoint_manager import CheckpointManager
 from leaven.training.rewind import Rewind
-from leaven.training.run_folder import checkpoints, tokens_of
+from leaven.training.run_folder import checkpoints
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
@@ -29,10 +29,6 @@ def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
     tensors = {"w": torch.randn(100, 100, generator=generator)}
     state = {"guard": {"values": [0.1, 1 / 3], "since": None}}
     return Checkpoint(Progress(step, step * 256, 1.0), tensors, {"exp_avg.w": tensors["w"] * 2}, state, rewinds)
-
-
-def steps(folder: Path) -> list[int]:
-    return [tokens_of(path) // 256 for path in checkpoints(folder)]
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -118,10 +114,7 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
 
 
 def save(manager: CheckpointManager, step: int, good: int | None = None) -> None:
-    manager.save(checkpoint(step), 256 * (step if good is None else good))
-    saved = manager.outcome(wait=True)
-    assert saved is not None
-    assert saved.error is None
+    assert saved(manager, checkpoint(step), good and 256 * good).error is None
 
 
 @pytest.mark.parametrize(
@@ -192,10 +185,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(module, "save_file", full)
-    manager.save(checkpoint(2), 512)
-    saved = manager.outcome(wait=True)
-    assert saved is not None
-    assert saved.error == "No space left on device"
+    assert saved(manager, checkpoint(2)).error == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["tokens-000000000000256"]
     assert read_checkpoint(tmp_path)[1] == []
 

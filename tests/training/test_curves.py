@@ -98,7 +98,7 @@ def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: Token
 
 def test_writers_by_name() -> None:
     assert writers(None) == ("tensorboard",)
-    assert writers([]) == ()
-    assert writers(["tensorboard", "tensorboard"]) == ("tensorboard",)
+    assert writers("none") == ()
+    assert writers("tensorboard,tensorboard") == ("tensorboard",)
     with pytest.raises(InputError, match="--log-to wandbb: unknown; choose from tensorboard, wandb, trackio or none"):
-        writers(["wandbb"])
+        writers("wandbb")

@@ -99,7 +99,7 @@ def train(
         require_start(loaded.model, loaded.start.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _exit_if_stopped_on_purpose(RunFolder(folder))
-    curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
+    curves = writers(log_to)
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])

@@ -94,15 +94,16 @@ class StepLog(Callback):
             self.trainer.event("curves_lost", writer=name, why=f"{type(error).__name__}: {error}")
 
 
-def writers(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Check and return the names given with ``--log-to``. If ``names`` is None, return TensorBoard if it is
-    installed.
+def writers(log_to: str | None) -> tuple[str, ...]:
+    """Return the names of the writers in ``log_to``, the value of ``--log-to``: names separated by commas, or "none".
+    If it is None, return TensorBoard if it is installed.
 
     Raises:
         InputError: if a name is unknown or its package is not installed.
     """
-    if names is None:
+    if log_to is None:
         return ("tensorboard",) if find_spec("tensorboard") else ()
+    names = [] if log_to == "none" else log_to.split(",")
     for name in names:
         if name not in WRITERS:
             raise InputError(f"--log-to {name}: unknown; choose from {', '.join(WRITERS)} or none")
