@@ -164,35 +164,35 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
             storage.write(tmp_path / "file", NEW)
         assert names(tmp_path) == ["file", "lines"]
         assert (tmp_path / "file").read_bytes() == OLD
-        assert read(tmp_path / "lines") == (list(range(number)), False, [])
+        assert read(tmp_path / "lines") == (list(range(number)), [])
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-def read(path: Path) -> tuple[list[Any], bool, list[int]]:
+def read(path: Path) -> tuple[list[Any], list[int]]:
     found = storage.read_json_lines(path)
-    return [line["n"] for line in found.documents], found.torn, found.damaged
+    return [line["n"] for line in found.documents], found.damaged
 
 
 def test_the_next_append_repairs_a_line_torn_anywhere(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    assert read(path) == ([], False, [])
+    assert read(path) == ([], [])
     lines = [json.dumps({"n": n, "of": "ä 🍞"}, ensure_ascii=False).encode() + b"\n" for n in (1, 2)]
     for size in range(len(lines[1]) + 1):
         path.write_bytes(lines[0] + lines[1][:size])
         whole = [1, 2] if size >= len(lines[1]) - 1 else [1]  # one that only lacks its end is whole
-        assert read(path) == (whole, 0 < size < len(lines[1]) - 1, [])
+        assert read(path) == (whole, [])
         storage.append_json(path, {"n": 3}, sync=True)
-        assert read(path) == ([*whole, 3], False, [])
+        assert read(path) == ([*whole, 3], [])
         assert path.read_bytes().endswith(b'\n{"n": 3}\n')
 
 
 def test_a_line_without_an_object_is_reported_as_damaged(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_bytes(b'{"n": 1}\n\n\xff\xfe\n[1]\n{"n": \n' + b"[" * 50_000 + b'\n{"n": 2}\nnull')
-    assert read(path) == ([1, 2], True, [3, 4, 5, 6])
+    assert read(path) == ([1, 2], [3, 4, 5, 6])
     storage.append_json(path, {"n": 3})
-    assert read(path) == ([1, 2, 3], False, [3, 4, 5, 6])
+    assert read(path) == ([1, 2, 3], [3, 4, 5, 6])
 
 
 def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_two_processes_append_under_a_lock_and_lose_no_line(tmp_path: Path) -> N
     for writer in [python(APPENDING, path, first, first + 100) for first in (0, 100)]:
         _, error = writer.communicate()
         assert writer.returncode == 0, error
-    found, torn, damaged = read(path)
-    assert (sorted(found), torn, damaged) == (list(range(200)), False, [])
+    found, damaged = read(path)
+    assert (sorted(found), damaged) == (list(range(200)), [])
 
 
 HOLDING = """

@@ -168,12 +168,14 @@ class JsonLines:
     """The content of a file with one JSON object per line."""
 
     documents: list[dict[str, Any]]
-    torn: bool  # whether a crash cut the last line short; the next append repairs it
-    damaged: list[int]  # line numbers, counted from 1, of the other lines that are not JSON objects
+    damaged: list[int]  # line numbers, counted from 1, of lines that are not JSON objects
 
 
 def read_json_lines(path: Path) -> JsonLines:
-    """Return the content of a file with one JSON object per line. A missing file counts as an empty file."""
+    """Return the content of a file with one JSON object per line. A missing file counts as an empty file.
+
+    A last line that a crash has cut short is ignored; the next append repairs it.
+    """
     documents: list[dict[str, Any]] = []
     damaged: list[int] = []
     try:
@@ -187,7 +189,7 @@ def read_json_lines(path: Path) -> JsonLines:
         elif line.strip():
             damaged.append(number)
     last = json_object(tail)  # a last line without a newline counts if it is complete
-    return JsonLines(documents if last is None else [*documents, last], bool(tail.strip()) and last is None, damaged)
+    return JsonLines(documents if last is None else [*documents, last], damaged)
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:

@@ -15,8 +15,7 @@ from tests.cli.conftest import Verb, document
 import leaven.cli.train as verb
 import leaven.training.checkpoint as leaven_checkpoint
 from leaven.distributed.sharded_model import ShardedModel
-from leaven.training.checkpoint import checkpoints
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import RunFolder, checkpoints
 
 NO_NUMBERS = ("--set", "hyperparameters.lr=1e30", "--set", "hyperparameters.weight_decay=0")
 OVERFLOW = ("--set", "precision.compute=fp16", "--set", "hyperparameters.init_std=3")

@@ -11,17 +11,10 @@ from torch import Tensor
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.pieces import Place, cut
 from leaven.distributed.process_group import ProcessGroup
-from leaven.training.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    Progress,
-    Saved,
-    checkpoints,
-    read_checkpoint,
-    tokens_of,
-    write_checkpoint,
-)
-from leaven.training.run_folder import Rewind
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.checkpoint_manager import CheckpointManager, Saved
+from leaven.training.rewind import Rewind
+from leaven.training.run_folder import checkpoints, tokens_of
 
 
 def rows(step: int, rank: int, size: int) -> Checkpoint:
@@ -45,8 +38,8 @@ def write_all(folder: Path, step: int, size: int, rewinds: tuple[Rewind, ...] = 
     return together(size, body)[0]
 
 
-def saved(manager: CheckpointManager, checkpoint: Checkpoint) -> Saved:
-    manager.save(checkpoint, checkpoint.progress.tokens)
+def saved(manager: CheckpointManager, checkpoint: Checkpoint, good_tokens: int | None = None) -> Saved:
+    manager.save(checkpoint, checkpoint.progress.tokens if good_tokens is None else good_tokens)
     outcome = manager.outcome(wait=True)
     assert outcome is not None
     return outcome

@@ -16,7 +16,8 @@ import leaven.training.checkpoint as module
 from leaven.distributed.exchange import Exchange
 from leaven.distributed.process_group import ProcessGroup
 from leaven.recipe.errors import ProcessLost
-from leaven.training.checkpoint import CheckpointManager, Saved, read_checkpoint, write_checkpoint
+from leaven.training.checkpoint import read_checkpoint, write_checkpoint
+from leaven.training.checkpoint_manager import CheckpointManager, Saved
 
 
 def test_all_processes_get_the_error_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +115,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch.distributed as dist
 import leaven.training.checkpoint as module
+import leaven.training.checkpoint_manager as managers
 from leaven.distributed.process_group import ProcessGroup
 from tests.distributed.cut_up import rows, saved
 
@@ -128,14 +130,14 @@ def die(*arguments, **named):
 
 def child(folder, rank, victim, where):
     store = dist.FileStore(f"{folder}.store", 3)
-    manager = module.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
+    manager = managers.CheckpointManager(folder, 256, 2, None, group=Forked(rank, 3, None, store))
     assert saved(manager, rows(1, rank, 3)).error is None
     if rank == victim:
         setattr(module, where, die)
     manager.save(rows(2, rank, 3), 512)
     while not Path(f"{folder}.dead").exists():  # the others notice, and give up
         time.sleep(0.01)
-    module.GIVE_UP = 1.0 if rank else 0.5
+    managers.GIVE_UP = 1.0 if rank else 0.5
     manager.close()
     try:
         outcome = manager.outcome(wait=True).error

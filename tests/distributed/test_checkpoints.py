@@ -28,7 +28,7 @@ from leaven.training.checkpoint import (
     write_checkpoint,
 )
 from leaven.training.checkpoint_tensors import SavedBlock, SavedTensor, merged
-from leaven.training.run_folder import Rewind
+from leaven.training.rewind import Rewind
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 

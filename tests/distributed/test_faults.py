@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.distributed.pool import Pool
 from tests.distributed.test_layouts import layout
+from tests.training.conftest import losses
 
 from leaven.data.tokens import TokenSet, prepare
 from leaven.distributed.process_group import join_process_group
@@ -61,10 +62,6 @@ def hangs(recipe: Recipe, tokens: TokenSet, seconds: float) -> str:
     except ProcessLost as error:
         return str(error)
     return "nobody missed it"
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in RunFolder(folder).metrics()]
 
 
 def events(folder: Path) -> list[str]:

@@ -30,6 +30,15 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in RunFolder(folder).metrics()]
 
 
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard's own reader makes of a run's curves."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(folder / "tensorboard"))
+    reader.Reload()
+    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
 def made_up(number: int, **values: Any) -> Step:
     """A step of 256 tokens that nothing has trained."""
     usual: dict[str, Any] = {

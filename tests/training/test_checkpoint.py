@@ -13,21 +13,15 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.distributed.cut_up import whole_checkpoint
+from tests.distributed.cut_up import saved, steps, whole_checkpoint
 
-import leaven.training.checkpoint as checkpoint_module
 import leaven.training.checkpoint as module
+import leaven.training.checkpoint_manager as manager_module
 from leaven.recipe.errors import InputError
-from leaven.training.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    Progress,
-    checkpoints,
-    read_checkpoint,
-    tokens_of,
-    write_checkpoint,
-)
-from leaven.training.run_folder import Rewind
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.checkpoint_manager import CheckpointManager
+from leaven.training.rewind import Rewind
+from leaven.training.run_folder import checkpoints
 
 
 def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
@@ -35,10 +29,6 @@ def checkpoint(step: int, rewinds: tuple[Rewind, ...] = ()) -> Checkpoint:
     tensors = {"w": torch.randn(100, 100, generator=generator)}
     state = {"guard": {"values": [0.1, 1 / 3], "since": None}}
     return Checkpoint(Progress(step, step * 256, 1.0), tensors, {"exp_avg.w": tensors["w"] * 2}, state, rewinds)
-
-
-def steps(folder: Path) -> list[int]:
-    return [tokens_of(path) // 256 for path in checkpoints(folder)]
 
 
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -79,7 +69,7 @@ def test_a_read_error_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fails(path: Path) -> NoReturn:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(checkpoint_module, "_fingerprint", fails)
+    monkeypatch.setattr(module, "_fingerprint", fails)
     with pytest.raises(InputError, match=r"512: cannot be read: Input/output error; solve that and run"):
         read_checkpoint(tmp_path)
 
@@ -124,10 +114,7 @@ def manager(tmp_path: Path) -> Iterator[CheckpointManager]:
 
 
 def save(manager: CheckpointManager, step: int, good: int | None = None) -> None:
-    manager.save(checkpoint(step), 256 * (step if good is None else good))
-    saved = manager.outcome(wait=True)
-    assert saved is not None
-    assert saved.error is None
+    assert saved(manager, checkpoint(step), good and 256 * good).error is None
 
 
 @pytest.mark.parametrize(
@@ -157,14 +144,14 @@ def test_which_checkpoints_are_kept(
 
 def test_the_state_at_the_call_is_written(tmp_path: Path, manager: CheckpointManager) -> None:
     """Training continues at once, and changes its tensors in place while a thread writes."""
-    go, write = threading.Event(), module.write_checkpoint
+    go, write = threading.Event(), manager_module.write_checkpoint
 
     def slowly(*arguments: Any) -> Path:
         assert go.wait(60)
         return write(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_checkpoint", slowly)
+        patch.setattr(manager_module, "write_checkpoint", slowly)
         one = checkpoint(1)
         manager.save(one, 256)
         assert manager.outcome(wait=False) is None
@@ -197,11 +184,8 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
         path.write_bytes(b"torn")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
-    manager.save(checkpoint(2), 512)
-    saved = manager.outcome(wait=True)
-    assert saved is not None
-    assert saved.error == "No space left on device"
+    monkeypatch.setattr(module, "save_file", full)
+    assert saved(manager, checkpoint(2)).error == "No space left on device"
     assert [path.name for path in tmp_path.iterdir()] == ["tokens-000000000000256"]
     assert read_checkpoint(tmp_path)[1] == []
 

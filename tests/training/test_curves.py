@@ -1,16 +1,18 @@
 """Curves: TensorBoard through its own reader, trackers through modules that record the calls."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from tests.training.conftest import losses, scalars
 
 from leaven.data.tokens import TokenSet
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training.run_folder import RunFolder
-from leaven.training.step_metrics import writers
+from leaven.training.step_log import writers
 from leaven.training.trainer import train
 
 TRACKER = """
@@ -80,17 +82,23 @@ def test_a_failing_tracker_does_not_stop_the_run(
     # The third step is read when the fourth has been issued.
     assert (lost["writer"], lost["why"], lost["step"]) == ("trackio", "ConnectionError: no network", 4)
     assert len(calls.read_text().splitlines()) == 3  # init and two steps
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    written = scalars(tmp_path / "run")
+    assert len(written["train/loss"]) == 40
+    assert written["validation/loss"][-1] == (10_240, pytest.approx(summary.loss))
 
-    reader = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    reader.Reload()
-    assert len(reader.Scalars("train/loss")) == 40
-    assert reader.Scalars("validation/loss")[-1].value == pytest.approx(summary.loss)
+
+def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
+    recipe = tiny.replace({"stability.checkpoint_every_tokens": 2_560})
+    train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"], stop=lambda: len(losses(tmp_path / "run")) >= 13)
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    shutil.rmtree(newest)  # as after a crash: three steps are done again
+    train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"])
+    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 41)]
 
 
 def test_writers_by_name() -> None:
     assert writers(None) == ("tensorboard",)
-    assert writers([]) == ()
-    assert writers(["tensorboard", "tensorboard"]) == ("tensorboard",)
+    assert writers("none") == ()
+    assert writers("tensorboard,tensorboard") == ("tensorboard",)
     with pytest.raises(InputError, match="--log-to wandbb: unknown; choose from tensorboard, wandb, trackio or none"):
-        writers(["wandbb"])
+        writers("wandbb")

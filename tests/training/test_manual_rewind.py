@@ -10,8 +10,8 @@ from tests.training.planted import STEP, in_order, recipe, text
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.training import run_folder
-from leaven.training.checkpoint import checkpoints, tokens_of
-from leaven.training.run_folder import ManualRewind, RunFolder
+from leaven.training.manual_rewind import ManualRewind
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.trainer import check, train
 
 KEPT = {"stability__keep_every_tokens": 16 * STEP, "data__tokens": 64 * STEP}

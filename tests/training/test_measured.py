@@ -20,8 +20,9 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.training import measured
 from leaven.training.engine import Training
-from leaven.training.measured import TIMED_STEPS, UNTIMED_STEPS, WARM_UP, RunProfile, measure
+from leaven.training.measured import TIMED_STEPS, UNTIMED_STEPS, measure
 from leaven.training.run_folder import RunFolder
+from leaven.training.run_profile import WARM_UP, RunProfile
 from leaven.training.trainer import train
 
 
@@ -144,7 +145,7 @@ def test_a_recipe_is_measured_without_its_text(tiny: Recipe, alone: Path) -> Non
     assert (record.layout.ranks, record.layout.zero, record.layout.recompute) == (1, 0, "full")
     assert (record.batch_tokens, record.micro_batch, record.grad_accumulation) == (64, 1, 2)  # a rank's share
     assert record.measured is not None
-    assert record.measured.step_seconds == found.step_seconds[0] > 0
+    assert record.measured.step_seconds > 0
     assert record.predicted is not None
     assert history() == [record]
     assert sorted(path.name for path in alone.iterdir()) == [".history.lock", "history.jsonl"]
@@ -163,7 +164,7 @@ def test_a_deep_model_is_cut_and_its_layers_added(tiny: Recipe, monkeypatch: pyt
     found = measure(tiny.replace({"model.n_layers": 12}), "cpu")
     assert taken == [12, 3, 6]
     assert found is not None
-    assert (found.layers, found.step_seconds) == ((3, 6), (11, 20))
+    assert found.layers == (3, 6)
     assert found.record.model.n_layers == 12
     assert found.record.measured is not None
     assert found.record.measured.step_seconds == pytest.approx(38)

@@ -19,7 +19,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training import micro_batch
 from leaven.training.bench import bench
 from leaven.training.engine import Training
-from leaven.training.micro_batch import GIB, choose_micro_batch, even, needed_memory
+from leaven.training.micro_batch import GIB, choose_micro_batch, even, needed_memory, with_micro_batch
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -44,11 +44,11 @@ def test_a_batch_is_cut_evenly_into_as_few_forwards_as_fit(sequences: int, micro
     ],
     ids=["static", "ramp"],
 )
-def test_losses_are_those_of_the_whole_batch_for_any_micro_batch(
+def test_losses_and_gradients_are_those_of_the_whole_batch_for_any_micro_batch(
     tiny: Recipe, tokens: TokenSet, how: dict[str, Any], batches: list[int]
 ) -> None:
-    """In float64: each loss against one plain forward over the windows that are due, the weights after eight steps
-    between micro-batches. 3 and 5 divide neither 8 sequences nor most of the ramp's batches."""
+    """In float64: each loss and gradient norm against one plain forward over the windows that are due, the weights
+    after eight steps between micro-batches. 3 and 5 divide neither 8 sequences nor most of the ramp's batches."""
     stream, ends = Stream(tokens.train, 32, 0), {}
     for size in (1, 3, 5, 8):
         training = Training(tiny.replace(how | {"batch.micro_batch": size}), tokens)
@@ -56,12 +56,14 @@ def test_losses_are_those_of_the_whole_batch_for_any_micro_batch(
         done = 0
         for batch in batches:
             windows = torch.from_numpy(stream.batch(done // 32, batch // 32))
-            with torch.no_grad():
-                expected = F.cross_entropy(training.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+            expected = F.cross_entropy(training.model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+            gradients = torch.autograd.grad(expected, list(training.model.parameters()))
+            norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
             step = training.step()
             done += batch
             assert (step.batch_tokens, step.tokens) == (batch, done)
             assert step.loss == pytest.approx(expected.item(), rel=1e-6)  # the running sum is kept in fp32
+            assert step.grad_norm == pytest.approx(norm.item(), rel=1e-10)
         ends[size] = torch.cat([p.detach().flatten() for p in training.model.parameters()])
     for size, end in ends.items():
         assert torch.allclose(end, ends[8], rtol=1e-9, atol=1e-11), size
@@ -76,7 +78,7 @@ def test_a_choice_changes_nothing_but_the_micro_batch(tiny: Recipe, tokens: Toke
     state = {name: value.clone() for name, value in before.model.items()}
     rng = torch.random.get_rng_state()
     choice = choose_micro_batch(training)
-    training.set_micro_batch(choice.micro_batch, choice.why)
+    training.recipe = with_micro_batch(training.recipe, choice.micro_batch, choice.why)
     assert torch.equal(torch.random.get_rng_state(), rng)
     assert training.checkpoint().progress == before.progress
     assert training.checkpoint().optimizer.keys() == before.optimizer.keys()

@@ -19,10 +19,9 @@ from leaven.data.tokens import TokenSet
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training.checkpoint import checkpoints, tokens_of
 from leaven.training.engine import Training
 from leaven.training.loop import Diverged
-from leaven.training.run_folder import RunFolder
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.training.step_metrics import Step
 from leaven.training.trainer import train
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from leaven.data.stream import Stream
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.run_folder import Rewind, lr_factor, position, skipped, undone
+from leaven.training.rewind import Rewind, lr_factor, position, skipped, undone
 from leaven.training.spikes import WINDOW, Anomaly, oldest_checkpoint, rollback
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=5)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,20 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tests.training.conftest import losses
+from tests.training.conftest import losses, scalars
 
-from leaven.data.stream import Stream, validation_windows
+from leaven.data.stream import validation_windows
 from leaven.data.tokens import TokenSet
-from leaven.model.initialise import build_model
 from leaven.model.transformer import Stage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import parameter_table
 from leaven.training import optimizer
 from leaven.training.checkpoint import read_checkpoint
-from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
 from leaven.training.trainer import train
 
@@ -62,24 +57,6 @@ def _targets_a_byte(recipe: Recipe, tokens: TokenSet) -> float:
     targets = validation_windows(tokens.validation, 32, recipe.evaluation.tokens)[:, 1:]
     decoded = Tokenizer.from_file(str(tokens.tokenizer_path)).decode_batch(targets.tolist())
     return float(targets.size / sum(len(text.encode()) for text in decoded))
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard's own reader makes of a run's curves."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(folder / "tensorboard"))
-    reader.Reload()
-    return {tag: [(point.step, point.value) for point in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
-
-
-def test_curves_of_a_resumed_run_have_each_step_once(tiny: Recipe, tokens: TokenSet, tmp_path: Path) -> None:
-    recipe = tiny.replace({"stability.checkpoint_every_tokens": 2_560})
-    train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"], stop=lambda: len(losses(tmp_path / "run")) >= 13)
-    newest = max((tmp_path / "run" / "checkpoints").iterdir())
-    shutil.rmtree(newest)  # as after a crash: three steps are done again
-    train(recipe, tokens, tmp_path / "run", log_to=["tensorboard"])
-    assert [step for step, _ in scalars(tmp_path / "run")["train/loss"]] == [256 * n for n in range(1, 41)]
 
 
 STATEFUL = {  # everything that a run keeps besides its weights, so that a value that is not restored shows
@@ -286,17 +263,3 @@ def test_a_full_disk_is_one_line_and_exit_code_2(tiny_file: Path, tmp_path: Path
         assert len(losses(disk / "run")) == 40
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def test_accumulation_gives_the_gradient_of_the_whole_batch(tiny: Recipe, tokens: TokenSet) -> None:
-    """Against one plain forward over the batch, float64; 3 does not divide 8, so the last micro-batch is smaller."""
-    training = Training(tiny.replace({"batch.micro_batch": 3, "hyperparameters.grad_clip": 0.0}), tokens)
-    training.model.double()
-    model = build_model(tiny.model, parameter_table(tiny), tiny.data.seed).double()
-    windows = torch.from_numpy(Stream(tokens.train, 32, 0).batch(0, 8))
-    loss = F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
-    loss.backward()
-    norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()  # type: ignore[union-attr]
-    step = training.step()
-    assert step.loss == pytest.approx(loss.item(), rel=1e-6)  # the running sum is kept in fp32
-    assert step.grad_norm == pytest.approx(norm.item(), rel=1e-10)

@@ -14,10 +14,10 @@ from leaven.data.tokens import prepare
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training.checkpoint import checkpoints
 from leaven.training.early_stopping import expected
 from leaven.training.engine import Training
 from leaven.training.outcome import Baseline, Outcome
+from leaven.training.run_folder import checkpoints
 from leaven.training.step_metrics import Step
 from leaven.training.trial import cooldown_start, train_trial
 

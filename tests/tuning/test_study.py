@@ -28,7 +28,8 @@ from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
-from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, tokens_of, write_checkpoint
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint, write_checkpoint
+from leaven.training.run_folder import tokens_of
 from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.service import study as study_module
 from leaven.tuning.service.stores import Journal, StoreGone, open_store

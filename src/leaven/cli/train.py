@@ -24,7 +24,7 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import errors, warn
-from leaven.views.terminal.training import TrainScreen, advice, trained
+from leaven.views.terminal.training import TrainScreen, advice, stopped, trained
 
 if TYPE_CHECKING:
     from leaven.training.run_folder import RunFolder
@@ -86,8 +86,9 @@ def train(
     from leaven.interop.weights import require_start
     from leaven.training.device import default_device
     from leaven.training.loop import Diverged
-    from leaven.training.run_folder import ManualRewind, RunFolder
-    from leaven.training.step_metrics import writers
+    from leaven.training.manual_rewind import ManualRewind
+    from leaven.training.run_folder import RunFolder
+    from leaven.training.step_log import writers
     from leaven.training.trainer import check, train
 
     layout_is_set = any(change.startswith("layout.dp=") for change in overrides or ())
@@ -98,7 +99,7 @@ def train(
         require_start(loaded.model, loaded.start.folder)
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         _exit_if_stopped_on_purpose(RunFolder(folder))
-    curves = writers(None if log_to is None else [] if log_to == "none" else log_to.split(","))
+    curves = writers(log_to)
     back = ManualRewind(rewind_to, skip_tokens or 0) if rewind_to is not None else None
     check(loaded, folder, back)
     warn([*(each.message for each in warnings(loaded)), *layout_cautions(loaded)])
@@ -124,13 +125,7 @@ def train(
         following = next_commands.after_train(folder, loaded) if summary.finished else []
         print_document(summary, trained(summary, folder) if summary.finished else (), json_output, following)
     if not summary.finished:
-        saved = "saved; run the same command again to resume"
-        if summary.unsaved is not None:
-            saved = (
-                f"not saved ({summary.unsaved}); run the same command again to resume from "
-                f"{summary.saved_tokens:,} tokens"
-            )
-        exit_interrupted(f"stopped at {summary.tokens:,} tokens, {saved}")
+        exit_interrupted(stopped(summary))
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:

@@ -70,7 +70,6 @@ class FolderRow:
     progress: str = ""  # for example 2 M of 10 M tokens
     share: float | None = None  # share of the work that is done, from 0 to 1
     loss: float | None = None  # nats per token
-    recipe: Recipe | None = None  # :attr:`Found.recipe`
 
 
 def find(roots: list[Path]) -> Iterator[Found]:
@@ -99,7 +98,7 @@ def tag(found: list[Found]) -> str:
 def row(found: Found, now: float) -> FolderRow:
     """Return the row of a folder. ``now`` is the current Unix time, which decides if a run is called running."""
     try:
-        view, recipe = read_folder(found.folder), found.recipe
+        view = read_folder(found.folder)
     except (InputError, OSError) as error:
         state = str(error).removeprefix(f"{found.folder}").lstrip("/: ")
         return FolderRow(found, found.folder.name, state)
@@ -110,12 +109,12 @@ def row(found: Found, now: float) -> FolderRow:
         done = f"{numbers.quantity(view.tokens)} of {numbers.quantity(tokens)} tokens"
         state = "finished" if view.finished else f"stopped: {view.stopped}" if view.stopped else going
         loss = view.loss if view.loss is not None else view.steps[-1]["loss"]
-        return FolderRow(found, view.title, state, done, min(view.tokens / tokens, 1.0), loss, recipe)
+        return FolderRow(found, view.title, state, done, min(view.tokens / tokens, 1.0), loss)
     if isinstance(view, StudyView):
         running = len(view.trials) - view.ended
         loss = view.best.loss if view.best else None
         state = f"{running} running" if running and silent < SILENT else "has an answer" if view.best else going
-        return FolderRow(found, view.name, state, f"{view.ended} trials", None, loss, recipe)
+        return FolderRow(found, view.name, state, f"{view.ended} trials", None, loss)
     if isinstance(view, CheckDocument):
         return FolderRow(found, view.subject, conclusion(view), view.check, 1.0)
     return FolderRow(found, view.name, " ".join(headline(view)), f"{len(view.runs)} runs")

@@ -70,7 +70,7 @@ def bench(
     recipe = recipe.replace(constant | {"batch.micro_batch": 1})
     require_memory(recipe)
     training = Training(recipe, tokens)
-    training.peak = device_peak(training.device, recipe.precision.compute)
+    training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
     allowed = fitting(recipe, training.device, micro_batches)
     too_large = [size for size in micro_batches if size not in allowed]
     cells = [(size, batch) for batch in sorted(global_batches) for size in allowed if size <= batch]
@@ -95,7 +95,7 @@ def bench(
         too_large=sorted(too_large),
         whole=whole,
         unfinished=unfinished,
-        mfu_convention=mfu_convention(training.peak),
+        mfu_convention=mfu_convention(peak),
     )
 
 
@@ -125,8 +125,8 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
     """Take a few steps from the start of the data, and return the speed of the fastest step after the first. Return
     None if memory runs out."""
-    training.recipe = training.recipe.replace({"batch.tokens": batch * training.recipe.model.seq_len})
-    training.micro_batch = micro_batch
+    tokens = batch * training.recipe.model.seq_len
+    training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()
     reset_peak_memory(training.device)
     steps = unless_out_of_memory(

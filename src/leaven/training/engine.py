@@ -4,10 +4,10 @@ A step depends only on the recipe, the tokens and the state.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table, ramp_factors
 from leaven.training.checkpoint import Checkpoint, Progress
 from leaven.training.checkpoint_tensors import part
-from leaven.training.device import DTYPES, default_device, keep_freed_memory, known_peak, require_device
+from leaven.training.device import DTYPES, default_device, keep_freed_memory, require_device
 from leaven.training.loop import Diverged, passes
 from leaven.training.micro_batch import even, rule_of_thumb
 from leaven.training.optimizer import MOMENTS, Clipper, LossScale, NoiseScale, Optimizer
-from leaven.training.run_folder import Rewind, lr_factor, skipped
+from leaven.training.rewind import Rewind, lr_factor, skipped
 from leaven.training.spikes import Limits
 from leaven.training.step_metrics import Step, Telemetry
 
@@ -91,9 +91,7 @@ class Training:
         self._end_of_text = tokens.end_of_text if recipe.data.documents == "isolated" else None
         self.progress = Progress()
         self.rewinds: tuple[Rewind, ...] = ()
-        self.micro_batch = rule_of_thumb(recipe, self.device.type)
         self.stop: Callable[[], bool] = lambda: False
-        self.peak = known_peak(self.device, recipe.precision.compute)
         self.telemetry = Telemetry(recipe, table, self.sharded)
         self.limits = Limits()  # on loss and gradient norm, set by the spike guard for the next step
 
@@ -117,11 +115,10 @@ class Training:
         """Whether all steps are done."""
         return self.progress.step >= self.recipe.steps
 
-    def set_micro_batch(self, micro_batch: int, why: str) -> None:
-        """Set the micro-batch, in sequences, also in the recipe, together with its reason ``why``."""
-        reasons = self.recipe.why | {"batch.micro_batch": why}
-        self.recipe = self.recipe.replace({"batch.micro_batch": micro_batch, "why": reasons})
-        self.micro_batch = micro_batch
+    @property
+    def micro_batch(self) -> int:
+        """The largest number of sequences in a forward pass."""
+        return rule_of_thumb(self.recipe, self.device.type)
 
     def check_stop(self) -> None:
         """In a run with a single process, raise StopRequested if ``stop()`` returns true. Several processes have to
@@ -175,22 +172,17 @@ class Training:
             self.clipper.recount(longer)
             self.optimizer.recount(longer)
         grad_norm = self.clipper.unscale_and_clip(scale, ramp)
-        finite = loss.isfinite() & grad_norm.isfinite()
+        noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else None
         applied = (loss < self.limits.loss) & (grad_norm < self.limits.grad_norm)  # False for nan
-        noise_scale = noise.after_all(batch.targets, grad_norm, scale) if noise else torch.full_like(loss, torch.nan)
 
         self.telemetry.remember_parameters()
         multiplier = recipe.schedule.multiplier(tokens, recipe.data.tokens) * lr_factor(self.rewinds, tokens)
         self.optimizer.step(multiplier, skip=~applied, ramp=ramp)
         if self.loss_scale is not None:
-            self.loss_scale.update(finite)
+            self.loss_scale.update(loss.isfinite() & grad_norm.isfinite())
         self.progress = Progress(start.step + 1, tokens, start.seconds)
-        shown_scale = torch.ones_like(loss) if scale is None else scale
-        measured = (loss, grad_norm, applied, shown_scale, noise_scale)
-        lr = multiplier * ramp.lr
-        read = self.telemetry.measure_later(
-            start.step + 1, tokens, batch.tokens, measured, lr_factor=lr, peak=self.peak
-        )
+        measured = (loss, grad_norm, applied, scale, noise_scale)
+        read = self.telemetry.measure_later(self.progress, batch.tokens, multiplier * ramp.lr, measured)
 
         def result() -> Step:
             step = read()
@@ -280,9 +272,12 @@ class Training:
             return tokens.contiguous().pin_memory().to(self.device, non_blocking=True)
         return tokens.to(self.device)
 
-    def checkpoint(self) -> Checkpoint:
-        """Return the part of the state that this process saves. The process that saves a parameter's first element
-        also saves the parameter's step count. The first process saves the state that belongs to no parameter."""
+    def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Return the part of the state that this process saves, and the ``state`` of the callbacks.
+
+        The process that saves a parameter's first element also saves the parameter's step count. The first process
+        saves the state that belongs to no parameter.
+        """
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
         places: dict[str, Place] = {}
@@ -299,7 +294,7 @@ class Training:
         if self.group.is_first:
             for stateful in self._stateful:
                 optimizer |= stateful.state_dict()
-        return Checkpoint(self.progress, model, optimizer, places=places)
+        return Checkpoint(self.progress, model, optimizer, state or {}, self.rewinds, places)
 
     @torch.no_grad()
     def restore(self, checkpoint: Checkpoint) -> None:

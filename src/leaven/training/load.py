@@ -19,8 +19,8 @@ from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterTable, parameter_table
-from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of
-from leaven.training.run_folder import RunFolder
+from leaven.training.checkpoint import read_checkpoint
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,7 +8,6 @@ batch.
 
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,14 +108,13 @@ def _most(recipe: Recipe) -> int:
     return max(1, batch // layout.dp // recipe.model.seq_len)
 
 
-def as_started(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe. If its micro-batch is "auto" and ``folder`` contains a run, the returned recipe has the
-    micro-batch of that run.
+def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
+    """Return the recipe. If its micro-batch is "auto" and the run has been started before, the returned recipe has
+    the run's micro-batch.
 
     A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
     bits of a sum.
     """
-    run = RunFolder(folder)
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
     begun = run.recipe()
@@ -129,8 +127,13 @@ def as_started(recipe: Recipe, folder: Path) -> Recipe:
 def by_rule_of_thumb(recipe: Recipe) -> Recipe:
     """Return the recipe with the micro-batch of the rule of thumb, and the reason for it."""
     size = rule_of_thumb(recipe, default_device().type)
-    why = {"batch.micro_batch": f"auto: about {size * recipe.model.seq_len:,} tokens a forward pass, not timed"}
-    return recipe.replace({"batch.micro_batch": size, "why": recipe.why | why})
+    tokens = size * recipe.model.seq_len
+    return with_micro_batch(recipe, size, f"auto: about {tokens:,} tokens a forward pass, not timed")
+
+
+def with_micro_batch(recipe: Recipe, size: int, why: str) -> Recipe:
+    """Return the recipe with a micro-batch of ``size`` sequences, and the reason for it."""
+    return recipe.replace({"batch.micro_batch": size, "why": recipe.why | {"batch.micro_batch": why}})
 
 
 def needed_memory(recipe: Recipe, micro_batch: int, device_type: str) -> float:
@@ -290,10 +293,7 @@ def trial_step(training: "Training", size: int) -> float | None:
             del moments
         return time.perf_counter() - began
 
-    try:
-        return unless_out_of_memory(work, device)
-    finally:
-        training.sharded.drop_gradients()
+    return unless_out_of_memory(work, device, training.sharded.drop_gradients)
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:

@@ -1,18 +1,12 @@
-"""Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints. Defines the
-rewinds of a run, which the events record. This module does not import torch.
-
-A rewind returns the run to an earlier state, automatically after a spike (:mod:`leaven.training.spikes`) or manually
-(:class:`ManualRewind`). The list of rewinds and the number of tokens trained determine everything else: which part of
-the data is skipped, how far the lr is lowered, and which checkpoints have been undone. The result of a run does not
-depend on the checkpoint from which a rewind continued.
-"""
+"""Reads and writes the folder of a run: recipe, metrics (one line per step), events and checkpoints. This module does
+not import torch."""
 
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -20,65 +14,12 @@ from typing import Any
 from leaven import storage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import finite, make_folder, read_recipe, read_text, write_recipe, write_text
-from leaven.recipe.recipe import Difference, Recipe, differences, rearrangement
-from leaven.recipe.units import format_quantity
+from leaven.recipe.recipe import Difference, Recipe
+from leaven.training.recipe_changes import brief, changeable, changes_of, describe_changes
+from leaven.training.rewind import Rewind
 
 LOCK = ".lock"
 RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual rewinds
-
-
-# The values that --rewind-to may change, because every step reads them from the recipe. Other keys define the model,
-# the data or the initial values; the batch sizes determine at which token count a step starts.
-SECTIONS = ("schedule", "stability", "evaluation")
-HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
-
-
-@dataclass(frozen=True)
-class Rewind:
-    """A return of a run to an earlier state."""
-
-    to_tokens: int  # number of tokens trained in that state
-    skip_from: int  # first token of the stream that is skipped
-    skip_to: int  # first token after the skipped part of the stream
-    lr: float = 1.0  # factor on the lr right after the rewind
-    lr_tokens: int = 0  # number of tokens over which this factor rises to 1
-    attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
-    found_step: int = 0  # step at which the anomaly was found
-
-
-def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
-    """Return the intervals of the token stream that are skipped, disjoint and in order."""
-    stretches: list[tuple[int, int]] = []
-    for start, end in sorted((rewind.skip_from, rewind.skip_to) for rewind in rewinds):
-        if stretches and start <= stretches[-1][1]:
-            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
-        elif start < end:
-            stretches.append((start, end))
-    return tuple(stretches)
-
-
-def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream at which the step after ``tokens`` trained tokens starts."""
-    for start, end in skipped(rewinds):
-        if tokens >= start:
-            tokens += end - start
-    return tokens
-
-
-def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
-    """Return the factor that multiplies the schedule's lr after ``tokens`` trained tokens."""
-    factor = 1.0
-    for rewind in rewinds:
-        since = tokens - rewind.to_tokens
-        if 0 < since < rewind.lr_tokens:
-            factor *= rewind.lr + (1 - rewind.lr) * since / rewind.lr_tokens
-    return factor
-
-
-def undone(rewinds: Sequence[Rewind], known: int, tokens: int) -> bool:
-    """Return whether a rewind has undone a state that was saved after ``tokens`` trained tokens. ``known`` is the
-    number of rewinds before the state was saved."""
-    return any(tokens > rewind.to_tokens for rewind in rewinds[known:])
 
 
 @contextmanager
@@ -97,6 +38,16 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
                 f"{kind} {folder} is in use by another process; wait until that process ends, or use another {kind}"
             ) from None
         yield
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the paths of all checkpoints in a folder, including damaged ones, oldest first."""
+    return sorted(folder.glob("tokens-*"))  # damaged ones that were found are named damaged-tokens-*
+
+
+def tokens_of(path: Path) -> int:
+    """Return the number of tokens trained at a checkpoint, read from the name of its folder."""
+    return int(path.name.rpartition("-")[2])
 
 
 class RunFolder:
@@ -162,9 +113,11 @@ class RunFolder:
             )
 
     @contextmanager
-    def opened(self, recipe: Recipe) -> Iterator["RunFolder"]:
-        """Lock the folder for this process. If the folder is new, write the resolved recipe."""
-        self.check(recipe)
+    def opened(self, recipe: Recipe) -> Iterator[None]:
+        """Lock the folder for this process. If the folder is new, write the resolved recipe.
+
+        Call :meth:`check` first: this creates the folder.
+        """
         with locked_folder(self.path, "run folder"):
             self.check(recipe)
             for file in (self.recipe_file, self.plan_file):
@@ -172,12 +125,12 @@ class RunFolder:
                     torn.unlink()
             if not self.recipe_file.exists():
                 write_recipe(recipe, self.recipe_file)
-            yield self
+            yield
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
         """Write ``recipe`` as the run's recipe, and return it. The reasons in ``why`` name the old value of each
         change and ``since`` when it applies, for example "1,000 tokens"."""
-        why = {path: f"since {since}; before: {_brief(before)}" for path, before, _ in changes}
+        why = {path: f"since {since}; before: {brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
             write_recipe(recipe, self.recipe_file)
@@ -286,96 +239,9 @@ class RunFolder:
         self.unwritten = None
 
 
-@dataclass(frozen=True)
-class ManualRewind:
-    """A request to continue from an earlier checkpoint."""
-
-    rewind_to: int  # tokens trained; the newest whole checkpoint at or before this count is used
-    skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
-
-    def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind has been done already: whether the run's last manual rewind had these arguments
-        and the recipe has not changed since. The run then resumes without a rewind."""
-        returns = [event for event in run.events() if event["event"] == "rewind"]
-        return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
-
-    def check(self, run: RunFolder, recipe: Recipe) -> None:
-        """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
-        must stay the same during a run."""
-        if not run.recipe_file.exists():
-            raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
-        refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
-        if refused:
-            raise InputError(
-                f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
-                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; use another --run"
-            )
-        self._target(run)
-
-    def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder. If the recipe has changed, write the new recipe, which the run uses
-        from the checkpoint on."""
-        with locked_folder(run.path, "run folder"):
-            changes = changes_of(run.recipe(), recipe)
-            to_tokens, rewinds = self._target(run), run.rewinds()
-            start, seq_len = position(rewinds, to_tokens), recipe.model.seq_len
-            rewind = Rewind(to_tokens, start, start + -(-self.skip_tokens // seq_len) * seq_len)
-            lines = run.metrics()
-            at = {key: lines[-1][key] if lines else 0 for key in ("step", "tokens")}
-            changed = logged(changes, recipe) if changes else {"changes": []}
-            run.event("rewind", **at, **asdict(rewind), asked=asdict(self), **changed)
-            run.require_written()
-            if changes:
-                run.change_recipe(recipe, changes, f"{to_tokens:,} tokens, by --rewind-to")
-
-    def _target(self, run: RunFolder) -> int:
-        from leaven.training.checkpoint import checkpoints, read_checkpoint, tokens_of  # imports torch
-
-        to_here = Rewind(self.rewind_to, 0, 0)
-        found, _ = read_checkpoint(run.checkpoints, (*run.rewinds(), to_here))
-        if found is None:
-            there = ", ".join(format_quantity(tokens_of(path)) for path in checkpoints(run.checkpoints))
-            raise InputError(
-                f"--rewind-to {format_quantity(self.rewind_to)}: no whole checkpoint at or before this count; "
-                + (f"there are checkpoints at {there} tokens" if there else "the run folder has none")
-            )
-        return found.progress.tokens
-
-
-def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that prevent a run of one from being resumed with the other.
-    Differences in layout and micro-batch do not count."""
-    free = rearrangement(there, here)
-    return [change for change in differences(there, here) if change not in free]
-
-
-def logged(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values of the event that records these changes of a run's recipe. ``recipe`` is the new recipe."""
-    listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
-    return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
-
-
-def changeable(path: str) -> bool:
-    """Return whether --rewind-to can change the recipe's value at a dotted path."""
-    section, *keys = path.split(".")
-    if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
-        return keys[-1] in HYPERPARAMETERS
-    return section in SECTIONS or (section == "hyperparameters" and keys[0] in HYPERPARAMETERS)
-
-
-def describe_changes(changes: list[Difference]) -> str:
-    """Return a line of text that lists the differences between the recipe of a run ("there") and a new recipe
-    ("here")."""
-    return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
-
-
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line, and return the objects that contain ``key``."""
     try:
         return [document for document in storage.read_json_lines(path).documents if key in document]
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _brief(value: Any) -> str:
-    return "not set" if value is None else f"{value}"

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from leaven.recipe.batch import BatchSchedule
 from leaven.recipe.recipe import Stability
-from leaven.training.checkpoint import checkpoints_to_keep, first_in_each_interval
+from leaven.training.checkpoint_manager import checkpoints_to_keep, first_in_each_interval
 from leaven.training.loop import Callback
-from leaven.training.run_folder import Rewind, position
+from leaven.training.rewind import Rewind, position
 
 if TYPE_CHECKING:
     from leaven.training.step_metrics import Step
@@ -244,7 +244,7 @@ def oldest_checkpoint(
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]
-        due = first_in_each_interval([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens, -1)
+        due = first_in_each_interval([*there, *(tokens for tokens in due if tokens <= reached)], every_tokens)
         return checkpoints_to_keep(due, good_tokens, stability.keep, stability.keep_every_tokens)
 
     there = [0]
@@ -278,6 +278,13 @@ class SpikeGuard(Callback):
             values = {key: getattr(step, key) for key in ("step", "tokens", "loss", "grad_norm")}
             self.trainer.event("skip", **values, limits=asdict(self.detector.limits(step.step)))
 
+    @property
+    def good_tokens(self) -> int:
+        """The number of tokens trained before the first step that may belong to an anomaly. If there is no such step,
+        the number of tokens trained so far."""
+        since = self.detector.since if self.detector else None
+        return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
+
     def state(self) -> dict[str, Any]:
         return {"guard": self.detector.state_dict()} if self.detector else {}
 
@@ -293,15 +300,16 @@ class SpikeGuard(Callback):
         The run ends if ``on_spike`` is ``stop``, if it is ``skip`` and too many steps in a row were skipped, or if
         ``max_rollbacks`` rollbacks did not help.
         """
-        trainer, recipe, stability = self.trainer, self.training.recipe, self.training.recipe.stability
+        trainer, recipe, rewinds = self.trainer, self.training.recipe, self.training.rewinds
+        stability = recipe.stability
         trainer.checkpoints.log_outcome(wait=True)
         values: dict[str, Any] = {"step": anomaly.step, "tokens": recipe.batches.tokens_at_step(anomaly.step)}
         values |= {"why": anomaly.why, "onset": anomaly.onset, "numbers": anomaly.numbers}
         if stability.on_spike != "rollback":
             trainer.fail(values)
         every = trainer.checkpoints.every_tokens
-        oldest = oldest_checkpoint(trainer.rewinds, anomaly, recipe.batches, stability, every)
-        rewind = rollback(trainer.rewinds, anomaly, recipe.batches, stability, oldest)
+        oldest = oldest_checkpoint(rewinds, anomaly, recipe.batches, stability, every)
+        rewind = rollback(rewinds, anomaly, recipe.batches, stability, oldest)
         if rewind.attempt > stability.max_rollbacks:
             trainer.fail(values | {"why": f"{anomaly.why}; {stability.max_rollbacks} rollbacks did not help"})
         trainer.roll_back(rewind, values | asdict(rewind) | {"attempts": stability.max_rollbacks})

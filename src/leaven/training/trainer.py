@@ -5,29 +5,29 @@ What ``leaven train`` does from start to end:
 1. The recipe is read and checked (``recipe/files.py``), and its text is tokenised or read from the cache
    (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no state to
    save.
-2. :func:`train` checks the run folder, builds the run's state (``engine.py``) and chooses the micro-batch; a
-   resumed run keeps the one it has. Initial values are drawn from the parameter table and the seed. The table also
-   gives each parameter its lr: base lr x multiplier of its module x multiplier of its depth x factor of the scaling
-   rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the factor I^-1 L^(alpha-1) B^(1/2)
-   D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and the tokens to those of the base
-   model.
+2. :func:`train` checks the run folder (``run_folder.py``), builds the run's state (``engine.py``) and chooses the
+   micro-batch (``micro_batch.py``); a resumed run keeps the one it has. Initial values are drawn from the parameter
+   table and the seed. The table also gives each parameter its lr: base lr x multiplier of its module x multiplier of
+   its depth x factor of the scaling rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the
+   factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and
+   the tokens to those of the base model.
 3. If the folder has a checkpoint, the run continues from the newest whole one (``checkpoint.py``).
 4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
    ``optimizer.py``). In each step, the lr of every parameter is multiplied by the schedule at the tokens trained
    after this step, and by the factor of recent rewinds. The loop (``loop.py``) reads the result of a step only
    after it has started the next one, so that the device never waits.
-5. Callbacks act around the steps. The step log (``step_metrics.py``) writes one line to metrics.jsonl with loss,
-   lr, norms and speed. ``RunProfile`` compares time and memory with the plan and writes plan.json. Validation is in
-   this file, checkpoints are in ``checkpoint.py``. The spike guard (``spikes.py``) rolls back to an earlier
-   checkpoint, skips the steps or ends the run. ``run_folder.py`` determines what data a rewind skips and how it
-   lowers the lr.
+5. Callbacks act around the steps. The step log (``step_log.py``) writes one line to metrics.jsonl with loss, lr,
+   norms and speed. The run profile (``run_profile.py``) compares time and memory with the plan and writes plan.json.
+   The validation loss is computed in ``validation.py``, and checkpoints are saved in ``checkpoint_manager.py``. The
+   spike guard (``spikes.py``) rolls back to an earlier checkpoint, skips the steps or ends the run. ``rewind.py``
+   determines what data a rewind skips and how it lowers the lr.
 6. :class:`RunTrainer` returns the result as a ``TrainDocument``. ``leaven train`` prints its validation loss,
    tokens, steps and time, and the commands to type next.
 """
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,27 +37,37 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
-from leaven.planning.memory import GIB
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
-from leaven.training.checkpoint import Checkpoint, Checkpoints, Progress, checkpoints, read_checkpoint, tokens_of
+from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint
+from leaven.training.checkpoint_manager import Checkpoints
 from leaven.training.device import (
     default_device,
     device_peak,
     held_memory,
     mfu_convention,
-    peak_memory,
     reset_peak_memory,
-    time_fixed_work,
     utilisation,
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
-from leaven.training.measured import RunProfile
-from leaven.training.micro_batch import as_started, by_rule_of_thumb, choose_micro_batch, require_memory
-from leaven.training.run_folder import ManualRewind, Rewind, RunFolder, logged
+from leaven.training.manual_rewind import ManualRewind
+from leaven.training.micro_batch import (
+    Choice,
+    as_started,
+    by_rule_of_thumb,
+    choose_micro_batch,
+    require_memory,
+    with_micro_batch,
+)
+from leaven.training.recipe_changes import recorded_changes
+from leaven.training.rewind import Rewind
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
+from leaven.training.run_profile import RunProfile
 from leaven.training.spikes import SpikeGuard
-from leaven.training.step_metrics import Step, StepLog
+from leaven.training.step_log import StepLog
+from leaven.training.step_metrics import Step
+from leaven.training.validation import Validation
 
 if TYPE_CHECKING:
     from leaven.data.tokens import TokenSet
@@ -87,7 +97,7 @@ def train(
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
             it returns True, the current step is abandoned, the state before that step is saved, and the result is not
             ``finished``.
-        log_to: writers of curves (:data:`leaven.training.step_metrics.WRITERS`).
+        log_to: writers of curves (:data:`leaven.training.step_log.WRITERS`).
         back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
@@ -101,39 +111,52 @@ def train(
     finish = run.finish() if back is None else None
     if finish is not None:
         return _summary(run, Progress(finish["step"], finish["tokens"], finish["seconds"]), finish)
-    if recipe.batch.micro_batch == "auto":
-        require_memory(recipe)
-        if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
-            recipe = by_rule_of_thumb(recipe)
-    memory_before, choice = held_memory(default_device()), None
-    # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
-    training = Training(recipe, tokens, group=group)
-    training.stop = stop
-    if recipe.batch.micro_batch == "auto":
-        try:
-            choice = choose_micro_batch(training)
-        except StopRequested:
-            return _summary(run, training.progress, None, "before its first step")
-        training.set_micro_batch(choice.micro_batch, choice.why)
-    training.peak = device_peak(training.device, recipe.precision.compute)
+    memory_before = held_memory(default_device())
+    try:
+        training, choice = _built(recipe, tokens, group, stop)
+    except StopRequested:
+        return _summary(run, Progress(), None, "before its first step")
+    training.telemetry.peak = peak = device_peak(training.device, recipe.precision.compute)
     factor = bits_per_byte_factor(tokens.tokenizer_path, training.validation_targets())
-    moved = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
+    rearranged = rearrangement(run.recipe(), training.recipe) if run.recipe_file.exists() else []
+    # Nothing is written up to here, so that a recipe that cannot be trained leaves no folder.
     with _no_folder_of_a_failed_start(run), _opened(run, training.recipe, back, group):
         run.keep_tokenizer(tokens.tokenizer_path)
         reset_peak_memory(training.device)  # timing may have used more than training does
         profile = RunProfile(run, training, memory_before, history)
-        trainer = RunTrainer(run, training, on_step, on_event, profile, log_to, factor)
+        trainer = RunTrainer(run, training, tokens, factor, profile, on_step, on_event, log_to)
         try:
-            trainer.start(tokens)
-            if moved:
-                trainer.rearrange(moved)
+            trainer.start(mfu_convention=mfu_convention(peak), peak_tflops=peak.flops / 1e12)
+            if rearranged:
+                trainer.rearrange(rearranged)
             if choice is not None:
                 trainer.event("micro_batch", **asdict(choice))
-            finish = trainer.train(lambda: group.any(stop()))
+            return trainer.train(lambda: group.any(stop()))
         finally:
             for callback in trainer.callbacks:
                 callback.close()
-        return _summary(run, training.progress, finish, trainer.unsaved)
+
+
+def _built(
+    recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool]
+) -> tuple[Training, Choice | None]:
+    """Return the state of a new run, and how its micro-batch was chosen: None if the recipe states the micro-batch,
+    or if there are several processes.
+
+    Raises:
+        StopRequested: if ``stop`` returns True while micro-batches are timed.
+    """
+    if recipe.batch.micro_batch == "auto":
+        require_memory(recipe)
+        if group is not SINGLE_PROCESS:  # timing that ran out of memory on one device would block the others
+            recipe = by_rule_of_thumb(recipe)
+    training = Training(recipe, tokens, group=group)
+    training.stop = stop
+    if recipe.batch.micro_batch != "auto":
+        return training, None
+    choice = choose_micro_batch(training)
+    training.recipe = with_micro_batch(recipe, choice.micro_batch, choice.why)
+    return training, choice
 
 
 class RunTrainer:
@@ -143,16 +166,16 @@ class RunTrainer:
         self,
         run: RunFolder,
         training: Training,
+        tokens: "TokenSet",
+        bits_per_byte_factor: float | None,
+        profile: RunProfile,
         on_step: Callable[[Step], None],
         on_event: Callable[[str, dict[str, Any]], None],
-        profile: RunProfile,
         log_to: Sequence[str],
-        bits_per_byte_factor: float | None,
     ) -> None:
-        self.run, self.training, self.profile, self._on_event = run, training, profile, on_event
+        self.run, self.training, self.tokens, self.profile = run, training, tokens, profile
+        self._on_event = on_event
         self.group = training.group
-        self.rewinds = run.rewinds()
-        self.unsaved: str | None = None  # why a stopped run could not be saved
         self.damaged: list[Path] = []  # damaged checkpoints that are newer than the loaded one
         self._unwritten: str | None = None  # why lines could not be written to the disk
         self.log = StepLog(self, log_to, on_step)
@@ -163,30 +186,27 @@ class RunTrainer:
         self.callbacks: list[Callback] = [self.log, profile, self.validation, self.checkpoints, self.spikes]
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
-    def start(self, tokens: "TokenSet") -> None:
-        """Continue from the newest checkpoint, or start a new run. A new run saves a checkpoint before its first
-        step, so that it can always roll back."""
-        found = self._newest(self.rewinds)
-        self._restore(found)
-        peak = self.training.peak
+    def start(self, **about: Any) -> None:
+        """Continue from the newest checkpoint, or start a new run, and log this with the values in ``about``. A new
+        run saves a checkpoint before its first step, so that it can always roll back."""
+        rewinds = self.run.rewinds()
+        found = self._newest(rewinds)
+        self._restore(found, rewinds)
         self.event(
             "start" if found is None else "resume",
             device=str(self.training.device),
-            text=tokens.fingerprint,
-            epochs=tokens.epochs(self.training.recipe.data.tokens),
+            text=self.tokens.fingerprint,
+            epochs=self.tokens.epochs(self.training.recipe.data.tokens),
             damaged_checkpoints=[path.name for path in self.damaged],
             **self.log.batch(),
-            mfu_convention=mfu_convention(peak) if peak else None,
-            peak_tflops=peak.flops / 1e12 if peak else None,
+            **about,
         )
         self.profile.write()
         if found is None:
             self.checkpoints.save()
 
-    def train(self, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """Train until the run is done or stopped. Return the loss and the bits per byte of the last validation, or
-        None if stopped. If the stopped run could not be saved, :attr:`unsaved` is the reason."""
-        self.training.stop = stop
+    def train(self, stop: Callable[[], bool]) -> TrainDocument:
+        """Train until the run is done or stopped. Return its result."""
         try:
             if self.validation.owed:
                 self.validation.evaluate()
@@ -197,9 +217,8 @@ class RunTrainer:
             result = None
         error = self.checkpoints.save_last()
         if result is None:
-            self.unsaved = error
             self.event("stop", why="interrupted")
-            return None
+            return _summary(self.run, self.training.progress, None, error)
         if error is not None:
             raise InputError(
                 f"{self.run.checkpoints}: checkpoint not saved: {error}; make room and run the same command again"
@@ -208,31 +227,24 @@ class RunTrainer:
             self.fail({"why": f"the validation loss is {result['loss']:g}: the run has diverged"})
         self.event("finish", **result, seconds=self.training.progress.seconds)
         self.run.require_written()
-        return result
+        return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
         """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
         training = self.training
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
-        self.event("layout", **logged(changes, training.recipe))
-
-    @property
-    def good_tokens(self) -> int:
-        """The number of tokens trained before the first step that may belong to an anomaly. If there is no such step,
-        the number of tokens trained so far."""
-        since = self.spikes.detector.since if self.spikes.detector else None
-        return self.training.tokens if since is None else self.training.recipe.batches.tokens_at_step(since - 1)
+        self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
         """Continue from the newest checkpoint that the rewind does not undo. The run keeps its count of seconds."""
-        found = self._newest((*self.rewinds, rewind))
+        rewinds = (*self.training.rewinds, rewind)
+        found = self._newest(rewinds)
         if found is None:
             self.fail(values | {"why": f"{values['why']}; no checkpoint is left to go back to"})
         # The rollback is final once this line is on the disk: if the run is killed later, it resumes rolled back.
         self.run.event("rollback", **values)
-        self.rewinds = (*self.rewinds, rewind)
         seconds = self.training.progress.seconds
-        self._restore(found)
+        self._restore(found, rewinds)
         self.training.progress = replace(found.progress, seconds=seconds)
         names = [path.name for path in self.damaged]
         self._on_event("rollback", values | {"from_tokens": found.progress.tokens, "damaged_checkpoints": names})
@@ -269,59 +281,14 @@ class RunTrainer:
         self.damaged = damaged
         return found
 
-    def _restore(self, found: Checkpoint | None) -> None:
+    def _restore(self, found: Checkpoint | None, rewinds: tuple[Rewind, ...]) -> None:
         """Restore the training and its callbacks from a checkpoint, or to the start if ``found`` is None."""
         if found is not None:
-            self.rewinds = max(self.rewinds, found.rewinds, key=len)
+            rewinds = max(rewinds, found.rewinds, key=len)  # a full disk may have kept events out of events.jsonl
             self.training.restore(found)
-        self.training.follow(self.rewinds)
+        self.training.follow(rewinds)
         for callback in self.callbacks:
             callback.restore(found.state if found is not None else {})
-
-
-class Validation(Callback):
-    """Computes the validation loss at a fixed interval in tokens. If the run has several processes, it then compares
-    their speed and memory, to find a slow process."""
-
-    def __init__(self, trainer: "RunTrainer", bits_per_byte_factor: float | None) -> None:
-        self.trainer, self.training = trainer, trainer.training
-        recipe = self.training.recipe
-        self.every_tokens = recipe.evaluation.every_tokens or max(recipe.data.tokens // 10, 1)
-        self._bits_per_byte_factor = bits_per_byte_factor
-        self.owed = False  # whether a stop interrupted a validation
-
-    def on_due(self) -> None:
-        self.evaluate()
-
-    def evaluate(self) -> dict[str, Any]:
-        """Compute and log the validation loss. Return it as ``loss``, in nats per token, and as ``bits_per_byte``."""
-        trainer, training, factor = self.trainer, self.training, self._bits_per_byte_factor
-        trainer.group.heartbeat(f"in the validation after step {training.progress.step}")
-        self.owed = True
-        loss = training.evaluate()
-        self.owed = False
-        values = {"loss": loss, "bits_per_byte": loss * factor if factor else None}
-        trainer.event("validation", **values)
-        if trainer.group.size > 1:
-            self._compare_processes()
-        trainer.log.validation(values)
-        return values
-
-    def state(self) -> dict[str, Any]:
-        return {"owes_validation": True} if self.owed and not self.training.finished else {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self.owed = state.get("owes_validation", False)
-
-    def _compare_processes(self) -> None:
-        """Log which process takes longest for a matmul of fixed size, and which process uses the most memory."""
-        device = self.training.device
-        measured = self.trainer.group.all_gather([time_fixed_work(device), peak_memory(device) / GIB])
-        seconds, memory = zip(*measured, strict=True)
-        slowest, fullest = seconds.index(max(seconds)), memory.index(max(memory))
-        ratio = max(seconds) / median(seconds)
-        self.trainer.profile.highest_memory = max(memory)
-        self.trainer.event("ranks", slowest=slowest, times_the_median=ratio, fullest=fullest, memory_gib=max(memory))
 
 
 @contextmanager
@@ -366,7 +333,8 @@ def check(
     Raises:
         InputError: if the folder cannot be used for this run, or the rewind is not possible.
     """
-    run, recipe = RunFolder(folder), as_started(recipe, folder)
+    run = RunFolder(folder)
+    recipe = as_started(recipe, run)
     if back is not None and not back.done(run, recipe):
         back.check(run, recipe)
         return run, recipe, back

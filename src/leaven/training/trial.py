@@ -33,11 +33,12 @@ from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
-from leaven.training.checkpoint import NotSaved, checkpoints, read_checkpoint, write_checkpoint
+from leaven.training.checkpoint import NotSaved, read_checkpoint, write_checkpoint
 from leaven.training.early_stopping import DivergenceMonitor, Pruned, Pruning, comparable
 from leaven.training.engine import Training
 from leaven.training.loop import Callback, Diverged, Loop, StepResult
 from leaven.training.outcome import Baseline, Curve, Outcome, curve_of
+from leaven.training.run_folder import checkpoints
 
 Result = TypeVar("Result")
 
@@ -199,7 +200,7 @@ class TrialCheckpoint(Callback):
             return
         state = {key: value for callback in self._callbacks for key, value in callback.state().items()}
         with suppress(NotSaved):
-            kept = write_checkpoint(self._folder, replace(self._training.checkpoint(), state=state))
+            kept = write_checkpoint(self._folder, self._training.checkpoint(state))
             for other in checkpoints(self._folder):
                 if other != kept:
                     shutil.rmtree(other, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -112,17 +112,11 @@ def read_folder(folder: Path) -> FolderView:
         raise InputError(f"{folder}: no such folder{store if re.match(r'[a-z+]+:/', str(folder)) else ''}")
     if not folder.is_dir():
         raise InputError(f"{folder} is a file; give the folder of a run, a study, a check or a demo")
+    readers: dict[str, Callable[[Path], FolderView]]
+    readers = {"demo": read_demo, "study": read_study, "run": read_run, "check": read_check}
     for file, kind in KINDS.items():
         if (folder / file).exists():
-            match kind:
-                case "demo":
-                    return read_demo(folder)
-                case "study":
-                    return read_study(folder)
-                case "run":
-                    return read_run(folder)
-                case _:
-                    return _document(folder / file, CheckDocument)
+            return readers[kind](folder)
     if (folder / "runs.jsonl").exists():
         raise InputError(
             f"the check in {folder} has not finished; run the same leaven check command again to resume it"
@@ -190,6 +184,10 @@ def read_study(folder: Path) -> StudyView:
 def read_demo(folder: Path) -> DemoDocument:
     """Return the document of a demo, finished or not."""
     return _document(folder / "demo.json", DemoDocument)
+
+
+def read_check(folder: Path) -> CheckDocument:
+    return _document(folder / "check.json", CheckDocument)
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:

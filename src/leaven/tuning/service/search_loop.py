@@ -37,7 +37,7 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, differences
 from leaven.training.outcome import Baseline, Outcome
-from leaven.training.run_folder import describe_changes
+from leaven.training.recipe_changes import describe_changes
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.leases import Leases

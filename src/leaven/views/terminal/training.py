@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leaven.documents.runs import TrainDocument
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
+from leaven.training.run_folder import RunFolder, checkpoints, tokens_of
 from leaven.views import numbers
 from leaven.views.tables import Column
 from leaven.views.terminal.live import LiveScreen
@@ -145,15 +146,13 @@ def _fixed(number: float, digits: int) -> str:
 
 def advice(folder: Path) -> str:
     """Return the advice for a run that stopped at an anomaly: its rollbacks, and the options to rewind the run."""
-    from leaven.training.run_folder import RunFolder
-
     run = RunFolder(folder)
     lines = [
         f"  rolled back at {format_quantity(event['tokens'])} tokens, skipping the data from "
         f"{format_quantity(event['skip_from'])} to {format_quantity(event['skip_to'])}: {event['why']}"
         for event in run.rollbacks()
     ]
-    there = sorted(int(path.name.rpartition("-")[2]) for path in run.checkpoints.glob("tokens-*"))
+    there = [tokens_of(path) for path in checkpoints(run.checkpoints)]
     if there:
         lines.append(
             f"there are checkpoints at {', '.join(f'{tokens:,}' for tokens in there)} tokens; to continue from a "
@@ -171,3 +170,12 @@ def trained(summary: TrainDocument, folder: Path) -> list[str]:
         *noise,
         f"run folder {folder}",
     ]
+
+
+def stopped(summary: TrainDocument) -> str:
+    """Return the line that says how to resume a run that was stopped."""
+    saved = "saved; run the same command again to resume"
+    if summary.unsaved is not None:
+        again = f"run the same command again to resume from {summary.saved_tokens:,} tokens"
+        saved = f"not saved ({summary.unsaved}); {again}"
+    return f"stopped at {summary.tokens:,} tokens, {saved}"
