@@ -120,8 +120,9 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     assert plan.speed.step_seconds == pytest.approx(1.18 * bare.speed.step_seconds)
     assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
     assert plan.seconds == pytest.approx(1.18 * bare.seconds)
-    assert (plan.memory, plan.fits) == (bare.memory, bare.fits)
-    assert [other.arrangement for other in plan.candidates] == [other.arrangement for other in bare.candidates]
+    assert (plan.chosen.memory, plan.chosen.fits) == (bare.chosen.memory, bare.chosen.fits)
+    fitting, same = ([each.arrangement for each in one.exploration.fitting] for one in (plan, bare))
+    assert fitting == same
     assert plan.calibration is not None
     assert plan.calibration.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
     assert plan.calibration.uncalibrated_step_seconds == bare.speed.step_seconds
@@ -131,8 +132,8 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
 def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     bare = plan_recipe(recipe(), "8xH100")
     plan = bare.calibrated([took(5.0)], "bf16")
-    layout = plan.arrangement.layout
-    asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
+    how = plan.chosen.arrangement
+    asked = f"tp={how.layout.tp},pp={how.layout.pp},zero={how.layout.zero},recompute=none,mbs={how.micro_batch}"
     found, own = plan.document(asked).dump(), bare.document(asked).dump()
     step = found["speed"]["step_seconds"]
     assert step == pytest.approx(5 * own["speed"]["step_seconds"])

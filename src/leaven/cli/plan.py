@@ -126,13 +126,14 @@ def plan(
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure")
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
-        following = next_commands.after_plan_of_run(name, found.cluster)
+        document = found.document(explain, each, share)
+        following = next_commands.after_plan_of_run(name, document.cluster)
     else:
         read = load_recipe(recipe, overrides)
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
-        following = next_commands.after_plan(recipe, read, found, overrides or ())
-    document = found.document(explain, each, share)
+        document = found.document(explain, each, share)
+        following = next_commands.after_plan(recipe, read, document, overrides or ())
     screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import plan_page

@@ -42,7 +42,9 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     if not fixed:
         raise InputError(f"--explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
     micro_batch = fixed.pop("mbs", None)
-    job = exploration.job if micro_batch is None else replace(exploration.job, micro_batch=micro_batch)
+    job = exploration.job
+    if micro_batch is not None:
+        job = replace(job, batch=job.batch.model_copy(update={"micro_batch": micro_batch}))
     notes = _unsearched(job, fixed)
     if job.by_leaven:  # layouts that leaven cannot train are searched on request only
         fixed = {"cp": 1, "ep": 1} | fixed
@@ -185,7 +187,7 @@ def no_layout(seen: Exploration) -> InputError:
     elif fewer := _fewer_gpus(job):
         message = (
             f"{job.cluster}: no layout splits {job.model.n_layers} layers and a batch of "
-            f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
+            f"{job.batch.tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
         )
     else:
         message = str(
@@ -245,7 +247,7 @@ def _fewer_gpus(job: Job) -> int | None:
     least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
-    sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)
+    sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
         dp * tp * pp
         for dp in range(1, 0 if rest else sequences + 1)

@@ -13,12 +13,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from leaven.documents.planning import CandidateRow
 from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.planning.timing import StepTime, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 
@@ -49,14 +51,17 @@ class Job:
     """The input of a layout search."""
 
     model: Model
-    batch_tokens: int
+    batch: Batch  # with its ramp, and with the micro-batch, which the search chooses if it is "auto"
     cluster: Cluster
-    micro_batch: int | None = None  # sequences; None lets the search choose
-    smallest_tokens: int | None = None  # smallest batch of a batch ramp; None without a ramp
     code: TrainingCode = LEAVEN_BF16  # the program that trains
     by_leaven: bool = True  # choose only layouts that leaven can train
     compile: bool = False  # blocks are compiled in every layout
     slower: float = 1.0  # calibration: factor on the planned time of a step
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The given micro-batch in sequences, or None if the search chooses it."""
+        return None if self.batch.micro_batch == "auto" else self.batch.micro_batch
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return a layout's arrangements, one for each micro-batch size that divides a rank's share of the batch.
@@ -69,7 +74,7 @@ class Job:
                 what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
-        sequences = self.batch_tokens // seq_len
+        sequences = self.batch.tokens // seq_len
         share, rest = divmod(sequences, layout.dp)
         sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
         if rest or share % (given or 1):
@@ -79,8 +84,7 @@ class Job:
             raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {would} would work")
         most = max(1, _MOST_TOKENS // seq_len)
         sizes = [given] if given else [size for size in sizes if size <= most]
-        smallest = self.smallest_tokens or self.batch_tokens
-        refusals = [pipeline_refusal(layout, seq_len, smallest, size) for size in sizes]
+        refusals = [pipeline_refusal(layout, seq_len, self.batch.smallest_tokens, size) for size in sizes]
         if refusals[0] is not None:  # even the smallest micro-batch does not fill the pipeline
             raise InputError(f"layout {refusals[0]}")
         fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]
@@ -116,6 +120,12 @@ class LayoutCandidate:
         """Whether leaven can train the arrangement; it can only plan and export context and expert parallelism."""
         return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
 
+    def row(self) -> CandidateRow:
+        """Return the candidate as a row of a document."""
+        return CandidateRow(
+            layout=self.arrangement.to_json(), gib=self.memory.total / GIB, step_seconds=self.time.step
+        )
+
 
 @dataclass(frozen=True)
 class Exploration:
@@ -145,6 +155,15 @@ class Exploration:
         for candidate in self.choices:
             best.setdefault(candidate.arrangement.layout, candidate)
         return tuple(best.values())
+
+    @cached_property
+    def pareto(self) -> tuple[LayoutCandidate, ...]:
+        """The members of ``choices`` that no other beats in both time and memory, the fastest first."""
+        front: list[LayoutCandidate] = []
+        for candidate in sorted(self.choices, key=lambda each: (each.time.step, each.memory.total)):
+            if not front or candidate.memory.total < front[-1].memory.total:
+                front.append(candidate)
+        return tuple(front)
 
     @property
     def untrained(self) -> LayoutCandidate | None:

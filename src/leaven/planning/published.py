@@ -20,6 +20,7 @@ from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.planning.training_codes import TRAINING_CODES, Moments
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 
 
@@ -52,11 +53,11 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
     cluster = parse_cluster(gpus)
     asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
+    batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len, micro_batch=micro_batch or "auto")
     job = Job(
         model,
-        _sequences(run.batch_tokens, seq_len) * seq_len,
+        batch,
         cluster,
-        micro_batch,
         code=TRAINING_CODES["megatron-flash"].with_moments(moments),
         by_leaven=False,
         compile=asked is not None and asked.compile,
