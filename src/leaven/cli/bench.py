@@ -96,7 +96,7 @@ def bench(
     if document.rows or json_output:
         best = document.choose
         following = next_commands.after_bench(recipe, [f"batch.micro_batch={best.micro_batch}"]) if best else []
-        print_document(document, bench_screen(document, loaded.model.seq_len, share), json_output, following)
+        print_document(document, bench_screen(document, loaded.model.seq_len), json_output, following)
     if interrupted:
         exit_interrupted(
             "stopped before everything was measured; nothing is saved, so the same command starts from the beginning"

@@ -30,19 +30,6 @@ from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen
 
-MeasureOption = Annotated[
-    bool,
-    typer.Option(
-        "--measure", help="Run three short steps on this machine and calibrate the predicted times with them."
-    ),
-]
-HistoryOption = Annotated[
-    bool,
-    typer.Option(
-        "--history/--no-history", help="Calibrate the predicted times with earlier runs on this accelerator."
-    ),
-]
-
 
 def plan(
     context: typer.Context,
@@ -99,8 +86,15 @@ def plan(
         Moments,
         typer.Option(help="Count memory for the states of this optimizer. leaven itself trains only with adam."),
     ] = "adam",
-    measure: MeasureOption = False,
-    history: HistoryOption = True,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Run three short steps on this machine and calibrate the predicted times with them."
+        ),
+    ] = False,
+    history: Annotated[
+        bool, typer.Option(help="Calibrate the predicted times with earlier runs on this accelerator.")
+    ] = True,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:

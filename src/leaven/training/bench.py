@@ -27,11 +27,10 @@ STEPS = 3
 """A measurement takes this many optimizer steps. The first step is not counted."""
 
 
-def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
-    """Return the global batches to measure, in sequences. They are the recipe's batch divided by the first ``most``
-    powers of two (1, 2, 4, ...), rounded up."""
+def batches_of(recipe: Recipe) -> list[int]:
+    """Return the global batches to measure, in sequences: the recipe's batch, 1/2 of it, ... and 1/64, rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
-    return sorted({-(-sequences // 2**n) for n in range(most)})
+    return sorted({-(-sequences // 2**n) for n in range(7)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
