@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -90,9 +89,9 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
         return None
 
 
-def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
+def remember(record: CalibrationRecord) -> bool:
     """Append a record to the history, and return whether it was written."""
-    folder = folder or cache_folder()
+    folder = cache_folder()
     path = folder / _NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,12 +104,12 @@ def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
     return True
 
 
-def history(folder: Path | None = None) -> list[CalibrationRecord]:
+def history() -> list[CalibrationRecord]:
     """Return the records of this user, the oldest first."""
     found = []
     for name in (_FULL, _NAME):
         with suppress(OSError):
-            for line in storage.read_json_lines((folder or cache_folder()) / name).documents:
+            for line in storage.read_json_lines(cache_folder() / name).documents:
                 with suppress(ValidationError):
                     found.append(CalibrationRecord.model_validate(line))
     return found

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from leaven.documents.planning import CandidateRow
+from leaven.documents.planning import CalibrationRow, CandidateRow
 from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
@@ -56,7 +56,12 @@ class Job:
     code: TrainingCode = LEAVEN_BF16  # the program that trains
     by_leaven: bool = True  # choose only layouts that leaven can train
     compile: bool = False  # blocks are compiled in every layout
-    slower: float = 1.0  # calibration: factor on the planned time of a step
+    calibration: CalibrationRow | None = None  # correction by earlier runs on this accelerator, of times only
+
+    @property
+    def slower(self) -> float:
+        """The factor of the calibration on the planned time of a step."""
+        return self.calibration.time if self.calibration else 1.0
 
     @property
     def micro_batch(self) -> int | None:
@@ -91,7 +96,7 @@ class Job:
         return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
-        """Return the time of a step in an arrangement."""
+        """Return the time of a step in an arrangement, corrected by the calibration."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
 

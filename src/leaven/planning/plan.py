@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from leaven.documents.planning import (
-    CalibrationRow,
     MemoryPlan,
     PlanDocument,
     Price,
@@ -40,16 +39,11 @@ ACCURACY = (
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plan of a run on a cluster. Its values are computed when they are first read.
-
-    All times, also those of other layouts, are corrected by the calibration (``job.slower``). ``memory`` is not
-    corrected.
-    """
+    """The plan of a run on a cluster. Its values are computed when they are first read."""
 
     job: Job
     tokens: int  # tokens of the whole run
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
-    calibration: CalibrationRow | None = None  # correction by earlier runs on this accelerator
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
         """Return the plan, corrected by the records of earlier runs on its accelerator in this dtype, if any."""
@@ -61,7 +55,7 @@ class ClusterPlan:
             compute=compute,
             step_seconds=self.chosen.time.step,
         )
-        return replace(self, job=replace(self.job, slower=found.time), calibration=found) if found else self
+        return replace(self, job=replace(self.job, calibration=found)) if found else self
 
     @cached_property
     def exploration(self) -> Exploration:
@@ -108,7 +102,7 @@ class ClusterPlan:
         chosen, device = self.chosen, self.job.cluster.accelerator
         found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
         if any(of.confidence == "guess" for of in device.sources):
-            rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
+            rest = "MFU and energy" if self.job.calibration else "time, MFU and energy; --measure calibrates the time"
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
         if thin_pipeline(chosen.arrangement):
             pp = chosen.arrangement.layout.pp
@@ -116,7 +110,7 @@ class ClusterPlan:
                 f"{chosen.arrangement.grad_accumulation} micro-batches for a pipeline of {pp}; the rule of thumb is "
                 f"{FILLS * pp} or more: {chosen.time.bubble / chosen.time.step:.0%} of a step is bubble"
             )
-        factor = self.calibration and self.calibration.memory
+        factor = self.job.calibration and self.job.calibration.memory
         if factor and chosen.fits:
             context = self.job.code.fixed_gib  # device context: not in tensors, so runs do not measure it
             took = (chosen.memory.total / GIB - context) * factor + context
@@ -168,7 +162,7 @@ class ClusterPlan:
             ramp=plan_ramp(self.job, how, self.tokens, share),
             **{"not": list(not_lines(self.exploration, chosen))},
             cautions=list(self.cautions),
-            calibration=self.calibration,
+            calibration=self.job.calibration,
             explain=None if asked is None else explain(self.exploration, chosen, asked),
             next=[],
         )
