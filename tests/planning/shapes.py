@@ -85,7 +85,7 @@ SMALL = ModelShape(
 )
 
 
-def plan(model: Any, batch: int | Batch, gpus: str, layout: Layout | None = None, **job: Any) -> ClusterPlan:
+def plan(model: Any, batch: int | Batch, gpus: str, layout: str | None = None, **job: Any) -> ClusterPlan:
     """Plan 10^12 tokens of a model on a cluster."""
     batch = Batch(tokens=batch) if isinstance(batch, int) else batch
     return plan_job(Job(model, batch, parse_cluster(gpus), **job), 10**12, layout)

@@ -16,7 +16,7 @@ from leaven.recipe.layout import Layout
 
 @pytest.fixture(scope="module")
 def llama() -> ClusterPlan:
-    return plan(LLAMA_8B, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", Layout(dp=64, zero=3))
+    return plan(LLAMA_8B, Batch(tokens=4_194_304, micro_batch=1), "64xH100-80GB", "dp=64,zero=3")
 
 
 def explained(plan: ClusterPlan, asked: str) -> Explanation:

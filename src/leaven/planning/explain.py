@@ -42,9 +42,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     if not fixed:
         raise InputError(f"--explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
     micro_batch = fixed.pop("mbs", None)
-    job = exploration.job
-    if micro_batch is not None:
-        job = replace(job, batch=job.batch.model_copy(update={"micro_batch": micro_batch}))
+    job = exploration.job if micro_batch is None else exploration.job.with_micro_batch(micro_batch)
     notes = _unsearched(job, fixed)
     if job.by_leaven:  # layouts that leaven cannot train are searched on request only
         fixed = {"cp": 1, "ep": 1} | fixed
@@ -221,7 +219,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 def _any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
-    for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # from the least memory
+    for layout in reversed([*layouts(job, fixed)]):  # from the least memory
         try:
             smallest = job.arrangements(layout)[0]  # larger micro-batches need more memory
         except InputError:

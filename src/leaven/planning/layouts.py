@@ -6,7 +6,7 @@ because they need more memory.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -67,6 +67,9 @@ class Job:
     def micro_batch(self) -> int | None:
         """The given micro-batch in sequences, or None if the search chooses it."""
         return None if self.batch.micro_batch == "auto" else self.batch.micro_batch
+
+    def with_micro_batch(self, micro_batch: int) -> "Job":
+        return replace(self, batch=self.batch.model_copy(update={"micro_batch": micro_batch}))
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return a layout's arrangements, one for each micro-batch size that divides a rank's share of the batch.
@@ -180,23 +183,20 @@ class Exploration:
         return beyond if worth else None
 
 
-def layouts(
-    model: Model,
-    cluster: Cluster,
-    code: TrainingCode = LEAVEN_BF16,
-    fixed: Mapping[str, Any] | None = None,
-) -> Iterator[Layout]:
-    """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
+def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout]:
+    """Yield every layout of a job that is worth evaluating; ``fixed`` sets the values of some keys.
 
     Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
     pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence. ZeRO 3 is also tried with the
     model sharded over 1, 2, 4 or 8 nodes and replicated over the others.
     """
-    fixed = fixed or {}
-    gpus, node, n_layers, seq_len = cluster.gpus, cluster.accelerator.node_size, model.n_layers, model.seq_len
+    fixed, model = fixed or {}, job.model
+    gpus, node, n_layers, seq_len = job.cluster.gpus, job.cluster.accelerator.node_size, model.n_layers, model.seq_len
     experts = blueprint(model).experts
     # A flash kernel recomputes the attention core anyway, so "selective" saves nothing with it.
-    recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
+    recomputes: tuple[Recompute, ...] = (
+        ("none", "full") if job.code.flash_attention else ("none", "selective", "full")
+    )
 
     def values(key: str, free: Iterable[Any]) -> Iterable[Any]:
         return (fixed[key],) if key in fixed else free
@@ -236,7 +236,7 @@ def layouts(
                         schedule=fixed.get("schedule", "interleaved" if v > 1 else "1f1b"),
                         stages_per_rank=v,
                         recompute=recompute,
-                        compile=fixed.get("compile", False),
+                        compile=fixed.get("compile", job.compile),
                     )
                 except ValidationError:  # a value in ``fixed`` cannot be combined with the others
                     assert fixed
@@ -260,7 +260,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
-    for layout in layouts(job.model, job.cluster, job.code, {"compile": job.compile} | dict(fixed or {})):
+    for layout in layouts(job, fixed):
         try:
             possible = job.arrangements(layout)
         except InputError as error:  # this layout cannot divide the batch, but another may

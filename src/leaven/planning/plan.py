@@ -171,32 +171,32 @@ class ClusterPlan:
 def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
 
-    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``; if it does not set ``compile``, the recipe does. ``moments``
-    chooses the optimizer; leaven itself trains only with ``adam``.
+    ``layout`` is as in :func:`plan`. ``moments`` chooses the optimizer; leaven itself trains only with ``adam``.
 
     Raises:
         InputError: for the reasons given in :func:`plan` and :func:`in_precision`.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
-    asked, micro_batch = None, None
-    if layout:
-        asked, micro_batch = parse_layout(layout, cluster.gpus, compile=recipe.layout.compile)
-    batch = recipe.batch.model_copy(update={"micro_batch": micro_batch}) if micro_batch else recipe.batch
-    compiled = asked.compile if asked else recipe.layout.compile
-    job = Job(recipe.model, batch, cluster, code=code.with_moments(moments), compile=compiled)
-    return plan(job, recipe.data.tokens, asked)
+    code = code.with_moments(moments)
+    job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
+    return plan(job, recipe.data.tokens, layout)
 
 
-def plan(job: Job, tokens: int, layout: Layout | None = None) -> ClusterPlan:
+def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
     """Return the plan of a run over ``tokens`` tokens.
 
-    Without ``layout``, the fastest layout that fits is chosen. A given layout is planned with its fastest micro-batch
-    that fits. If none fits, the micro-batch that needs the least memory is planned, and ``fits`` is False.
+    Without ``layout``, the fastest layout that fits is chosen. A given layout, such as ``tp=8,pp=12,mbs=2``, is
+    planned with its fastest micro-batch that fits. If none fits, the micro-batch that needs the least memory is
+    planned. If ``layout`` does not set ``mbs`` or ``compile``, the job does.
 
     Raises:
         InputError: if the layout, batch or cluster is impossible, or if nothing fits; the message says what would
             work.
     """
-    found = ClusterPlan(job, tokens, layout)
+    asked = None
+    if layout:
+        asked, micro_batch = parse_layout(layout, job.cluster.gpus, compile=job.compile)
+        job = replace(job if micro_batch is None else job.with_micro_batch(micro_batch), compile=asked.compile)
+    found = ClusterPlan(job, tokens, asked)
     found.chosen  # noqa: B018  computed now to raise its InputError here
     return found

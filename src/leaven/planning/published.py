@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.catalogue.runs import find_run
-from leaven.planning.arrangement import parse_layout
 from leaven.planning.blueprint import (
     BlockTable,
     Blueprint,
@@ -49,18 +48,9 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
         )
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
-    cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
-    batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len, micro_batch=micro_batch or "auto")
-    job = Job(
-        model,
-        batch,
-        cluster,
-        code=TRAINING_CODES["megatron-flash"].with_moments(moments),
-        by_leaven=False,
-        compile=asked is not None and asked.compile,
-    )
-    return plan(job, run.tokens, asked)
+    batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len)
+    code = TRAINING_CODES["megatron-flash"].with_moments(moments)
+    return plan(Job(model, batch, parse_cluster(gpus), code, by_leaven=False), run.tokens, layout)
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:

@@ -146,21 +146,29 @@ def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
 _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
+def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
+    """Return which of the layouts are drawn, given all of them with the best first."""
+    slowest = _slowest(candidates, chosen)
+    return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
+
+
+def _slowest(candidates: Iterable[CandidateRow], chosen: CandidateRow) -> float:
+    fastest = min(each.step_seconds for each in [*candidates, chosen])
+    return max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
+
+
 def layouts(
-    candidates: Sequence[CandidateRow],
+    shown: Sequence[CandidateRow],
     front: Sequence[CandidateRow],
     chosen: CandidateRow,
     capacity_gib: float,
     usable_gib: float,
-) -> tuple[Figure, int]:
-    """Draw layouts by step time and memory. Return the chart and the number of layouts in the chart.
+) -> Figure:
+    """Draw layouts by step time and memory.
 
-    ``candidates`` are sorted, with the best layout first. ``front`` contains the layouts that no other layout beats
-    in both time and memory.
+    ``front`` contains the layouts that no other layout beats in both time and memory.
     """
-    fastest = min(each.step_seconds for each in [*candidates, chosen])
-    slowest = max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
-    shown = [each for each in candidates if each.step_seconds <= slowest][:DOTS]
+    slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)
     line = [_place(each) for each in front if each.step_seconds <= slowest]
     traces = [charts.line(line, INK, 1.5, shape="hv")]
@@ -175,7 +183,7 @@ def layouts(
     low, high = min(*sizes, capacity_gib / 4) / 1.1, max(*sizes, capacity_gib) * 1.35
     time, size = map(math.log10, _place(chosen))
     levels = _levels(capacity_gib, usable_gib)
-    figure = charts.figure(
+    return charts.figure(
         "seconds per step",
         "GiB on each GPU",
         traces,
@@ -191,7 +199,6 @@ def layouts(
             {"x": time, "xanchor": "left", "xshift": 12, "y": size, "yanchor": "bottom", "text": "<b>chosen</b>"},
         ],
     )  # fmt: skip
-    return figure, len(shown)
 
 
 def tensor_hues(candidates: Iterable[CandidateRow]) -> dict[int, str]:

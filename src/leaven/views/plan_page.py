@@ -43,9 +43,10 @@ def plan_page(
     how, cluster = Arrangement.read(document.layout), plan.job.cluster
     charts: dict[str, Figure | None] = {"memory": plan_charts.memory(stages, *levels)}
     pipeline = _pipeline(how, plan.job, charts) if how.layout.pp > 1 else None
-    chosen, fitting, drawn = plan.chosen.row(), [each.row() for each in plan.exploration.fitting], 0
+    chosen, fitting = plan.chosen.row(), [each.row() for each in plan.exploration.fitting]
+    drawn = plan_charts.drawn_layouts(fitting, chosen)
     if fitting:
-        charts["layouts"], drawn = plan_charts.layouts(fitting, document.pareto, chosen, *levels)
+        charts["layouts"] = plan_charts.layouts(drawn, document.pareto, chosen, *levels)
     if len(document.ramp.points) > 1:
         charts["ramp"] = plan_charts.ramp(document.ramp)
     choices = [chosen, *document.alternatives]
@@ -70,8 +71,8 @@ def plan_page(
         part_hues=plan_charts.part_hues(stages),
         times={PARTS[part]: s for part, s in document.time.items() if s},
         pipeline=pipeline,
-        drawn=drawn,
-        tensor_hues=plan_charts.tensor_hues(fitting[: plan_charts.DOTS]),
+        drawn=len(drawn),
+        tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
         degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
         accuracy=ACCURACY,
