@@ -8,7 +8,6 @@ run is not affected. Lines that this version of leaven cannot read are skipped.
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
@@ -83,7 +82,7 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
-        memory = worst_stage(model, how, replace(code, fixed_gib=0.0, slack=0.0)).total / GIB
+        memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
     except Exception:
         return None

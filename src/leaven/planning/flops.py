@@ -59,3 +59,16 @@ def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
     forward = forward_flops(model)
     again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
     return flops_per_token(model) + again[recompute]
+
+
+def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
+    """Return the MFU, the causal MFU and the HFU that belong to one speed, with the keys mfu, mfu_causal and hfu.
+
+    The given ``mfu`` counts full attention, the causal MFU counts half of it, and the HFU also counts recomputation.
+    """
+    full = flops_per_token(model)
+    return {
+        "mfu": mfu,
+        "mfu_causal": mfu * flops_per_token(model, "causal") / full,
+        "hfu": mfu * hardware_flops_per_token(model, recompute) / full,
+    }

@@ -16,7 +16,7 @@ from leaven.planning.arrangement import check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
 from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines, smallest_change
-from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
+from leaven.planning.flops import CONVENTION, flops_per_token, utilisation
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
 from leaven.planning.memory import GIB, activation_parts, stage_memory
@@ -81,14 +81,12 @@ class ClusterPlan:
         tokens_per_second = self.job.batch.tokens / step
         peak = cluster.accelerator.peak_tflops * 1e12
         rate = tokens_per_second / cluster.gpus
-        full = flops_per_token(model)
+        done = rate * flops_per_token(model)
         return SpeedPlan(
-            tflops_per_gpu=rate * full / 1e12,
-            mfu=rate * full / peak,
-            mfu_causal=rate * flops_per_token(model, "causal") / peak,
-            hfu=rate * hardware_flops_per_token(model, self.chosen.arrangement.layout.recompute) / peak,
+            tflops_per_gpu=done / 1e12,
             step_seconds=step,
             tokens_per_second=tokens_per_second,
+            **utilisation(model, self.chosen.arrangement.layout.recompute, done / peak),
         )
 
     @cached_property

@@ -88,6 +88,10 @@ class TrainingCode:
     def _hash(self) -> int:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
+    def tensors_only(self) -> "TrainingCode":
+        """Return the training code without memory outside tensors, which neither runs nor dry runs measure."""
+        return replace(self, fixed_gib=0.0, slack=0.0)
+
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 

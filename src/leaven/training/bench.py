@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from leaven.documents.planning import BenchChoice, BenchDocument, BenchSpeed, RampStart
+from leaven.planning.flops import utilisation
 from leaven.planning.memory import GIB
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
@@ -15,7 +16,6 @@ from leaven.training.device import (
     peak_memory,
     reset_peak_memory,
     unless_out_of_memory,
-    utilisation,
 )
 from leaven.training.engine import Training
 from leaven.training.micro_batch import fitting, require_memory
@@ -141,5 +141,5 @@ def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | N
         tokens_per_second=step.tokens_per_second,
         tflops=step.tflops,
         peak_gib=peak_memory(training.device) / GIB,
-        **utilisation(training.recipe, step.mfu),
+        **utilisation(training.recipe.model, training.recipe.layout.recompute, step.mfu),
     )
