@@ -145,6 +145,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
+    """Return the differences in time and memory between a layout that fits and the chosen one, and the reason."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -197,6 +198,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
+    """Return how much memory the smallest layout needs, and what would fit: more GPUs or a padded vocabulary."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)

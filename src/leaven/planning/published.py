@@ -100,6 +100,7 @@ def _known(arch: PublishedArchitecture, name: str) -> Any:
 
 
 def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
+    """Return the heads and MLP widths of every layer, layers without experts first."""
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
     n_layers, n_heads = _known(arch, "n_layers"), _known(arch, "n_heads")
@@ -139,6 +140,7 @@ def _gains(arch: PublishedArchitecture) -> int:
 
 
 def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
+    """Return the block of one layer of a published architecture."""
     heads, kv_heads, d_ff = layer
     d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
     bias = bool(arch.bias)

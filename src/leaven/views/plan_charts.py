@@ -153,6 +153,7 @@ def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> l
 
 
 def _slowest(candidates: Iterable[CandidateRow], chosen: CandidateRow) -> float:
+    """Return the largest step time that is drawn."""
     fastest = min(each.step_seconds for each in [*candidates, chosen])
     return max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
 

@@ -102,6 +102,7 @@ def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> M
 
 
 def _sources(accelerator: Accelerator) -> str:
+    """Return the sources of an accelerator's numbers as text; groups of numbers with the same source are joined."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)
