@@ -313,22 +313,22 @@ def plan(setting: Setting) -> Iterator[Row]:
     def of(arm: str, recipe: Recipe) -> Row:
         layout = f"mbs={recipe.batch.micro_batch},compile={str(recipe.layout.compile).lower()}"
         found, planned = measured.get(arm, {}), plan_recipe(recipe, gpus, layout)
-        tensors = predicted(recipe.model, planned.arrangement, accelerator.name, "bf16")
+        tensors = predicted(recipe.model, planned.chosen.arrangement, accelerator.name, "bf16")
         said = {
-            "step_ms": 1e3 * planned.time.step,
-            "device_gib": planned.memory.total / GIB,  # including context and reserve
+            "step_ms": 1e3 * planned.chosen.time.step,
+            "device_gib": planned.chosen.memory.total / GIB,  # including context and reserve
             "peak_gib": tensors.memory_gib if tensors else None,  # tensors only
         }
         ratios = {key: found[key] / value for key, value in said.items() if value and found.get(key)}
-        parts = {part: 1e3 * seconds for part, seconds in vars(planned.time).items()}
-        more = {"mfu": planned.speed.mfu, "time_ms": parts, "memory_gib": planned.memory.parts_gib}
+        parts = {part: 1e3 * seconds for part, seconds in vars(planned.chosen.time).items()}
+        more = {"mfu": planned.speed.mfu, "time_ms": parts, "memory_gib": planned.chosen.memory.parts_gib}
         return said | {f"measured_over_{key}": ratio for key, ratio in ratios.items()} | more
 
     for arm, own in MFU_ARMS.items():
         yield attempt(arm, of, arm, setting.recipe(*own))
 
     def free() -> Row:
-        chosen = plan_recipe(setting.recipe("350m", "auto", True), gpus)
+        chosen = plan_recipe(setting.recipe("350m", "auto", True), gpus).chosen
         return {"step_ms": 1e3 * chosen.time.step, "layout": str(chosen.arrangement)}
 
     yield attempt("350m, as leaven plan chooses", free)

@@ -14,6 +14,7 @@ from typing import Any
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
+from leaven.recipe.batch import Batch
 from leaven.recipe.shape import ModelShape
 
 GPT: dict[str, Any] = {
@@ -49,7 +50,7 @@ def planned(model: ModelShape, gpus: str, sequences: int) -> tuple[float, Cluste
         if cached.__module__.startswith("leaven.planning") and "accelerators" not in cached.__module__:
             cached.cache_clear()
     began = time.process_time()
-    found = plan(Job(model, sequences * model.seq_len, parse_cluster(gpus)), 10**12)
+    found = plan(Job(model, Batch(tokens=sequences * model.seq_len), parse_cluster(gpus)), 10**12)
     return time.process_time() - began, found
 
 
@@ -60,5 +61,5 @@ if __name__ == "__main__":
         times, found = sorted(seconds for seconds, _ in runs), runs[0][1]
         print(
             f"{name:<20} {statistics.median(times):6.3f}   {times[0]:.3f} .. {times[-1]:.3f}   "
-            f"{len(found.candidates):6,} fit   {found.arrangement}"
+            f"{len(found.exploration.fitting):6,} fit   {found.chosen.arrangement}"
         )

@@ -51,7 +51,6 @@ def machine_of(row: PublishedRow) -> Accelerator:
         changes["matmuls"] = tuple(
             (dtype, (found.matmul(dtype) or rate) * (float(held[1]) / kind_w) ** 0.5) for dtype, rate in found.peaks
         )
-        changes["best_matmul_tflops"] = dict(changes["matmuls"])["bf16"]
     if "Jean Zay" in said:  # 4 Omni-Path adapters of 100 Gb/s a node of 8: BLOOM's model card
         changes["network_gb_s"] = 6.25
     return replace(found, **changes)

@@ -69,10 +69,10 @@ def test_a_measurement_calibrates_later_plans(tiny: Recipe, capsys: pytest.Captu
     bare = plan_recipe(tiny, "cpu")
     assert by_measurement(bare, tiny, "cpu", measure=False, history=True) is bare
     now = by_measurement(bare, tiny, "cpu", measure=True, history=True)
-    assert now.calibration is not None
-    assert now.speed.step_seconds == pytest.approx(bare.speed.step_seconds * now.calibration.time)
+    assert now.job.calibration is not None
+    assert now.speed.step_seconds == pytest.approx(bare.speed.step_seconds * now.job.calibration.time)
     assert "fastest matrix product" in capsys.readouterr().err
-    assert by_measurement(bare, tiny, "cpu", measure=False, history=True).calibration == now.calibration
+    assert by_measurement(bare, tiny, "cpu", measure=False, history=True).job.calibration == now.job.calibration
     assert by_measurement(bare, tiny, "cpu", measure=False, history=False) is bare
 
 

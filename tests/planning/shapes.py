@@ -8,6 +8,7 @@ from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan
 from leaven.planning.plan import plan as plan_job
 from leaven.planning.training_codes import TRAINING_CODES
+from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 from leaven.recipe.shape import ModelShape
 
@@ -84,9 +85,10 @@ SMALL = ModelShape(
 )
 
 
-def plan(model: Any, batch_tokens: int, gpus: str, layout: Layout | None = None, **job: Any) -> ClusterPlan:
+def plan(model: Any, batch: int | Batch, gpus: str, layout: str | None = None, **job: Any) -> ClusterPlan:
     """Plan 10^12 tokens of a model on a cluster."""
-    return plan_job(Job(model, batch_tokens, parse_cluster(gpus), **job), 10**12, layout)
+    batch = Batch(tokens=batch) if isinstance(batch, int) else batch
+    return plan_job(Job(model, batch, parse_cluster(gpus), **job), 10**12, layout)
 
 
 def record(number: int = 1, **changes: Any) -> CalibrationRecord:

@@ -7,7 +7,6 @@ from tests.planning.shapes import LLAMA_8B, gpt
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.planning.blueprint import Blueprint, Core, Matmul, blueprint
-from leaven.planning.flops import forward_flops
 from leaven.planning.published import published_blueprint
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
@@ -97,24 +96,6 @@ def test_latent_attention_and_experts_of_deepseek_v3() -> None:
     rows = {row.name: row for row in sparse.matmuls}
     assert (rows["experts.in"].stored, rows["experts.in"].passed) == (256, 8)
     assert (rows["shared.out"].stored, rows["shared.out"].routed) == (1, False)
-
-
-def test_mean_number_of_keys_that_a_query_attends_to() -> None:
-    core = Core(8, 8, 64, 64)
-    assert (core.keys(4096), core.keys(4096, "causal")) == (4096, 2048)
-    window = Core(8, 8, 64, 64, window=1024)
-    exact = sum(min(position + 1, 1024) for position in range(4096)) / 4096
-    assert window.keys(4096) == 1024
-    assert window.keys(4096, "causal") == pytest.approx(exact, rel=1e-3)
-    assert window.keys(512, "causal") == 256  # shorter than the window
-
-
-def test_attention_windows_repeat_over_the_layers_and_cut_the_scores() -> None:
-    arch = find_run("llama2-7b").arch
-    found = published_blueprint(arch, 4096, windows=(1024, 1024, 1024, None))
-    assert [block.core.window for block in found.blocks][:5] == [1024, 1024, 1024, None, 1024]
-    full, local = (forward_flops(published_blueprint(arch, 4096, (window,))) for window in (None, 1024))
-    assert (local.attention, local.matrices) == (full.attention / 4, full.matrices)
 
 
 def test_a_shape_that_is_not_published_in_full_is_refused_with_what_is_missing() -> None:

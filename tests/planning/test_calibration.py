@@ -120,19 +120,20 @@ def test_a_plan_by_the_history_and_the_planners_own_beside_it() -> None:
     assert plan.speed.step_seconds == pytest.approx(1.18 * bare.speed.step_seconds)
     assert plan.speed.mfu == pytest.approx(bare.speed.mfu / 1.18)
     assert plan.seconds == pytest.approx(1.18 * bare.seconds)
-    assert (plan.memory, plan.fits) == (bare.memory, bare.fits)
-    assert [other.arrangement for other in plan.candidates] == [other.arrangement for other in bare.candidates]
-    assert plan.calibration is not None
-    assert plan.calibration.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
-    assert plan.calibration.uncalibrated_step_seconds == bare.speed.step_seconds
-    assert plan.calibration.memory == pytest.approx(1.1)
+    assert (plan.chosen.memory, plan.chosen.fits) == (bare.chosen.memory, bare.chosen.fits)
+    fitting, same = ([each.arrangement for each in one.exploration.fitting] for one in (plan, bare))
+    assert fitting == same
+    assert plan.job.calibration is not None
+    assert plan.job.calibration.says == "x1.18 by 3 runs on this accelerator (0.9 to 1.3)"
+    assert plan.job.calibration.uncalibrated_step_seconds == bare.speed.step_seconds
+    assert plan.job.calibration.memory == pytest.approx(1.1)
 
 
 def test_a_calibration_is_in_every_time_of_a_plan() -> None:
     bare = plan_recipe(recipe(), "8xH100")
     plan = bare.calibrated([took(5.0)], "bf16")
-    layout = plan.arrangement.layout
-    asked = f"tp={layout.tp},pp={layout.pp},zero={layout.zero},recompute=none,mbs={plan.arrangement.micro_batch}"
+    how = plan.chosen.arrangement
+    asked = f"tp={how.layout.tp},pp={how.layout.pp},zero={how.layout.zero},recompute=none,mbs={how.micro_batch}"
     found, own = plan.document(asked).dump(), bare.document(asked).dump()
     step = found["speed"]["step_seconds"]
     assert step == pytest.approx(5 * own["speed"]["step_seconds"])
@@ -157,19 +158,26 @@ def test_memory_that_runs_took_can_say_that_it_does_not_fit() -> None:
     )
 
 
-def numbers(folder: Path) -> list[int]:
-    return [int(each.seconds) for each in history(folder)]
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the history, which does not exist yet."""
+    monkeypatch.setenv("LEAVEN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
-def test_a_record_is_read_back(tmp_path: Path) -> None:
+def numbers() -> list[int]:
+    return [int(each.seconds) for each in history()]
+
+
+def test_a_record_is_read_back(cache: Path) -> None:
     one = record(layout=Layout(dp=8, zero=3, recompute="full"), measured=StepCost(step_seconds=2.0), threads=4)
-    assert remember(one, tmp_path / "not" / "there yet")
-    assert history(tmp_path / "not" / "there yet") == [one]
+    assert remember(one)
+    assert history() == [one]
 
 
-def test_lines_that_are_not_records_are_skipped(tmp_path: Path) -> None:
-    file = tmp_path / "history.jsonl"
-    remember(record(1), tmp_path)
+def test_lines_that_are_not_records_are_skipped(cache: Path) -> None:
+    file = cache / "history.jsonl"
+    remember(record(1))
     whole = file.read_bytes()
     foreign = [
         b"\xff\xfe not text",
@@ -182,58 +190,57 @@ def test_lines_that_are_not_records_are_skipped(tmp_path: Path) -> None:
         b"",
     ]
     file.write_bytes(b"\n".join(foreign) + b"\n" + whole[: len(whole) // 2])  # the last line is incomplete
-    remember(record(2), tmp_path)
-    assert numbers(tmp_path) == [2]
+    remember(record(2))
+    assert numbers() == [2]
     file.write_bytes(whole.replace(b'"steps":50', b'"steps":50,"of a later version":[1,2]'))
-    assert numbers(tmp_path) == [1]
+    assert numbers() == [1]
 
 
-def test_a_missing_folder_or_a_full_disk_loses_only_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
-    assert not remember(record(), tmp_path / "file")
-    assert history(tmp_path / "file") == []
-    (tmp_path / "history.jsonl").mkdir()
-    assert not remember(record(), tmp_path)
-    assert history(tmp_path) == []
-    (tmp_path / "history.jsonl").rmdir()
-    remember(record(1), tmp_path)
+def test_a_missing_folder_or_a_full_disk_loses_only_the_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("in the way")
+    assert not remember(record())
+    assert history() == []
+    cache.unlink()
+    (cache / "history.jsonl").mkdir(parents=True)
+    assert not remember(record())
+    assert history() == []
+    (cache / "history.jsonl").rmdir()
+    remember(record(1))
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.storage, "append", full)
-    assert not remember(record(2), tmp_path)
-    assert numbers(tmp_path) == [1]
+    assert not remember(record(2))
+    assert numbers() == [1]
 
 
-def test_the_history_keeps_the_newest_records_within_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_history_keeps_the_newest_records_within_its_limit(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_BYTES", 5_000)
     for number in range(1, 101):
-        remember(record(number), tmp_path)
-    found = numbers(tmp_path)
+        remember(record(number))
+    found = numbers()
     assert found == list(range(found[0], 101))
     line = len(record().model_dump_json(exclude_defaults=True)) + 1
-    assert 5_000 <= sum(file.stat().st_size for file in tmp_path.iterdir()) + line <= 2 * 5_000 + 3 * line
+    assert 5_000 <= sum(file.stat().st_size for file in cache.iterdir()) + line <= 2 * 5_000 + 3 * line
 
 
-def write_many(folder: Path, first: int) -> None:
+def write_many(first: int) -> None:
     module.LIMIT_BYTES = 20_000
     for number in range(first, first + 25):
-        assert remember(record(number), folder)
+        assert remember(record(number))
 
 
-def test_concurrent_processes_lose_no_record(tmp_path: Path) -> None:
+def test_concurrent_processes_lose_no_record(cache: Path) -> None:
     """About 25 lines fill a file, so one process moves the full file aside while the other appends."""
     context = get_context("fork")
-    writers = [context.Process(target=write_many, args=(tmp_path, first)) for first in (1, 26)]
+    writers = [context.Process(target=write_many, args=(first,)) for first in (1, 26)]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    found = numbers(tmp_path)
+    found = numbers()
     assert len(found) == len(set(found))
     assert {25, 50} <= set(found)
     assert [n for n in found if n <= 25] == sorted(n for n in found if n <= 25)

@@ -7,9 +7,10 @@ from benchmarks.planner.conventions import counted
 from tests.planning.shapes import LLAMA_8B, gpt
 
 from leaven.catalogue.runs import find_run
-from leaven.planning.flops import flops_per_token, forward_flops, hardware_flops_per_token
+from leaven.planning.flops import flops_per_token, forward_flops, hardware_flops_per_token, utilisation
 from leaven.planning.published import published_blueprint
 from leaven.recipe.layout import Recompute
+from leaven.recipe.recipe import Recipe
 
 MEGATRON = [(48, 6144, 64), (96, 12288, 96), (105, 20480, 128), (128, 25600, 160)]
 
@@ -59,6 +60,17 @@ def test_torchtitan_convention_6n_plus_12lds() -> None:
 def test_a_causal_kernel_saves_half_of_the_attention_and_nothing_else() -> None:
     saved = flops_per_token(LLAMA_8B, "full") - flops_per_token(LLAMA_8B, "causal")
     assert saved == 6 * LLAMA_8B.n_layers * LLAMA_8B.d_model * LLAMA_8B.seq_len
+
+
+def test_mfu_causal_mfu_and_hfu_follow_their_formulas(tiny: Recipe) -> None:
+    """L 2, d 16 (q 16, kv 8), d_ff 32, V 320, T 32: N without the embedding, and 12 L d s for attention."""
+    n = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 32) + 320 * 16
+    attention = 12 * 2 * 16 * 32
+    full = 6 * n + attention
+    used = utilisation(tiny.model, "none", 0.5)
+    assert used == pytest.approx({"mfu": 0.5, "mfu_causal": 0.5 * (6 * n + attention / 2) / full, "hfu": 0.5})
+    again = utilisation(tiny.model, "full", 0.5)
+    assert again["hfu"] == pytest.approx(0.5 * (full + 2 * (n - 320 * 16) + attention / 3) / full)
 
 
 @pytest.mark.parametrize(

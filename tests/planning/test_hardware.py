@@ -132,7 +132,7 @@ def test_every_number_has_a_source_and_says_how_sure_it_is() -> None:
     for accelerator in accelerators().values():
         at = {source.group: source for source in accelerator.sources}
         assert {"peak", "memory", "board", "link", "network"} <= at.keys()
-        assert ("matmul" in at) is (accelerator.best_matmul_tflops is not None)
+        assert ("matmul" in at) is bool(accelerator.matmuls)
         for source in at.values():
             assert source.confidence in {"vendor", "read", "memory"}
             assert source.confidence in CONFIDENCE
@@ -191,7 +191,7 @@ def test_a_user_adds_accelerators_and_corrects_groups(tmp_path: Path, monkeypatc
         (str(folder / "accelerators.toml"), "yours")
     }
     corrected = find_accelerator("H100")
-    assert (corrected.network_gb_s, corrected.link_gb_s, corrected.best_matmul_tflops) == (12.5, 450, 794.5)
+    assert (corrected.network_gb_s, corrected.link_gb_s, corrected.matmul_flops) == (12.5, 450, 794.5e12)
     network = next(source for source in corrected.sources if source.group == "network")
     assert (network.text, network.confidence) == ("nccl-tests, all_reduce, 8 GB", "yours")
     assert list(accelerators())[-1] == "Z9-64GB"

@@ -1,5 +1,6 @@
 """The layout search compared with a plain loop over all layouts."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,8 +12,10 @@ from tests.planning.shapes import LLAMA_8B, SMALL, gpt, plan
 from leaven.planning.arrangement import parse_layout, shape_refusal
 from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Exploration, Job, LayoutCandidate, explore, layouts, ranked
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
+from leaven.recipe.shape import ModelShape
 
 LONG = LLAMA_8B.model_copy(update={"n_layers": 6, "n_heads": 16, "d_model": 2048, "n_kv_heads": 4, "d_ff": 6144})
 DEEP = LLAMA_8B.model_copy(update={"seq_len": 2048})
@@ -56,7 +59,7 @@ def everything(job: Job) -> list[LayoutCandidate]:
     st.sampled_from([24, 64, 96]),
 )
 def test_the_search_misses_nothing(model: object, gpus: str, sequences: int) -> None:
-    job = Job(model, sequences * model.seq_len, parse_cluster(gpus))  # type: ignore[arg-type, attr-defined]
+    job = Job(model, Batch(tokens=sequences * model.seq_len), parse_cluster(gpus))  # type: ignore[arg-type, attr-defined]
     seen, there = explore(job), [one for one in everything(job) if one.fits]
     assert {one.arrangement for one in seen.fitting} == {one.arrangement for one in there}
     if there:
@@ -65,9 +68,9 @@ def test_the_search_misses_nothing(model: object, gpus: str, sequences: int) -> 
 
 
 def test_the_pareto_front_has_every_layout_that_no_other_beats() -> None:
-    found = plan(LONG, 2**20, "16xH100", by_leaven=False)
+    found = plan(LONG, 2**20, "16xH100", by_leaven=False).exploration
     assert len(found.pareto) > 2
-    for one in found.candidates:
+    for one in found.fitting:
         beaten = any(
             o.time.step <= one.time.step and o.memory.total <= one.memory.total for o in found.pareto if o is not one
         )
@@ -75,14 +78,17 @@ def test_the_pareto_front_has_every_layout_that_no_other_beats() -> None:
 
 
 def test_tensor_parallel_groups_lie_in_a_node() -> None:
-    assert {layout.tp for layout in layouts(SMALL, parse_cluster("6xH100"))} == {1, 2}
+    def degrees(model: ModelShape, gpus: str) -> set[int]:
+        return {layout.tp for layout in layouts(Job(model, Batch(tokens=2**16), parse_cluster(gpus)))}
+
+    assert degrees(SMALL, "6xH100") == {1, 2}
     twelve = SMALL.model_copy(update={"vocab_size": 32_256, "d_ff": 2304, "seq_len": 768})
-    assert {layout.tp for layout in layouts(twelve, parse_cluster("6xH100"))} == {1, 2, 3, 6}
-    assert {layout.tp for layout in layouts(twelve, parse_cluster("48xH100"))} == {1, 2, 4}
+    assert degrees(twelve, "6xH100") == {1, 2, 3, 6}
+    assert degrees(twelve, "48xH100") == {1, 2, 4}
 
 
 def test_layouts_that_leaven_cannot_train_are_reported_and_not_chosen() -> None:
-    job = Job(LONG, 64 * LONG.seq_len, parse_cluster("16xH100"))
+    job = Job(LONG, Batch(tokens=64 * LONG.seq_len), parse_cluster("16xH100"))
     seen = explore(job)
     assert all(one.trained for one in seen.choices)
     slow, fast = ranked([one for one in seen.fitting if one.arrangement.layout.cp == 1])[:2]
@@ -92,7 +98,7 @@ def test_layouts_that_leaven_cannot_train_are_reported_and_not_chosen() -> None:
     assert Exploration(job, (slow, fast, beyond), (), None).untrained is (
         beyond if beyond.time.step < 0.98 * slow.time.step else None
     )
-    others = explore(Job(LONG, 64 * LONG.seq_len, parse_cluster("16xH100"), by_leaven=False))
+    others = explore(replace(job, by_leaven=False))
     assert others.untrained is None
     assert others.choices == others.fitting
 
@@ -104,7 +110,7 @@ def test_layouts_that_leaven_cannot_train_are_reported_and_not_chosen() -> None:
 def test_a_number_of_gpus_that_no_layout_divides_names_the_nearest(gpus: int, sequences: int, fewer: int) -> None:
     with pytest.raises(InputError, match=rf"over that many GPUs; {fewer:,} GPUs would work$"):
         plan(SMALL, sequences * 1024, f"{gpus}xH100")
-    assert plan(SMALL, sequences * 1024, f"{fewer}xH100").fits
+    assert plan(SMALL, sequences * 1024, f"{fewer}xH100").chosen.fits
 
 
 def test_an_error_names_a_vocabulary_that_tp_divides() -> None:
@@ -112,7 +118,7 @@ def test_an_error_names_a_vocabulary_that_tp_divides() -> None:
     with pytest.raises(InputError, match="a vocabulary of 50,304 instead of 50,257 would fit, since tp divides it"):
         plan(odd, 3072 * 2048, "3072xA100-80GB")
     padded = odd.model_copy(update={"vocab_size": 50_304})
-    assert plan(padded, 3072 * 2048, "3072xA100-80GB").fits
+    assert plan(padded, 3072 * 2048, "3072xA100-80GB").chosen.fits
 
 
 def test_an_error_names_a_layout_that_leaven_cannot_train_but_fits() -> None:
@@ -121,4 +127,4 @@ def test_an_error_names_a_layout_that_leaven_cannot_train_but_fits() -> None:
     written = str(raised.value).rsplit("--layout ", 1)[1]
     layout, _ = parse_layout(written, 4096)
     assert layout.cp > 1
-    assert plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB", layout).fits
+    assert plan(LLAMA_8B, 256 * 8192, "4096xH100-80GB", written).chosen.fits

@@ -20,6 +20,7 @@ from leaven.planning.plan import plan as plan_job
 from leaven.planning.plan import plan_recipe
 from leaven.planning.published import plan_run
 from leaven.planning.training_codes import Moments
+from leaven.recipe.batch import Batch, BatchStage
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.layout import Layout
@@ -50,12 +51,12 @@ def test_layouts_are_parsed() -> None:
         ("pp=1,schedule=gpipe", r"pp = 1 has no pipeline"),
         ("tp=8", r"12 heads, .* are not all divisible by 8; tp of 1, 2 or 4 works"),
         ("pp=16", r"there are only 12 layers; at most 12 stages work"),
-        ("", r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would work"),
+        ("dp=48", r"a batch of 64 sequences does not divide over dp 48; a batch of 49,152 tokens would work"),
     ],
 )
 def test_impossible_layouts_are_refused_with_what_would_work(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as raised:
-        plan(SMALL, 65_536, "48xA100", parse_layout(text, 48)[0])
+        plan(SMALL, 65_536, "48xA100", text)
     assert "\n" not in str(raised.value)
 
 
@@ -66,25 +67,25 @@ def test_an_error_names_how_many_gpus_would_fit() -> None:
     ) as raised:
         plan(LLAMA_405B, 1024 * 8192, "16xA100-80GB")
     would_do = str(raised.value).split("; ")[1].removesuffix(" would work")
-    assert plan(LLAMA_405B, 1024 * 8192, would_do).fits
+    assert plan(LLAMA_405B, 1024 * 8192, would_do).chosen.fits
 
 
 def test_a_cpu_that_is_too_small_is_not_told_to_take_more_processes() -> None:
     cpu = replace(parse_cluster("cpu").accelerator, memory_gib=4.5)
     with pytest.raises(InputError, match=r"of 4\.5 on each GPU; use an accelerator with more memory or a shorter"):
-        plan_job(Job(SMALL, 65_536, Cluster(1, cpu)), 10**9)
+        plan_job(Job(SMALL, Batch(tokens=65_536), Cluster(1, cpu)), 10**9)
 
 
 def test_a_given_layout_is_planned_even_if_it_does_not_fit_and_one_that_fits_is_named() -> None:
     cluster, batch = "64xH100-80GB", 4_194_304
-    found = plan(LLAMA_8B, batch, cluster, Layout(dp=64))
-    assert not found.fits
-    assert found.memory.total > 80 * GIB
-    assert found.arrangement.micro_batch == 1
+    found = plan(LLAMA_8B, batch, cluster, "dp=64")
+    assert not found.chosen.fits
+    assert found.chosen.memory.total > 80 * GIB
+    assert found.chosen.arrangement.micro_batch == 1
     changes, gib = re.fullmatch(r".*; (.*) would fit in (.*) GiB", found.cautions[0]).groups()
-    changed = plan(LLAMA_8B, batch, cluster, parse_layout(f"dp=64,{changes}", 64)[0])
-    assert changed.fits
-    assert f"{changed.memory.total / GIB:.1f}" == gib
+    changed = plan(LLAMA_8B, batch, cluster, f"dp=64,{changes}")
+    assert changed.chosen.fits
+    assert f"{changed.chosen.memory.total / GIB:.1f}" == gib
     assert len(changes.split(",")) == 1
 
 
@@ -102,7 +103,7 @@ def test_the_numbers_of_a_document_are_consistent() -> None:
     assert document.days == pytest.approx(10**12 / speed.tokens_per_second / 86_400, rel=1e-4)
     assert document.gpu_hours == pytest.approx(document.days * 24 * 64)
     others = [Arrangement.read(other.layout).layout for other in document.alternatives]
-    assert len({*others, found.arrangement.layout}) == 6
+    assert len({*others, found.chosen.arrangement.layout}) == 6
     assert all(other.step_seconds >= speed.step_seconds * 0.99 for other in document.alternatives)  # 1% is equal
 
 
@@ -110,16 +111,16 @@ def test_the_numbers_of_a_document_are_consistent() -> None:
 @given(gpus=st.sampled_from([1, 2, 6, 8, 24, 64, 96]), power=st.integers(16, 22))
 def test_every_plan_divides_the_batch_and_fits(gpus: int, power: int) -> None:
     found = plan(SMALL, 2**power, f"{gpus}xA100-40GB")
-    how = found.arrangement
+    how = found.chosen.arrangement
     assert how.layout.ranks == gpus
     assert how.layout.dp * how.micro_batch * how.grad_accumulation * SMALL.seq_len == 2**power
     assert SMALL.n_heads % how.layout.tp == 0
-    assert found.fits
-    assert found.memory.total < 0.85 * 40 * 2**30
+    assert found.chosen.fits
+    assert found.chosen.memory.total < 0.85 * 40 * 2**30
 
 
 def test_among_equally_fast_plans_the_simpler_wins() -> None:
-    job = Job(SMALL, 2**19, parse_cluster("1xH100"))
+    job = Job(SMALL, Batch(tokens=2**19), parse_cluster("1xH100"))
     same = LayoutCandidate(job, Arrangement(Layout(), 8, 64))  # 8,192 tokens
     others = [Arrangement(Layout(), size, 512 // size) for size in (1, 4, 16, 64)]
     others += [Arrangement(Layout(dp=2, zero=zero), 8, 32) for zero in (1, 3)]
@@ -141,40 +142,40 @@ def test_the_first_batch_of_a_ramp_fills_the_pipeline() -> None:
     shape = LLAMA_405B.model_copy(update=sizes | {"seq_len": 4096})
     tokens, first = 2048 * shape.seq_len, 64 * shape.seq_len
     cluster = "512xH100-80GB"
-    whole = plan(shape, tokens, cluster)
-    ramped = plan(shape, tokens, cluster, smallest_tokens=first)
-    for found in (ramped.arrangement, *(other.arrangement for other in ramped.candidates[:20])):
+    stages = (BatchStage(from_tokens=0, tokens=first), BatchStage(from_tokens=10**9, tokens=tokens))
+    whole, ramped = plan(shape, tokens, cluster), plan(shape, Batch(tokens=tokens, stages=stages), cluster)
+    for found in (ramped.chosen.arrangement, *(other.arrangement for other in ramped.exploration.fitting[:20])):
         assert -(-64 // found.layout.dp // found.micro_batch) >= found.layout.pp
-    assert whole.time.step <= ramped.time.step
+    assert whole.chosen.time.step <= ramped.chosen.time.step
     with pytest.raises(InputError, match="pp=8: the smallest batch of 64 sequences is 4 micro-batches a rank, fewer"):
-        plan(shape, tokens, cluster, Layout(dp=16, tp=4, pp=8), micro_batch=1, smallest_tokens=first)
+        plan(shape, Batch(tokens=tokens, stages=stages, micro_batch=1), cluster, "dp=16,tp=4,pp=8")
 
 
 def test_blocks_are_compiled_in_every_layout_if_the_recipe_or_the_layout_says_so(tiny: Recipe) -> None:
     compiled = tiny.replace({"layout.compile": True})
     plain, faster = (plan_recipe(recipe, "2xH100") for recipe in (tiny, compiled))
-    assert {one.arrangement.layout.compile for one in faster.candidates} == {True}
-    assert {one.arrangement.layout.compile for one in plain.candidates} == {False}
-    assert faster.time.step <= plain.time.step
+    assert {one.arrangement.layout.compile for one in faster.exploration.fitting} == {True}
+    assert {one.arrangement.layout.compile for one in plain.exploration.fitting} == {False}
+    assert faster.chosen.time.step <= plain.chosen.time.step
     for recipe, layout, there in (
         (compiled, "tp=1", True),
         (compiled, "compile=false", False),
         (tiny, "compile=true", True),
     ):
         found = plan_recipe(recipe, "2xH100", layout)
-        assert {one.arrangement.layout.compile for one in (found.chosen, *found.candidates)} == {there}
-        assert str(found.arrangement).endswith(" · compiled") is there
-        assert parse_layout(written(found.arrangement.layout), 2)[0] == found.arrangement.layout
+        assert {one.arrangement.layout.compile for one in (found.chosen, *found.exploration.fitting)} == {there}
+        assert str(found.chosen.arrangement).endswith(" · compiled") is there
+        assert parse_layout(written(found.chosen.arrangement.layout), 2)[0] == found.chosen.arrangement.layout
 
 
 def test_a_published_run_with_experts_is_planned_by_its_id() -> None:
     found = plan_run("olmoe-1b-7b", "64xH100-80GB")
-    assert found.fits
+    assert found.chosen.fits
     assert found.exploration.untrained is None
     # 6.9 B parameters, of which a token passes 1.3 B, are 6 N and some attention.
     assert flops_per_token(found.job.model) == pytest.approx(6 * 1.3e9, rel=0.35)
     asked, without = (plan_run("olmoe-1b-7b", "64xH100-80GB", f"ep={ep},zero=1,mbs=1") for ep in (8, 1))
-    assert asked.memory.weights < without.memory.weights
+    assert asked.chosen.memory.weights < without.chosen.memory.weights
     with pytest.raises(InputError, match="did you mean"):
         plan_run("olmo-1b-7b", "64xH100")
     with pytest.raises(InputError, match="ep=3: 64 experts are not divisible by 3"):
@@ -185,8 +186,8 @@ def test_fp32_is_slower_larger_and_refused_where_no_peak_is_known(tiny: Recipe) 
     fp32, bf16 = (
         plan_recipe(tiny.replace({"precision.compute": compute}), "1xH100", "mbs=8") for compute in ("fp32", "bf16")
     )
-    assert fp32.time.compute > bf16.time.compute
-    assert fp32.memory.activations > bf16.memory.activations
+    assert fp32.chosen.time.compute > bf16.chosen.time.compute
+    assert fp32.chosen.memory.activations > bf16.chosen.memory.activations
     with pytest.raises(InputError, match=r"no peak of TPUv4-32GB in fp32 is known.*--set precision\.compute=bf16"):
         plan_recipe(tiny, "1xTPUv4")
 

@@ -36,7 +36,15 @@ BLOOM_182B = gpt(78, 13_824, 96, vocab=250_880)
 PREQUEL = Layout(dp=8, tp=4, pp=12, zero=1, recompute="full")
 # 1e15 FLOP/s, 1e12 B/s of memory, 100 and 10 GB/s of links, 4 a node, 100 processors
 ROUND = Accelerator(
-    "round", 1000, 1000, 80, memory_tb_s=1, link_gb_s=100, network_gb_s=10, node_size=4, multiprocessors=100
+    "round",
+    peaks=(("bf16", 1000),),
+    memory_gib=80,
+    memory_tb_s=1,
+    link_gb_s=100,
+    network_gb_s=10,
+    node_size=4,
+    multiprocessors=100,
+    matmuls=(("bf16", 1000),),
 )
 BUSY = replace(ROUND, memory_tb_s=1e6)  # nothing waits for memory
 

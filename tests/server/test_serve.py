@@ -117,7 +117,7 @@ def test_the_planner_answers_as_leaven_plan_does(port: int, tmp_path: Path) -> N
     subprocess.run([*command, "--proxy", "none"], check=True, capture_output=True)
     plan = plan_recipe(read_recipe(recipe), "8xA100-80GB", "tp=2")
     _, _, page = get(port, "/plan?size=1B&tokens=20B&gpus=8xA100-80GB&layout=tp%3D2")
-    assert f"{plan.memory.total / 2**30:.1f} of 80 GiB" in page
+    assert f"{plan.chosen.memory.total / 2**30:.1f} of 80 GiB" in page
     assert f"{plan.speed.mfu:.1%}" in page
     assert "leaven plan mine.toml --gpus 8xA100-80GB --layout" in page
 

@@ -1,4 +1,4 @@
-"""Peak speeds, utilisation, memory of a device."""
+"""Peak speeds and memory of a device."""
 
 import platform
 import subprocess
@@ -34,7 +34,6 @@ from leaven.training.device import (
     peak_memory,
     require_device,
     reset_peak_memory,
-    utilisation,
 )
 from leaven.training.engine import Training
 from leaven.training.run_folder import RunFolder
@@ -174,17 +173,6 @@ def test_an_emulated_dtype_is_measured_against_fp32(compute: str, monkeypatch: p
     assert f"{compute} is slower: emulated" in slow.source
     speeds[DTYPES[compute]] = 2e11
     assert device_peak(CPU, compute).flops == 2e11
-
-
-def test_mfu_causal_mfu_and_hfu_follow_their_formulas(tiny: Recipe) -> None:
-    """L 2, d 16 (q 16, kv 8), d_ff 32, V 320, T 32: N without the embedding, and 12 L d s for attention."""
-    n = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 32) + 320 * 16
-    attention = 12 * 2 * 16 * 32
-    full = 6 * n + attention
-    used = utilisation(tiny, 0.5)
-    assert used == pytest.approx({"mfu": 0.5, "mfu_causal": 0.5 * (6 * n + attention / 2) / full, "hfu": 0.5})
-    again = utilisation(tiny.replace({"layout.recompute": "full"}), 0.5)
-    assert again["hfu"] == pytest.approx(0.5 * (full + 2 * (n - 320 * 16) + attention / 3) / full)
 
 
 def test_peak_memory_counts_freed_tensors_until_it_is_reset() -> None:

@@ -65,7 +65,7 @@ def test_a_run_records_prediction_and_measurement(
     assert ratio["step_seconds"] == pytest.approx(row["measured"]["step_seconds"] / row["predicted"]["step_seconds"])
     held = row["measured"]["memory_gib"]  # None where this process had as much before, and has grown by nothing
     assert ratio["memory_gib"] == (held and pytest.approx(held / row["predicted"]["memory_gib"]))
-    (remembered,) = history(alone)
+    (remembered,) = history()
     assert remembered == CalibrationRecord.model_validate_json(json.dumps(row))
 
 
@@ -74,10 +74,10 @@ def test_the_start_with_more_steps_is_kept(tiny: Recipe, tokens: TokenSet, tmp_p
     train(tiny, tokens, folder, stop=lambda: seen(folder) >= 14)
     (first,) = rows(folder)
     assert first["steps"] == 14 - WARM_UP
-    assert len(history(alone)) == 1
+    assert len(history()) == 1
     train(tiny, tokens, folder)  # six more
     assert rows(folder) == [first]
-    assert [each.steps for each in history(alone)] == [14 - WARM_UP]  # three are too few
+    assert [each.steps for each in history()] == [14 - WARM_UP]  # three are too few
 
 
 def test_each_batch_size_of_a_ramp_has_a_row(tiny: Recipe, tokens: TokenSet, tmp_path: Path, alone: Path) -> None:
@@ -88,7 +88,7 @@ def test_each_batch_size_of_a_ramp_has_a_row(tiny: Recipe, tokens: TokenSet, tmp
     found = rows(tmp_path / "run")
     assert [(row["batch_tokens"], row["grad_accumulation"]) for row in found] == [(64, 1), (160, 3), (256, 4)]
     assert sum(row["steps"] for row in found) == recipe.steps - 3 * WARM_UP
-    assert [each.batch_tokens for each in history(alone)] == [256]
+    assert [each.batch_tokens for each in history()] == [256]
 
 
 def test_errors_of_the_profile_do_not_stop_a_run(

@@ -9,7 +9,6 @@ from planned import WAYS, planned
 
 from leaven.documents.planning import Price
 from leaven.planning.layouts import USABLE
-from leaven.planning.memory import GIB
 from leaven.views import plan_charts
 from leaven.views.numbers import costs
 from leaven.views.plan_page import plan_page
@@ -24,14 +23,15 @@ def words(html: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_of_the_page_has_the_plans_numbers(way):
     found = planned(way)
-    said = " ".join(words(plan_page(found, found.document(price=PRICE), "rye-7b", "leaven plan rye.toml")).split())
+    document = found.document(price=PRICE)
+    said = " ".join(words(plan_page(found, document, "rye-7b", "leaven plan rye.toml")).split())
     for part in (
-        f"The run {'fits' if found.fits else 'does not fit'} in memory",
-        f"{found.memory.total / GIB:.1f} GiB",
-        f"{found.speed.mfu:.1%}",
-        *costs(found.cluster.cost(found.seconds, PRICE)),
-        str(found.arrangement),
-        *(f"{choice.steps:,}" for choice in found.document().ramp.choices),
+        f"The run {'fits' if document.memory.fits else 'does not fit'} in memory",
+        f"{document.memory.gib:.1f} GiB",
+        f"{document.speed.mfu:.1%}",
+        *costs(document.cost),
+        str(found.chosen.arrangement),
+        *(f"{choice.steps:,}" for choice in document.ramp.choices),
         "dense bf16 peak",
     ):
         assert part in said

@@ -97,7 +97,7 @@ def bench(
         best = document.choose
         sets = [*(overrides or ()), f"batch.micro_batch={best.micro_batch}"] if best else []
         following = [next_commands.launch(recipe, sets)] if sets else []
-        print_document(document, bench_screen(document, loaded.model.seq_len, share), json_output, following)
+        print_document(document, bench_screen(document, loaded.model.seq_len), json_output, following)
     if interrupted:
         exit_interrupted(
             "stopped before everything was measured; nothing is saved, so the same command starts from the beginning"

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from leaven.documents.planning import BudgetDocument
-from leaven.planning.hardware import Cluster
-from leaven.planning.plan import ClusterPlan
+from leaven.documents.planning import BudgetDocument, PlanDocument
+from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.this_machine import cluster_for, gpus_here, trainable_here
 from leaven.recipe.files import read_recipe, read_text
 from leaven.recipe.recipe import Recipe
@@ -62,29 +61,28 @@ def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
     return [_line("recipes", "check", output), *train(output, recipe)]
 
 
-def after_plan(path: Path, recipe: Recipe, found: ClusterPlan, overrides: Sequence[str]) -> list[str]:
+def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
     """Return the commands after the plan of a recipe: train it in the planned layout. A proxy is tuned instead.
 
     If the recipe has a proxy that is not tuned yet, tune the proxy first. With ``overrides`` (values of ``--set``),
     ignore the proxy, because it was made for the recipe without them. Return no commands if the layout does not fit
     or leaven cannot train it.
     """
-    how = found.arrangement
-    if not found.fits or how.layout.cp > 1 or how.layout.ep > 1:
+    if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
     if path.stem.endswith(PROXY):
         return after_coordinates(path, recipe, overrides)
     own = recipe.layout.model_dump() | {"micro_batch": recipe.batch.micro_batch}
-    planned = how.layout.model_dump() | {"micro_batch": how.micro_batch}
     changes = [
         f"{'batch' if key == 'micro_batch' else 'layout'}.{key}={str(value).lower()}"
-        for key, value in planned.items()
-        if value != own[key]
+        for key, value in found.layout.items()
+        if key != "grad_accumulation" and value != own[key]
     ]
     first = []
     if not overrides and (proxy := _proxy_to_tune(path)):
         path, first = beside(path, TUNED), _tune_and_transfer(path, proxy, recipe)
-    return [*first, launch(path, [*overrides, *changes], how.layout.ranks, found.cluster.accelerator.node_size)]
+    node_size = parse_cluster(found.cluster).accelerator.node_size
+    return [*first, launch(path, [*overrides, *changes], found.gpus, node_size)]
 
 
 def plan_of_new(path: Path, cluster: Cluster | None) -> str:
@@ -92,7 +90,7 @@ def plan_of_new(path: Path, cluster: Cluster | None) -> str:
     return _line("plan", path, "--gpus", *((cluster,) if cluster else ("cpu", "--measure")))
 
 
-def after_plan_of_run(id: str, cluster: Cluster) -> list[str]:
+def after_plan_of_run(id: str, cluster: str) -> list[str]:
     """Return the command after the plan of a published run: write a recipe with the run's values."""
     return [_line("new", _free(Path(f"{id}.toml")), "--from", id, "--gpus", cluster)]
 

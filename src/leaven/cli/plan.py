@@ -30,19 +30,6 @@ from leaven.views.terminal.console import errors
 from leaven.views.terminal.live import LiveScreen
 from leaven.views.terminal.plan import budget_screen, plan_screen
 
-MeasureOption = Annotated[
-    bool,
-    typer.Option(
-        "--measure", help="Run three short steps on this machine and calibrate the predicted times with them."
-    ),
-]
-HistoryOption = Annotated[
-    bool,
-    typer.Option(
-        "--history/--no-history", help="Calibrate the predicted times with earlier runs on this accelerator."
-    ),
-]
-
 
 def plan(
     context: typer.Context,
@@ -99,8 +86,15 @@ def plan(
         Moments,
         typer.Option(help="Count memory for the states of this optimizer. leaven itself trains only with adam."),
     ] = "adam",
-    measure: MeasureOption = False,
-    history: HistoryOption = True,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Run three short steps on this machine and calibrate the predicted times with them."
+        ),
+    ] = False,
+    history: Annotated[
+        bool, typer.Option(help="Calibrate the predicted times with earlier runs on this accelerator.")
+    ] = True,
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -126,13 +120,14 @@ def plan(
     if not recipe.exists() and recipe.suffix != ".toml" and len(recipe.parts) == 1:
         require_alone(context, f"the published run {recipe}", "overrides measure")
         name, found = str(recipe), plan_run(str(recipe), gpus, layout, moments)
-        following = next_commands.after_plan_of_run(name, found.cluster)
+        document = found.document(explain, each, share)
+        following = next_commands.after_plan_of_run(name, document.cluster)
     else:
         read = load_recipe(recipe, overrides)
         name, found = read.name, plan_recipe(read, gpus, layout, moments)
         found = by_measurement(found, read, gpus, measure=measure, history=history)
-        following = next_commands.after_plan(recipe, read, found, overrides or ())
-    document = found.document(explain, each, share)
+        document = found.document(explain, each, share)
+        following = next_commands.after_plan(recipe, read, document, overrides or ())
     screen = plan_screen(document)
     if report is not None:
         from leaven.views.plan_page import plan_page

@@ -44,6 +44,11 @@ class CandidateRow(Entry):
     gib: float  # memory of the rank that needs the most
     step_seconds: float
 
+    @property
+    def trained(self) -> bool:
+        """Whether leaven can train the layout; it can only plan and export context and expert parallelism."""
+        return bool(self.layout["cp"] == self.layout["ep"] == 1)
+
 
 class Price(Entry):
     amount: float

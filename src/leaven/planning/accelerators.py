@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -45,8 +45,7 @@ class Accelerator:
     """The published numbers of one accelerator. Link and network bandwidths count one direction."""
 
     name: str
-    peak_tflops: float  # dense, in bf16, or in fp16 if the device has no bf16
-    best_matmul_tflops: float | None  # best measured matmul in the dtype of ``peak_tflops``; None if not published
+    peaks: tuple[tuple[Dtype, float], ...]  # dense TFLOP/s by dtype
     memory_gib: float
     memory_tb_s: float  # bandwidth of its memory
     link_gb_s: float  # bandwidth to the other accelerators of its node
@@ -54,25 +53,29 @@ class Accelerator:
     node_size: int = 8  # accelerators that the link connects
     power_w: float | None = None  # rated power of the board
     multiprocessors: int | None = None
-    peaks: tuple[tuple[Dtype, float], ...] = ()  # dense TFLOP/s by dtype
     matmuls: tuple[tuple[Dtype, float], ...] = ()  # best measured TFLOP/s by dtype
+    dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
     sources: tuple[NumberSource, ...] = ()
     note: str = ""
 
     def peak(self, dtype: Dtype) -> float | None:
         """Return dense TFLOP/s in a dtype, or None if the device lacks the dtype or the number is unknown."""
-        return dict(self.peaks or (("bf16", self.peak_tflops),)).get(dtype)
+        return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
         """Return the TFLOP/s of the best matmul in a dtype: measured, else 80% of the peak, None without a peak."""
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 
-    @property
+    @cached_property
+    def peak_tflops(self) -> float:
+        """The dense TFLOP/s in the dtype in which the training computes."""
+        return dict(self.peaks)[self.dtype]
+
+    @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the best 16-bit matmul, which no training step can exceed."""
-        tflops = self.best_matmul_tflops
-        return (self.peak_tflops * _USUAL_MATMUL_SHARE if tflops is None else tflops) * 1e12
+        """The FLOP/s of the best matmul in that dtype, which no training step can exceed."""
+        return dict(self.matmuls).get(self.dtype, self.peak_tflops * _USUAL_MATMUL_SHARE) * 1e12
 
     def document(self) -> AcceleratorRow:
         values = {
@@ -225,11 +228,8 @@ def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], 
         return re.sub(r"(^|; )([^ :;]+)", lambda found: f"{found[1]}{sources.get(found[2], found[2])}", source)
 
     peaks, matmuls = entry.peak.rates, entry.matmul.rates
-    half: Dtype = "bf16" if "bf16" in peaks else "fp16"
     return Accelerator(
         name=name,
-        peak_tflops=peaks[half],
-        best_matmul_tflops=matmuls.get(half),
         memory_gib=entry.memory.gib,
         memory_tb_s=entry.memory.tb_s,
         link_gb_s=entry.link.gb_s,
@@ -239,6 +239,7 @@ def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], 
         multiprocessors=entry.board.multiprocessors,
         peaks=tuple(peaks.items()),
         matmuls=tuple(matmuls.items()),
+        dtype="bf16" if "bf16" in peaks else "fp16",
         sources=tuple(
             NumberSource(group=group, text=in_full(part.source), confidence=part.confidence)
             for group, part in entry

@@ -100,34 +100,27 @@ def parse_keys(text: str) -> dict[str, Any]:
     return values
 
 
-def layout_of(text: str, values: Mapping[str, Any]) -> Layout:
-    """Return the layout with the given values and defaults for the others; errors quote the user's ``text``.
-
-    Raises:
-        InputError: if a value is wrong or two values cannot be combined.
-    """
-    try:
-        return Layout.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = "".join(f"{key}: " for key in first["loc"])
-        reason = first["msg"].removeprefix("Value error, ")
-        raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
-
-
-def parse_layout(text: str, gpus: int, *, compile: bool = False) -> tuple[Layout, int | None]:
+def parse_layout(text: str, gpus: int | None = None, *, compile: bool = False) -> tuple[Layout, int | None]:
     """Parse text such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``; return the layout, and the micro-batch or None.
 
-    Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and
-    ``dp`` gets the number of GPUs divided by tp x pp x cp.
+    Keys that are left out get their defaults, with two exceptions: ``compile`` gets the argument ``compile``, and, if
+    the number of GPUs is given, ``dp`` gets that number divided by tp x pp x cp.
 
     Raises:
         InputError: if a key is unknown, a value is wrong, or two values cannot be combined.
     """
     values = {"compile": compile} | parse_keys(text)
     micro_batch = values.pop("mbs", None)
-    dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
-    return layout_of(text, values if rest else {"dp": dp} | values), micro_batch
+    if gpus is not None:
+        dp, rest = divmod(gpus, math.prod(values.get(key, 1) for key in ("tp", "pp", "cp")))
+        values = values if rest else {"dp": dp} | values
+    try:
+        return Layout.model_validate(values), micro_batch
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"{key}: " for key in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise InputError(f"layout {text!r}: {where}{reason[0].lower()}{reason[1:]}") from error
 
 
 def listed(values: Iterable[object]) -> str:

@@ -58,16 +58,14 @@ class Core:
     kv_heads: int
     d_qk: int  # width of a head's queries and keys
     d_v: int  # width of a head's values
-    window: int | None = None  # the most keys that a query attends to; None for all
-
-    def keys(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the mean number of keys that a query attends to; ``causal`` leaves out the keys after the query."""
-        window = min(self.window or seq_len, seq_len)
-        return window if attention == "full" else window * (1 - window / (2 * seq_len))
 
     def flops(self, seq_len: int, attention: Attention = "full") -> float:
-        """Return the FLOPs of a forward pass per token: products of queries with keys, and of scores with values."""
-        return 2 * self.heads * (self.d_qk + self.d_v) * self.keys(seq_len, attention)
+        """Return the FLOPs of a forward pass per token: products of queries with keys, and of scores with values.
+
+        With ``causal``, a query attends to the keys up to its own position, which are half of all keys on average.
+        """
+        keys = seq_len if attention == "full" else seq_len / 2
+        return 2 * self.heads * (self.d_qk + self.d_v) * keys
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from leaven.planning.flops import CONVENTION, flops_per_token
 from leaven.planning.hardware import Cluster, parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import plan
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -209,8 +210,8 @@ class _Speeds:
         batch = choose_batch(StarterDraft(), StarterScale(near, shape, request.tokens, request.gpus))
         if self.mfu is None:
             compute = "fp32" if cluster.accelerator.name == "cpu" else "bf16"
-            found = plan(Job(shape, batch, cluster), request.tokens).calibrated(self.records, compute)
-            how, mfu, rate = found.arrangement, found.speed.mfu, found.speed.tokens_per_second
+            found = plan(Job(shape, Batch(tokens=batch), cluster), request.tokens).calibrated(self.records, compute)
+            how, mfu, rate = found.chosen.arrangement, found.speed.mfu, found.speed.tokens_per_second
         else:
             how, mfu = None, self.mfu
             rate = mfu * cluster.accelerator.peak_tflops * 1e12 * cluster.gpus / flops_per_token(shape)

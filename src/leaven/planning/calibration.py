@@ -8,9 +8,7 @@ run is not affected. Lines that this version of leaven cannot read are skipped.
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -84,15 +82,15 @@ def predicted(model: ModelShape, how: Arrangement, accelerator: str, compute: st
     try:
         cluster = parse_cluster("cpu" if accelerator == "cpu" else f"{how.layout.ranks}x{accelerator}")
         cluster, code = in_precision(cluster, compute)
-        memory = worst_stage(model, how, replace(code, fixed_gib=0.0, slack=0.0)).total / GIB
+        memory = worst_stage(model, how, code.tensors_only()).total / GIB
         return StepCost(step_seconds=step_time(model, how, cluster, code).step, memory_gib=memory)
     except Exception:
         return None
 
 
-def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
+def remember(record: CalibrationRecord) -> bool:
     """Append a record to the history, and return whether it was written."""
-    folder = folder or cache_folder()
+    folder = cache_folder()
     path = folder / _NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,12 +103,12 @@ def remember(record: CalibrationRecord, folder: Path | None = None) -> bool:
     return True
 
 
-def history(folder: Path | None = None) -> list[CalibrationRecord]:
+def history() -> list[CalibrationRecord]:
     """Return the records of this user, the oldest first."""
     found = []
     for name in (_FULL, _NAME):
         with suppress(OSError):
-            for line in storage.read_json_lines((folder or cache_folder()) / name).documents:
+            for line in storage.read_json_lines(cache_folder() / name).documents:
                 with suppress(ValidationError):
                     found.append(CalibrationRecord.model_validate(line))
     return found

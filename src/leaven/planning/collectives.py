@@ -14,15 +14,15 @@ LINK_SHARE = 0.65
 LINK_LATENCY, NETWORK_LATENCY = 3e-6, 25e-6
 
 
-def bandwidth(cluster: Cluster, span: int, stride: int) -> float:
-    """Return the bandwidth of one rank of a group in bytes/s; ``span`` is the group's size times its ``stride``.
+def bandwidth(ranks: int, stride: int, cluster: Cluster) -> float:
+    """Return the bandwidth of one rank of a group in bytes/s.
 
     Inside a node this is the link's bandwidth. Across nodes it is the sum over the NICs of the group's members in a
     node, but at most the link's bandwidth.
     """
     accelerator = cluster.accelerator
     gb_s = accelerator.link_gb_s
-    if span > accelerator.node_size:
+    if ranks * stride > accelerator.node_size:
         members = max(1, accelerator.node_size // stride)
         gb_s = min(gb_s, members * accelerator.network_gb_s)
     return gb_s * 1e9 * LINK_SHARE
@@ -38,7 +38,7 @@ def ring(size: float, ranks: int, stride: int, cluster: Cluster, messages: int =
     nodes = _nodes(ranks, stride, cluster)
     between = nodes if nodes > 1 else 0
     latency = between * NETWORK_LATENCY + (ranks - 1 - between) * LINK_LATENCY
-    return (ranks - 1) / ranks * size / bandwidth(cluster, ranks * stride, stride) + messages * max(0.0, latency)
+    return (ranks - 1) / ranks * size / bandwidth(ranks, stride, cluster) + messages * max(0.0, latency)
 
 
 def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages: int = 1) -> float:
@@ -51,7 +51,7 @@ def all_reduce(size: float, ranks: int, stride: int, cluster: Cluster, messages:
     nodes = _nodes(ranks, stride, cluster)
     tree = 2 * ceil(log2(nodes)) * NETWORK_LATENCY + 2 * (ceil(ranks / nodes) - 1) * LINK_LATENCY
     rings = 2 * ring(0.0, ranks, stride, cluster)
-    moved = 2 * (ranks - 1) / ranks * size / bandwidth(cluster, ranks * stride, stride)
+    moved = 2 * (ranks - 1) / ranks * size / bandwidth(ranks, stride, cluster)
     return moved + messages * min(tree, rings)
 
 

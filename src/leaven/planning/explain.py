@@ -42,7 +42,7 @@ def explain(exploration: Exploration, chosen: LayoutCandidate, asked: str) -> Ex
     if not fixed:
         raise InputError(f"--explain {asked!r} is empty; write for example tp=4 or pp=8,recompute=full")
     micro_batch = fixed.pop("mbs", None)
-    job = exploration.job if micro_batch is None else replace(exploration.job, micro_batch=micro_batch)
+    job = exploration.job if micro_batch is None else exploration.job.with_micro_batch(micro_batch)
     notes = _unsearched(job, fixed)
     if job.by_leaven:  # layouts that leaven cannot train are searched on request only
         fixed = {"cp": 1, "ep": 1} | fixed
@@ -145,6 +145,7 @@ def _others(layout: Layout, own: Layout, key: str) -> list[str]:
 
 
 def _slower(found: LayoutCandidate, chosen: LayoutCandidate) -> str:
+    """Return the differences in time and memory between a layout that fits and the chosen one, and the reason."""
     if found.arrangement == chosen.arrangement:
         return "this is the chosen layout"
     more = (found.memory.total - chosen.memory.total) / GIB
@@ -185,7 +186,7 @@ def no_layout(seen: Exploration) -> InputError:
     elif fewer := _fewer_gpus(job):
         message = (
             f"{job.cluster}: no layout splits {job.model.n_layers} layers and a batch of "
-            f"{job.batch_tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
+            f"{job.batch.tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
         )
     else:
         message = str(
@@ -197,6 +198,7 @@ def no_layout(seen: Exploration) -> InputError:
 
 
 def _nothing_fits(least: LayoutCandidate) -> str:
+    """Return how much memory the smallest layout needs, and what would fit: more GPUs or a padded vocabulary."""
     job, model = least.job, least.job.model
     times = () if job.cluster.accelerator.name == "cpu" else _MORE  # a cpu is always a single process
     larger = (_of_gpus(job.cluster, job.cluster.gpus * n) for n in times)
@@ -219,7 +221,7 @@ def _nothing_fits(least: LayoutCandidate) -> str:
 def _any_fits(job: Job) -> bool:
     """Return whether any layout that leaven may choose fits into memory."""
     fixed = {"stages_per_rank": 1} | ({"cp": 1, "ep": 1} if job.by_leaven else {})
-    for layout in reversed([*layouts(job.model, job.cluster, job.code, fixed)]):  # from the least memory
+    for layout in reversed([*layouts(job, fixed)]):  # from the least memory
         try:
             smallest = job.arrangements(layout)[0]  # larger micro-batches need more memory
         except InputError:
@@ -245,7 +247,7 @@ def _fewer_gpus(job: Job) -> int | None:
     least one layer and one micro-batch.
     """
     model, node = job.model, job.cluster.accelerator.node_size
-    sequences, rest = divmod(job.batch_tokens // model.seq_len, job.micro_batch or 1)
+    sequences, rest = divmod(job.batch.tokens // model.seq_len, job.micro_batch or 1)
     counts = {
         dp * tp * pp
         for dp in range(1, 0 if rest else sequences + 1)

@@ -23,23 +23,17 @@ class ForwardFlops:
     """The FLOPs of one forward pass per token."""
 
     matrices: int  # matrix products of the blocks
-    attention: float  # attention cores, counting the full matrix of scores
-    causal: float  # attention cores, counting only what a causal kernel computes
+    attention: float  # attention cores
     unembedding: int
-
-    def layers(self, attention: Attention = "full") -> float:
-        """Return the FLOPs of all blocks."""
-        return self.matrices + (self.causal if attention == "causal" else self.attention)
 
 
 @cache
-def forward_flops(model: Model) -> ForwardFlops:
-    """Return the FLOPs of one forward pass per token."""
+def forward_flops(model: Model, attention: Attention = "full") -> ForwardFlops:
+    """Return the FLOPs of one forward pass per token; ``causal`` leaves out the scores that a causal kernel skips."""
     table = blueprint(model)
     return ForwardFlops(
         matrices=sum(count * row.flops for block, count in table.kinds for row in block.matmuls),
-        attention=sum(count * block.core.flops(table.seq_len) for block, count in table.kinds),
-        causal=sum(count * block.core.flops(table.seq_len, "causal") for block, count in table.kinds),
+        attention=sum(count * block.core.flops(table.seq_len, attention) for block, count in table.kinds),
         unembedding=2 * table.embedding,
     )
 
@@ -51,21 +45,30 @@ def flops_per_token(model: Model, attention: Attention = "full") -> float:
     of all heads together, s the sequence length. Sources: PaLM, arXiv 2204.02311, appendix B; Narayanan 2021, arXiv
     2104.04473, without its recomputation.
     """
-    forward = forward_flops(model)
-    return 3 * (forward.layers(attention) + forward.unembedding)
+    forward = forward_flops(model, attention)
+    return 3 * (forward.matrices + forward.attention + forward.unembedding)
 
 
-def hardware_flops_per_token(model: Model, recompute: Recompute, attention: Attention = "full") -> float:
-    """Return FLOPs per token, including recomputation of all blocks (``full``) or attention (``selective``).
+def hardware_flops_per_token(model: Model, recompute: Recompute) -> float:
+    """Return the FLOPs of training on one token, with full attention and with recomputation.
 
-    ``full`` is equation 3 of Narayanan 2021. ``selective`` repeats one forward pass of the attention cores. In the
-    notation of Korthikanti 2022 (arXiv 2205.05198) this adds s/(18h) to s/(6h); the s/(3h) that the paper prints
-    would add three times as much.
+    ``full`` recomputation repeats the forward pass of all blocks: equation 3 of Narayanan 2021. ``selective`` repeats
+    that of the attention cores. In the notation of Korthikanti 2022 (arXiv 2205.05198) this adds s/(18h) to s/(6h);
+    the s/(3h) that the paper prints would add three times as much.
     """
     forward = forward_flops(model)
-    again = {
-        "none": 0.0,
-        "selective": forward.layers(attention) - forward.matrices,
-        "full": forward.layers(attention),
+    again = {"none": 0.0, "selective": forward.attention, "full": forward.matrices + forward.attention}
+    return flops_per_token(model) + again[recompute]
+
+
+def utilisation(model: Model, recompute: Recompute, mfu: float) -> dict[str, float]:
+    """Return the MFU, the causal MFU and the HFU that belong to one speed, with the keys mfu, mfu_causal and hfu.
+
+    The given ``mfu`` counts full attention, the causal MFU counts half of it, and the HFU also counts recomputation.
+    """
+    full = flops_per_token(model)
+    return {
+        "mfu": mfu,
+        "mfu_causal": mfu * flops_per_token(model, "causal") / full,
+        "hfu": mfu * hardware_flops_per_token(model, recompute) / full,
     }
-    return flops_per_token(model, attention) + again[recompute]

@@ -6,19 +6,21 @@ because they need more memory.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
 
 from pydantic import ValidationError
 
+from leaven.documents.planning import CalibrationRow, CandidateRow
 from leaven.planning.arrangement import Arrangement, listed, pipeline_refusal, tensor_degrees
 from leaven.planning.blueprint import Model, blueprint
 from leaven.planning.hardware import Cluster
 from leaven.planning.memory import GIB, Memory, worst_stage
 from leaven.planning.timing import StepTime, step_time
 from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout, Recompute
 
@@ -49,14 +51,25 @@ class Job:
     """The input of a layout search."""
 
     model: Model
-    batch_tokens: int
+    batch: Batch  # with its ramp, and with the micro-batch, which the search chooses if it is "auto"
     cluster: Cluster
-    micro_batch: int | None = None  # sequences; None lets the search choose
-    smallest_tokens: int | None = None  # smallest batch of a batch ramp; None without a ramp
     code: TrainingCode = LEAVEN_BF16  # the program that trains
     by_leaven: bool = True  # choose only layouts that leaven can train
     compile: bool = False  # blocks are compiled in every layout
-    slower: float = 1.0  # calibration: factor on the planned time of a step
+    calibration: CalibrationRow | None = None  # correction by earlier runs on this accelerator, of times only
+
+    @property
+    def slower(self) -> float:
+        """The factor of the calibration on the planned time of a step."""
+        return self.calibration.time if self.calibration else 1.0
+
+    @property
+    def micro_batch(self) -> int | None:
+        """The given micro-batch in sequences, or None if the search chooses it."""
+        return None if self.batch.micro_batch == "auto" else self.batch.micro_batch
+
+    def with_micro_batch(self, micro_batch: int) -> "Job":
+        return replace(self, batch=self.batch.model_copy(update={"micro_batch": micro_batch}))
 
     def arrangements(self, layout: Layout) -> list[Arrangement]:
         """Return a layout's arrangements, one for each micro-batch size that divides a rank's share of the batch.
@@ -69,7 +82,7 @@ class Job:
                 what would work.
         """
         seq_len, given = self.model.seq_len, self.micro_batch
-        sequences = self.batch_tokens // seq_len
+        sequences = self.batch.tokens // seq_len
         share, rest = divmod(sequences, layout.dp)
         sizes = [size for size in range(1, min(share, _LARGEST) + 1) if share % size == 0]
         if rest or share % (given or 1):
@@ -79,15 +92,14 @@ class Job:
             raise InputError(f"a batch of {sequences:,} sequences does not divide over {over}; {would} would work")
         most = max(1, _MOST_TOKENS // seq_len)
         sizes = [given] if given else [size for size in sizes if size <= most]
-        smallest = self.smallest_tokens or self.batch_tokens
-        refusals = [pipeline_refusal(layout, seq_len, smallest, size) for size in sizes]
+        refusals = [pipeline_refusal(layout, seq_len, self.batch.smallest_tokens, size) for size in sizes]
         if refusals[0] is not None:  # even the smallest micro-batch does not fill the pipeline
             raise InputError(f"layout {refusals[0]}")
         fills = [size for size, refusal in zip(sizes, refusals, strict=True) if refusal is None]
         return [Arrangement(layout, size, share // size) for size in fills]
 
     def time(self, how: Arrangement) -> StepTime:
-        """Return the time of a step in an arrangement."""
+        """Return the time of a step in an arrangement, corrected by the calibration."""
         return step_time(self.model, how, self.cluster, self.code).times(self.slower)
 
 
@@ -115,6 +127,12 @@ class LayoutCandidate:
     def trained(self) -> bool:
         """Whether leaven can train the arrangement; it can only plan and export context and expert parallelism."""
         return self.arrangement.layout.cp == self.arrangement.layout.ep == 1
+
+    def row(self) -> CandidateRow:
+        """Return the candidate as a row of a document."""
+        return CandidateRow(
+            layout=self.arrangement.to_json(), gib=self.memory.total / GIB, step_seconds=self.time.step
+        )
 
 
 @dataclass(frozen=True)
@@ -146,6 +164,15 @@ class Exploration:
             best.setdefault(candidate.arrangement.layout, candidate)
         return tuple(best.values())
 
+    @cached_property
+    def pareto(self) -> tuple[LayoutCandidate, ...]:
+        """The members of ``choices`` that no other beats in both time and memory, the fastest first."""
+        front: list[LayoutCandidate] = []
+        for candidate in sorted(self.choices, key=lambda each: (each.time.step, each.memory.total)):
+            if not front or candidate.memory.total < front[-1].memory.total:
+                front.append(candidate)
+        return tuple(front)
+
     @property
     def untrained(self) -> LayoutCandidate | None:
         """The best layout that leaven cannot train, if it is over 2% faster than all choices, or the only one."""
@@ -156,23 +183,20 @@ class Exploration:
         return beyond if worth else None
 
 
-def layouts(
-    model: Model,
-    cluster: Cluster,
-    code: TrainingCode = LEAVEN_BF16,
-    fixed: Mapping[str, Any] | None = None,
-) -> Iterator[Layout]:
-    """Yield every layout of the cluster that is worth evaluating; ``fixed`` sets the values of some keys.
+def layouts(job: Job, fixed: Mapping[str, Any] | None = None) -> Iterator[Layout]:
+    """Yield every layout of a job that is worth evaluating; ``fixed`` sets the values of some keys.
 
     Unless ``fixed`` says otherwise, tensor parallelism stays inside a node, ZeRO 2 and 3 are not combined with a
     pipeline, and context parallelism leaves a rank at least 4,096 tokens of a sequence. ZeRO 3 is also tried with the
     model sharded over 1, 2, 4 or 8 nodes and replicated over the others.
     """
-    fixed = fixed or {}
-    gpus, node, n_layers, seq_len = cluster.gpus, cluster.accelerator.node_size, model.n_layers, model.seq_len
+    fixed, model = fixed or {}, job.model
+    gpus, node, n_layers, seq_len = job.cluster.gpus, job.cluster.accelerator.node_size, model.n_layers, model.seq_len
     experts = blueprint(model).experts
     # A flash kernel recomputes the attention core anyway, so "selective" saves nothing with it.
-    recomputes: tuple[Recompute, ...] = ("none", "full") if code.flash_attention else ("none", "selective", "full")
+    recomputes: tuple[Recompute, ...] = (
+        ("none", "full") if job.code.flash_attention else ("none", "selective", "full")
+    )
 
     def values(key: str, free: Iterable[Any]) -> Iterable[Any]:
         return (fixed[key],) if key in fixed else free
@@ -212,7 +236,7 @@ def layouts(
                         schedule=fixed.get("schedule", "interleaved" if v > 1 else "1f1b"),
                         stages_per_rank=v,
                         recompute=recompute,
-                        compile=fixed.get("compile", False),
+                        compile=fixed.get("compile", job.compile),
                     )
                 except ValidationError:  # a value in ``fixed`` cannot be combined with the others
                     assert fixed
@@ -236,7 +260,7 @@ def explore(job: Job, fixed: Mapping[str, Any] | None = None) -> Exploration:
     fitting: list[LayoutCandidate] = []
     too_large: list[LayoutCandidate] = []
     refusal: InputError | None = None
-    for layout in layouts(job.model, job.cluster, job.code, {"compile": job.compile} | dict(fixed or {})):
+    for layout in layouts(job, fixed):
         try:
             possible = job.arrangements(layout)
         except InputError as error:  # this layout cannot divide the batch, but another may

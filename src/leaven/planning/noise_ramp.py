@@ -8,6 +8,7 @@ on the model size (Zhang et al. 2024, arXiv 2410.21676).
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, linear_regression
 
 from leaven.documents.planning import NoiseFitRow, RampDocument
 from leaven.recipe.batch import BatchSchedule
@@ -48,17 +49,16 @@ def fit_noise(measured: Sequence[tuple[int, float]]) -> NoiseFit:
             "with a smaller stability.noise_scale_every_tokens"
         )
     xs, ys = [math.log(tokens) for tokens, _ in used], [math.log(noise) for _, noise in used]
-    x_mean, y_mean = sum(xs) / len(xs), sum(ys) / len(ys)
-    square = sum((x - x_mean) ** 2 for x in xs)
-    slope = max(sum((x - x_mean) * (y - y_mean) for x, y in zip(xs, ys, strict=True)) / square, 0.0)
-    rest = [y - y_mean - slope * (x - x_mean) for x, y in zip(xs, ys, strict=True)]
+    slope = max(linear_regression(xs, ys).slope, 0.0)
+    intercept = fmean(ys) - slope * fmean(xs)
+    rest = [y - intercept - slope * x for x, y in zip(xs, ys, strict=True)]
     return NoiseFit(
         points=len(used),
         from_tokens=used[0][0],
         to_tokens=used[-1][0],
-        last=math.exp(y_mean + slope * (xs[-1] - x_mean)),
+        last=math.exp(intercept + slope * xs[-1]),
         exponent=slope,
-        scatter=math.exp(math.sqrt(sum(each**2 for each in rest) / len(rest))),
+        scatter=math.exp(math.sqrt(fmean(each**2 for each in rest))),
     )
 
 

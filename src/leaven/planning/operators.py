@@ -145,7 +145,7 @@ def _attention(block: BlockTable, work: Work, accelerator: Accelerator, code: Tr
         rate = accelerator.matmul_flops * SUSTAINED * FLASH
         once = work.tokens * core.flops(work.seq_len) / work.tp / rate
         return Operator("attention", max(once, LAUNCH), max(2.5 * once, LAUNCH))
-    sequences, keys = max(1, work.tokens * work.cp // work.seq_len), int(core.keys(work.seq_len))
+    sequences, keys = max(1, work.tokens * work.cp // work.seq_len), work.seq_len
     rows, count = work.tokens // sequences, sequences * max(1, core.heads // work.tp)
     scores = matmul_seconds((rows, keys, core.d_qk), accelerator, count=count)
     values = matmul_seconds((rows, core.d_v, keys), accelerator, count=count)

@@ -6,26 +6,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from leaven.documents.planning import (
-    CalibrationRow,
-    CandidateRow,
     MemoryPlan,
     PlanDocument,
     Price,
     SpeedPlan,
     StageMemory,
 )
-from leaven.planning.arrangement import Arrangement, check_layout, parse_layout
+from leaven.planning.arrangement import check_layout, parse_layout
 from leaven.planning.blueprint import blueprint
 from leaven.planning.calibration import CalibrationRecord, calibration
 from leaven.planning.explain import explain, memory_and_limit, no_layout, not_lines, smallest_change
-from leaven.planning.flops import CONVENTION, flops_per_token, hardware_flops_per_token
-from leaven.planning.hardware import Cluster, parse_cluster
+from leaven.planning.flops import CONVENTION, flops_per_token, utilisation
+from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import FILLS, Exploration, Job, LayoutCandidate, explore, ranked, thin_pipeline
-from leaven.planning.memory import GIB, Memory, activation_parts, stage_memory
+from leaven.planning.memory import GIB, activation_parts, stage_memory
 from leaven.planning.ramp import SHARE, RampThroughput, plan_ramp
-from leaven.planning.timing import StepTime
 from leaven.planning.training_codes import Moments, in_precision, states
-from leaven.recipe.batch import Batch
 from leaven.recipe.layout import Layout
 
 if TYPE_CHECKING:
@@ -43,23 +39,23 @@ ACCURACY = (
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """The plan of a run on a cluster. Its values are computed when they are first read.
-
-    All times, also those of other layouts, are corrected by the calibration (``job.slower``). ``memory`` is not
-    corrected.
-    """
+    """The plan of a run on a cluster. Its values are computed when they are first read."""
 
     job: Job
     tokens: int  # tokens of the whole run
-    batch: Batch  # the batch size, with its ramp
     layout: Layout | None = None  # the user's layout; None to choose the fastest that fits
-    calibration: CalibrationRow | None = None  # correction by earlier runs on this accelerator
 
     def calibrated(self, records: Iterable[CalibrationRecord], compute: str) -> "ClusterPlan":
         """Return the plan, corrected by the records of earlier runs on its accelerator in this dtype, if any."""
-        accelerator, params, layout = self.cluster.accelerator.name, self.job.model.params, self.arrangement.layout
-        found = calibration(records, accelerator, params, layout, compute=compute, step_seconds=self.time.step)
-        return replace(self, job=replace(self.job, slower=found.time), calibration=found) if found else self
+        found = calibration(
+            records,
+            self.job.cluster.accelerator.name,
+            self.job.model.params,
+            self.chosen.arrangement.layout,
+            compute=compute,
+            step_seconds=self.chosen.time.step,
+        )
+        return replace(self, job=replace(self.job, calibration=found)) if found else self
 
     @cached_property
     def exploration(self) -> Exploration:
@@ -78,81 +74,44 @@ class ClusterPlan:
         fitting = [candidate for candidate in tried if candidate.fits]
         return ranked(fitting)[0] if fitting else min(tried, key=lambda candidate: candidate.memory.total)
 
-    @property
-    def candidates(self) -> tuple[LayoutCandidate, ...]:
-        """All arrangements that fit, the best first."""
-        return self.exploration.fitting
-
-    @cached_property
-    def pareto(self) -> tuple[LayoutCandidate, ...]:
-        """The arrangements that no other arrangement beats in both time and memory, the fastest first."""
-        front: list[LayoutCandidate] = []
-        for candidate in sorted(self.exploration.choices, key=lambda each: (each.time.step, each.memory.total)):
-            if not front or candidate.memory.total < front[-1].memory.total:
-                front.append(candidate)
-        return tuple(front)
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.job.cluster
-
-    @property
-    def arrangement(self) -> Arrangement:
-        return self.chosen.arrangement
-
-    @property
-    def memory(self) -> Memory:
-        """The memory of the rank that needs the most."""
-        return self.chosen.memory
-
-    @property
-    def fits(self) -> bool:
-        return self.chosen.fits
-
-    @property
-    def time(self) -> StepTime:
-        """The time of a step at the full batch, by part."""
-        return self.chosen.time
-
     @cached_property
     def speed(self) -> SpeedPlan:
         """The speed at the full batch."""
-        model, batch_tokens, step = self.job.model, self.job.batch_tokens, self.time.step
-        peak = self.cluster.accelerator.peak_tflops * 1e12
-        rate = batch_tokens / step / self.cluster.gpus
-        full = flops_per_token(model)
+        model, cluster, step = self.job.model, self.job.cluster, self.chosen.time.step
+        tokens_per_second = self.job.batch.tokens / step
+        peak = cluster.accelerator.peak_tflops * 1e12
+        rate = tokens_per_second / cluster.gpus
+        done = rate * flops_per_token(model)
         return SpeedPlan(
-            tflops_per_gpu=rate * full / 1e12,
-            mfu=rate * full / peak,
-            mfu_causal=rate * flops_per_token(model, "causal") / peak,
-            hfu=rate * hardware_flops_per_token(model, self.arrangement.layout.recompute) / peak,
+            tflops_per_gpu=done / 1e12,
             step_seconds=step,
-            tokens_per_second=batch_tokens / step,
+            tokens_per_second=tokens_per_second,
+            **utilisation(model, self.chosen.arrangement.layout.recompute, done / peak),
         )
 
     @cached_property
     def seconds(self) -> float:
         """The duration of the run in seconds, including its batch ramp."""
-        return RampThroughput(self.job, self.arrangement).run_seconds(self.batch.sizes, self.tokens)
+        return RampThroughput(self.job, self.chosen.arrangement).run_seconds(self.job.batch.sizes, self.tokens)
 
     @cached_property
     def cautions(self) -> tuple[str, ...]:
         """Warnings that the plan does not fit, relies on guesses, or breaks a rule of thumb."""
-        found = [] if self.fits else [memory_and_limit(self.chosen) + smallest_change(self.exploration, self.chosen)]
-        device = self.cluster.accelerator
+        chosen, device = self.chosen, self.job.cluster.accelerator
+        found = [] if chosen.fits else [memory_and_limit(chosen) + smallest_change(self.exploration, chosen)]
         if any(of.confidence == "guess" for of in device.sources):
-            rest = "MFU and energy" if self.calibration else "time, MFU and energy; --measure calibrates the time"
+            rest = "MFU and energy" if self.job.calibration else "time, MFU and energy; --measure calibrates the time"
             found.append(f"the speed of {device.name} is a guess, and therefore also {rest}")
-        layout, m = self.arrangement.layout, self.arrangement.grad_accumulation
-        if thin_pipeline(self.arrangement):
+        if thin_pipeline(chosen.arrangement):
+            pp = chosen.arrangement.layout.pp
             found.append(
-                f"{m} micro-batches for a pipeline of {layout.pp}; the rule of thumb is {FILLS * layout.pp} or "
-                f"more: {self.time.bubble / self.time.step:.0%} of a step is bubble"
+                f"{chosen.arrangement.grad_accumulation} micro-batches for a pipeline of {pp}; the rule of thumb is "
+                f"{FILLS * pp} or more: {chosen.time.bubble / chosen.time.step:.0%} of a step is bubble"
             )
-        factor = self.calibration and self.calibration.memory
-        if factor and self.fits:
+        factor = self.job.calibration and self.job.calibration.memory
+        if factor and chosen.fits:
             context = self.job.code.fixed_gib  # device context: not in tensors, so runs do not measure it
-            took = (self.memory.total / GIB - context) * factor + context
+            took = (chosen.memory.total / GIB - context) * factor + context
             if took > device.memory_gib:
                 found.append(
                     f"runs on this accelerator needed x{factor:.3g} of the planned memory; at this factor the run "
@@ -166,89 +125,75 @@ class ClusterPlan:
         ``asked`` is the text of ``--explain``, ``price`` the price of a GPU-hour, and ``share`` the least throughput
         at the start of a batch ramp, as a share of the full batch's throughput.
         """
-        model, code, own = self.job.model, self.job.code, self.arrangement.layout
-        stages = [stage_memory(model, self.arrangement, rank, code) for rank in range(own.pp)]
+        model, code, cluster, chosen = self.job.model, self.job.code, self.job.cluster, self.chosen
+        how = chosen.arrangement
+        stages = [stage_memory(model, how, rank, code) for rank in range(how.layout.pp)]
         totals = [memory.total for memory in stages]
-        activations = activation_parts(model, self.arrangement, totals.index(max(totals)), code)
+        activations = activation_parts(model, how, totals.index(max(totals)), code)
         table = blueprint(model)
         matrices = sum(block.matrices + block.experts for block in table.blocks)
-        cost = self.cluster.cost(self.seconds, price)
-        others = [other for other in self.exploration.layouts if other.arrangement.layout != own]
+        cost = cluster.cost(self.seconds, price)
+        others = [other for other in self.exploration.layouts if other.arrangement.layout != how.layout]
         untrained = self.exploration.untrained
         return PlanDocument(
-            cluster=str(self.cluster),
-            gpus=self.cluster.gpus,
-            layout=self.arrangement.to_json(),
+            cluster=str(cluster),
+            gpus=cluster.gpus,
+            layout=how.to_json(),
             memory=MemoryPlan(
-                gib=self.memory.total / GIB,
-                capacity_gib=self.cluster.accelerator.memory_gib,
-                fits=self.fits,
-                parts=self.memory.parts_gib,
+                gib=chosen.memory.total / GIB,
+                capacity_gib=cluster.accelerator.memory_gib,
+                fits=chosen.fits,
+                parts=chosen.memory.parts_gib,
                 activations={name: size / GIB for name, size in activations.items()},
                 states=states(table.params, code, matrices),
             ),
             speed=self.speed,
-            time=vars(self.time),
+            time=vars(chosen.time),
             days=cost.days,
             gpu_hours=cost.gpu_hours,
             flops_convention=CONVENTION,
-            alternatives=[_row(other) for other in others[:N_ALTERNATIVES]],
+            alternatives=[other.row() for other in others[:N_ALTERNATIVES]],
             cost=cost,
             stages=[StageMemory(gib=memory.total / GIB, parts=memory.parts_gib) for memory in stages],
-            pareto=[_row(candidate) for candidate in self.pareto],
-            untrained=untrained and _row(untrained),
-            ramp=plan_ramp(self.job, self.arrangement, self.tokens, own=self.batch, share=share),
-            **{"not": list(not_lines(self.exploration, self.chosen))},
+            pareto=[candidate.row() for candidate in self.exploration.pareto],
+            untrained=untrained and untrained.row(),
+            ramp=plan_ramp(self.job, how, self.tokens, share),
+            **{"not": list(not_lines(self.exploration, chosen))},
             cautions=list(self.cautions),
-            calibration=self.calibration,
-            explain=None if asked is None else explain(self.exploration, self.chosen, asked),
+            calibration=self.job.calibration,
+            explain=None if asked is None else explain(self.exploration, chosen, asked),
         )
-
-
-def _row(candidate: LayoutCandidate) -> CandidateRow:
-    return CandidateRow(
-        layout=candidate.arrangement.to_json(),
-        gib=candidate.memory.total / GIB,
-        step_seconds=candidate.time.step,
-    )
 
 
 def plan_recipe(recipe: "Recipe", gpus: str, layout: str | None = None, moments: Moments = "adam") -> ClusterPlan:
     """Plan a recipe on a cluster such as ``64xH100-80GB``, in the best layout or in the given one.
 
-    ``layout`` is written as ``tp=8,pp=12,zero=1,mbs=2``; if it does not set ``compile``, the recipe does. ``moments``
-    chooses the optimizer; leaven itself trains only with ``adam``.
+    ``layout`` is as in :func:`plan`. ``moments`` chooses the optimizer; leaven itself trains only with ``adam``.
 
     Raises:
         InputError: for the reasons given in :func:`plan` and :func:`in_precision`.
     """
     cluster, code = in_precision(parse_cluster(gpus), recipe.precision.compute)
-    compiled = recipe.layout.compile
-    asked, micro_batch = parse_layout(layout, cluster.gpus, compile=compiled) if layout else (None, None)
-    if micro_batch is None and recipe.batch.micro_batch != "auto":
-        micro_batch = recipe.batch.micro_batch
-    job = Job(
-        recipe.model,
-        recipe.batch.tokens,
-        cluster,
-        micro_batch,
-        smallest_tokens=min(tokens for _, tokens in recipe.batch.sizes),
-        code=code.with_moments(moments),
-        compile=asked.compile if asked else compiled,
-    )
-    return plan(job, recipe.data.tokens, asked, recipe.batch)
+    code = code.with_moments(moments)
+    job = Job(recipe.model, recipe.batch, cluster, code, compile=recipe.layout.compile)
+    return plan(job, recipe.data.tokens, layout)
 
 
-def plan(job: Job, tokens: int, layout: Layout | None = None, batch: Batch | None = None) -> ClusterPlan:
-    """Return the plan of a run over ``tokens`` tokens; ``batch`` has the batch ramp, None means a fixed batch size.
+def plan(job: Job, tokens: int, layout: str | None = None) -> ClusterPlan:
+    """Return the plan of a run over ``tokens`` tokens.
 
-    Without ``layout``, the fastest layout that fits is chosen. A given layout is planned with its fastest micro-batch
-    that fits. If none fits, the micro-batch that needs the least memory is planned, and ``fits`` is False.
+    Without ``layout``, the fastest layout that fits is chosen. A given layout, such as ``tp=8,pp=12,mbs=2``, is
+    planned with its fastest micro-batch that fits. If none fits, the micro-batch that needs the least memory is
+    planned. If ``layout`` does not set ``mbs`` or ``compile``, the job does.
 
     Raises:
         InputError: if the layout, batch or cluster is impossible, or if nothing fits; the message says what would
             work.
     """
-    found = ClusterPlan(job, tokens, batch or Batch(tokens=job.batch_tokens), layout)
+    asked = None
+    if layout:
+        asked, micro_batch = parse_layout(layout, job.cluster.gpus, compile=job.compile)
+        job = replace(job if micro_batch is None else job.with_micro_batch(micro_batch), compile=asked.compile)
+    found = ClusterPlan(job, tokens, asked)
     found.chosen  # noqa: B018  computed now to raise its InputError here
     return found

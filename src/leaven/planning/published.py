@@ -1,13 +1,10 @@
 """Plan published runs, also of architectures that leaven cannot build (experts, latent attention, ...)."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import cycle
 from typing import Any, NamedTuple
 
 from leaven.catalogue.groups import LayerwiseScaling, PublishedArchitecture
 from leaven.catalogue.runs import find_run
-from leaven.planning.arrangement import parse_layout
 from leaven.planning.blueprint import (
     BlockTable,
     Blueprint,
@@ -20,6 +17,7 @@ from leaven.planning.hardware import parse_cluster
 from leaven.planning.layouts import Job
 from leaven.planning.plan import ClusterPlan, plan
 from leaven.planning.training_codes import TRAINING_CODES, Moments
+from leaven.recipe.batch import Batch
 from leaven.recipe.errors import InputError
 
 
@@ -50,18 +48,9 @@ def plan_run(id: str, gpus: str, layout: str | None = None, moments: Moments = "
         )
     model = published_blueprint(run.arch, seq_len)
     model = replace(model, vocab_size=-(-model.vocab_size // 128) * 128)
-    cluster = parse_cluster(gpus)
-    asked, micro_batch = parse_layout(layout, cluster.gpus) if layout else (None, None)
-    job = Job(
-        model,
-        _sequences(run.batch_tokens, seq_len) * seq_len,
-        cluster,
-        micro_batch,
-        code=TRAINING_CODES["megatron-flash"].with_moments(moments),
-        by_leaven=False,
-        compile=asked is not None and asked.compile,
-    )
-    return plan(job, run.tokens, asked)
+    batch = Batch(tokens=_sequences(run.batch_tokens, seq_len) * seq_len)
+    code = TRAINING_CODES["megatron-flash"].with_moments(moments)
+    return plan(Job(model, batch, parse_cluster(gpus), code, by_leaven=False), run.tokens, layout)
 
 
 def _sequences(batch_tokens: int, seq_len: int) -> int:
@@ -78,22 +67,17 @@ def _sequences(batch_tokens: int, seq_len: int) -> int:
     return next((sequences for sequences in near if abs(sequences / count - 1) <= 0.05), max(round(count), 1))
 
 
-def published_blueprint(
-    arch: PublishedArchitecture, seq_len: int, windows: Sequence[int | None] = (None,), *, dropout: bool = False
-) -> Blueprint:
+def published_blueprint(arch: PublishedArchitecture, seq_len: int) -> Blueprint:
     """Return the blueprint of a published architecture at a sequence length.
 
-    ``windows`` are the attention windows (in keys) of successive layers, repeated cyclically; None means all keys. If
-    only some layers have experts, the layers without experts come first.
+    If only some layers have experts, the layers without experts come first. Every layer attends to all keys.
 
     Raises:
         InputError: if a part of the shape is not published; the message names it.
     """
     d, gain = _known(arch, "d_model"), _gains(arch)
-    blocks: dict[tuple[LayerWidths, int | None], BlockTable] = {}
-    layers = list(zip(_layer_widths(arch), cycle(windows), strict=False))
-    for layer, window in dict.fromkeys(layers):
-        blocks[layer, window] = _block(arch, layer, window, dropout=dropout)
+    layers = _layer_widths(arch)
+    blocks = {layer: _block(arch, layer) for layer in dict.fromkeys(layers)}
     return Blueprint(
         seq_len,
         d,
@@ -116,6 +100,7 @@ def _known(arch: PublishedArchitecture, name: str) -> Any:
 
 
 def _layer_widths(arch: PublishedArchitecture) -> list[LayerWidths]:
+    """Return the heads and MLP widths of every layer, layers without experts first."""
     if arch.layerwise_scaling is not None:
         return _scaled_widths(arch, arch.layerwise_scaling)
     n_layers, n_heads = _known(arch, "n_layers"), _known(arch, "n_heads")
@@ -154,19 +139,20 @@ def _gains(arch: PublishedArchitecture) -> int:
     return (1 + (_known(arch, "norm") == "layernorm" and bool(bias))) if arch.norm_affine else 0
 
 
-def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, *, dropout: bool) -> BlockTable:
+def _block(arch: PublishedArchitecture, layer: LayerWidths) -> BlockTable:
+    """Return the block of one layer of a published architecture."""
     heads, kv_heads, d_ff = layer
     d, gain, gated, qk_norm = arch.d_model or 0, _gains(arch), _known(arch, "gated"), _known(arch, "qk_norm")
     bias = bool(arch.bias)
     gains, split_gains = 2 * d * gain, 0
     if (rank := arch.kv_lora_rank) is not None:
-        matmuls, core = _latent(arch, heads, rank, window)
+        matmuls, core = _latent(arch, heads, rank)
         gains += (rank + (arch.q_lora_rank or 0)) * gain
     else:
         head = arch.d_head or d // heads
         qkv_bias = bias if arch.qkv_bias is None else arch.qkv_bias
         matmuls = attention_rows(d, heads, kv_heads, head, bias=bias, qkv_bias=qkv_bias)
-        core = Core(heads, kv_heads, head, head, window)
+        core = Core(heads, kv_heads, head, head)
         if arch.positional == "relative":  # Transformer-XL projects the encoding of each distance
             matmuls.append(Matmul("attention.distance", d, d, "column"))
         if qk_norm and arch.qk_norm_width == "head":
@@ -182,10 +168,10 @@ def _block(arch: PublishedArchitecture, layer: LayerWidths, window: int | None, 
         if arch.n_shared_experts:
             matmuls += mlp_rows("shared", d, width * arch.n_shared_experts, gated=gated)
     activation = arch.activation or ("swiglu" if gated else "gelu")
-    return BlockTable(tuple(matmuls), core, gains, split_gains, activation, qk_norm=qk_norm, dropout=dropout)
+    return BlockTable(tuple(matmuls), core, gains, split_gains, activation, qk_norm=qk_norm)
 
 
-def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | None) -> tuple[list[Matmul], Core]:
+def _latent(arch: PublishedArchitecture, heads: int, rank: int) -> tuple[list[Matmul], Core]:
     """Return the matrix products and the core of multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     Every tensor-parallel rank stores the projections to a latent in full, as in Megatron.
@@ -200,4 +186,4 @@ def _latent(arch: PublishedArchitecture, heads: int, rank: int, window: int | No
         Matmul("attention.key_value", rank, heads * (nope + value), "column"),
         Matmul("attention.out", heads * value, d, "row"),
     ]
-    return rows, Core(heads, heads, nope + rope, value, window)
+    return rows, Core(heads, heads, nope + rope, value)

@@ -51,7 +51,7 @@ class RampThroughput:
     def point(self, sequences: int) -> RampPoint:
         """Return the arrangement and the throughput at a batch of ``sequences`` sequences."""
         job = self.job
-        (how, seconds), full = self.step(sequences), self.seconds(job.batch_tokens)
+        (how, seconds), full = self.step(sequences), self.seconds(job.batch.tokens)
         rate = sequences * job.model.seq_len / seconds
         return RampPoint(
             global_batch=sequences,
@@ -61,7 +61,7 @@ class RampThroughput:
             step_seconds=seconds,
             tokens_per_second=rate,
             tflops_per_gpu=rate * flops_per_token(job.model) / job.cluster.gpus / 1e12,
-            share=rate / (job.batch_tokens / full),
+            share=rate / (job.batch.tokens / full),
             filled=how.grad_accumulation >= how.layout.pp,
         )
 
@@ -73,7 +73,7 @@ class RampThroughput:
         """Return the hours and steps of a ramp of ``over_tokens`` tokens, and the hours that it adds."""
         job, steps = self.job, _steps(sizes, over_tokens)
         seconds = self.run_seconds(sizes, over_tokens)
-        at_full = sum(size * n for size, n in steps) / job.batch_tokens * self.seconds(job.batch_tokens)
+        at_full = sum(size * n for size, n in steps) / job.batch.tokens * self.seconds(job.batch.tokens)
         return RampChoice(
             start_tokens=sizes[0][1],
             increment_tokens=increment,
@@ -82,40 +82,34 @@ class RampThroughput:
             hours=seconds / 3600,
             extra_hours=(seconds - at_full) / 3600,
             steps=sum(n for _, n in steps),
-            full_steps=-(-over_tokens // job.batch_tokens),
+            full_steps=-(-over_tokens // job.batch.tokens),
         )
 
 
-def plan_ramp(
-    job: Job,
-    full: Arrangement,
-    tokens: int,
-    *,
-    own: Batch | None = None,
-    share: float = SHARE,
-) -> RampPlan:
+def plan_ramp(job: Job, full: Arrangement, tokens: int, share: float = SHARE) -> RampPlan:
     """Return the plan of a batch ramp that starts at the smallest batch with ``share`` of the full throughput.
 
-    ``full`` is the arrangement at the full batch, and ``own`` the recipe's batch. As in Megatron, all increments are
-    equal; there are at most 64, and each adds the same number of sequences on every rank. The ramp is as long as the
-    ramp in ``own``, or 3% of the run if ``own`` has no ramp.
+    ``full`` is the arrangement at the full batch. As in Megatron, all increments are equal; there are at most 64, and
+    each adds the same number of sequences on every rank. The ramp is as long as the ramp of ``job.batch``, or 3% of
+    the run if that has no ramp.
     """
     throughput, seq_len = RampThroughput(job, full), job.model.seq_len
-    sequences, dp = job.batch_tokens // seq_len, full.layout.dp
+    sequences, dp = job.batch.tokens // seq_len, full.layout.dp
     increment = _increment(sequences, dp, full.micro_batch)
     below = {dp * 2**n for n in range((sequences // dp).bit_length())}
     grid = set(range(sequences, 0, -increment))
     points = {size: throughput.point(size) for size in sorted(grid | below) if dp <= size <= sequences}
     starts = [point for size, point in points.items() if size in grid and point.filled] or [points[sequences]]
     start = next((point for point in starts if point.share >= share), starts[-1])
+    own, sizes = job.batch.ramp, job.batch.sizes
     over, own_choice = max(round(OVER * tokens), 1), None
-    if own is not None and len(own.sizes) > 1:
-        over = min(own.ramp.over_tokens if own.ramp else own.sizes[-1][0], tokens)
-        own_choice = throughput.choice(own.sizes, own.ramp.increment_tokens if own.ramp else None, over)
+    if len(sizes) > 1:
+        over = min(own.over_tokens if own else sizes[-1][0], tokens)
+        own_choice = throughput.choice(sizes, own.increment_tokens if own else None, over)
     choices = []
     for point in _halvings(starts, start):
         ramp = BatchRamp(start_tokens=point.batch_tokens, increment_tokens=increment * seq_len, over_tokens=over)
-        sizes = Batch(tokens=job.batch_tokens, ramp=ramp).sizes
+        sizes = Batch(tokens=job.batch.tokens, ramp=ramp).sizes
         choices.append(throughput.choice(sizes, increment * seq_len, over))
     in_ramp = (point for point in points.values() if point.batch_tokens >= start.batch_tokens)
     micro_batches = [

@@ -49,6 +49,7 @@ def stage_layers(model: Model, stages: int, balance: Balance = "weight") -> tupl
 
 
 def _by_work(weights: list[int], unembedding: int, stages: int) -> tuple[int, ...]:
+    """Return the number of blocks of each stage by the rule ``work``; ``weights`` are the weights of each block."""
     share, done, layers = (sum(weights) + unembedding) / stages, 0, [0] * stages
     stage = 0
     for number, weight in enumerate(weights):

@@ -99,16 +99,15 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
         InputError: if nothing fits or no layout divides the batch; the message says what would work.
     """
     recipe = derivation.recipe
-    smallest = min(tokens for _, tokens in recipe.batch.sizes)
     try:
-        found = plan(Job(recipe.model, recipe.batch.tokens, cluster, smallest_tokens=smallest), recipe.data.tokens)
+        found = plan(Job(recipe.model, recipe.batch, cluster), recipe.data.tokens)
     except InputError as error:
         raise InputError(f"--gpus {cluster}: {error}") from None
-    how = found.arrangement
+    how = found.chosen.arrangement
     facts = {
         "cluster": str(cluster),
         "arrangement": str(how),
-        "gib": found.memory.total / GIB,
+        "gib": found.chosen.memory.total / GIB,
         "capacity": cluster.accelerator.memory_gib,
         "speed": found.speed,
         "time": format_seconds(found.seconds),

@@ -51,8 +51,6 @@ def this_machine() -> Accelerator:
     )
     return Accelerator(
         name="cpu",
-        peak_tflops=rate,
-        best_matmul_tflops=None,
         memory_gib=round(virtual_memory().total / 2**30, 1),
         memory_tb_s=0.01 * cores,
         link_gb_s=10.0 * cores,

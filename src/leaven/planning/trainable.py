@@ -25,10 +25,9 @@ def require_trainable(recipe: Recipe, processes: int) -> None:
             )
     _require_ranks(recipe, processes)
     micro_batch = 1 if recipe.batch.micro_batch == "auto" else recipe.batch.micro_batch
-    smallest = min(tokens for _, tokens in recipe.batch.sizes)
     refusal = (
         shape_refusal(recipe.model, recipe.layout)
-        or pipeline_refusal(recipe.layout, recipe.model.seq_len, smallest, micro_batch)
+        or pipeline_refusal(recipe.layout, recipe.model.seq_len, recipe.batch.smallest_tokens, micro_batch)
         or _torch_refusal(recipe)
     )
     if refusal:
@@ -121,7 +120,7 @@ def layout_cautions(recipe: Recipe) -> list[str]:
         found.append(
             f"[layout] zero = {layout.zero} saves nothing: it shards over dp ranks, and dp = 1; use zero = 0"
         )
-    smallest = min(tokens for _, tokens in recipe.batch.sizes) // recipe.model.seq_len
+    smallest = recipe.batch.smallest_tokens // recipe.model.seq_len
     if smallest < layout.dp:
         found.append(
             f"[layout] dp = {layout.dp}: the smallest batch has {smallest} sequences, so some ranks have none; use a "

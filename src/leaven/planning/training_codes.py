@@ -88,6 +88,10 @@ class TrainingCode:
     def _hash(self) -> int:
         return hash(tuple(vars(self)[name] for name in self.__dataclass_fields__))
 
+    def tensors_only(self) -> "TrainingCode":
+        """Return the training code without memory outside tensors, which neither runs nor dry runs measure."""
+        return replace(self, fixed_gib=0.0, slack=0.0)
+
     def with_moments(self, moments: Moments) -> "TrainingCode":
         """Return the training code with another optimizer.
 
@@ -127,14 +131,12 @@ def in_precision(cluster: Cluster, compute: str) -> tuple[Cluster, TrainingCode]
     if compute != "fp32":
         return cluster, LEAVEN_BF16
     accelerator = cluster.accelerator
-    peak = accelerator.peak("fp32")
-    if peak is None:
+    if accelerator.peak("fp32") is None:
         raise InputError(
             f"no peak of {accelerator.name} in fp32 is known, and this recipe computes in fp32; "
             f"plan with --set precision.compute=bf16"
         )
-    slower = replace(accelerator, peak_tflops=peak, best_matmul_tflops=accelerator.matmul("fp32"))
-    return replace(cluster, accelerator=slower), LEAVEN_FP32
+    return replace(cluster, accelerator=replace(accelerator, dtype="fp32")), LEAVEN_FP32
 
 
 def states(params: float, code: TrainingCode, matrices: float = 0.0) -> list[StateRow]:

@@ -80,6 +80,13 @@ class Batch(Part):
         return self.ramp.rule if self.ramp else self.stages_rule or "fixed"
 
     @property
+    def smallest_tokens(self) -> int:
+        """Return the smallest batch size of the run, in tokens."""
+        if self.stages:
+            return min(stage.tokens for stage in self.stages)
+        return self.ramp.start_tokens if self.ramp else self.tokens
+
+    @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the batch sizes in order, each as (tokens consumed before its first step, batch in tokens)."""
         if self.stages:

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.runs import load_runs
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter
 from leaven.planning.hardware import parse_cluster, parse_price
@@ -188,9 +188,9 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
     """
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
-        return plan_run(find_run(size).id, gpus, layout), size
-    request = StarterRequest(size, parse_quantity(size), parse_quantity(given["tokens"]), proxy=0)
-    recipe = starter(replace(request, gpus=parse_cluster(gpus).gpus)).recipe
+        return plan_run(size, gpus, layout), size
+    params, tokens, ranks = parse_quantity(size), parse_quantity(given["tokens"]), parse_cluster(gpus).gpus
+    recipe = starter(StarterRequest(size, params, tokens, gpus=ranks, proxy=0)).recipe
     return plan_recipe(recipe, gpus, layout), f"{size} on {given['tokens']} tokens"
 
 

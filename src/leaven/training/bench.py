@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from leaven.documents.planning import BenchChoice, BenchDocument, BenchSpeed, RampStart
+from leaven.planning.flops import utilisation
 from leaven.planning.memory import GIB
 from leaven.recipe.recipe import Recipe
 from leaven.training.checkpoint import Progress
@@ -15,7 +16,6 @@ from leaven.training.device import (
     peak_memory,
     reset_peak_memory,
     unless_out_of_memory,
-    utilisation,
 )
 from leaven.training.engine import Training
 from leaven.training.micro_batch import fitting, require_memory
@@ -27,11 +27,10 @@ STEPS = 3
 """A measurement takes this many optimizer steps. The first step is not counted."""
 
 
-def batches_of(recipe: Recipe, most: int = 7) -> list[int]:
-    """Return the global batches to measure, in sequences. They are the recipe's batch divided by the first ``most``
-    powers of two (1, 2, 4, ...), rounded up."""
+def batches_of(recipe: Recipe) -> list[int]:
+    """Return the global batches to measure, in sequences: the recipe's batch, 1/2 of it, ... and 1/64, rounded up."""
     sequences = recipe.batch.tokens // recipe.model.seq_len
-    return sorted({-(-sequences // 2**n) for n in range(most)})
+    return sorted({-(-sequences // 2**n) for n in range(7)})
 
 
 def micro_batches_of(recipe: Recipe) -> list[int]:
@@ -142,5 +141,5 @@ def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | N
         tokens_per_second=step.tokens_per_second,
         tflops=step.tflops,
         peak_gib=peak_memory(training.device) / GIB,
-        **utilisation(training.recipe, step.mfu),
+        **utilisation(training.recipe.model, training.recipe.layout.recompute, step.mfu),
     )

@@ -2,8 +2,7 @@
 
 The MFU is the model FLOPs per second divided by the device's dense peak for the dtype. A token costs 6 FLOPs for each
 weight in a matmul, plus 12 x layers x d_model x seq_len for full attention (:mod:`leaven.planning.flops`). The
-weights include the unembedding, but not the embedding. :func:`utilisation` also computes the causal MFU, which counts
-half of the attention FLOPs, and the HFU, which also counts recomputation.
+weights include the unembedding, but not the embedding.
 """
 
 import ctypes
@@ -25,7 +24,6 @@ import torch
 
 from leaven import __version__
 from leaven.planning.accelerators import Accelerator
-from leaven.planning.flops import flops_per_token, hardware_flops_per_token
 from leaven.planning.hardware import known_device, parse_cluster
 from leaven.planning.this_machine import cores, processor
 from leaven.recipe.errors import InputError, out_of_memory
@@ -179,17 +177,6 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
-
-
-def utilisation(recipe: Recipe, mfu: float) -> dict[str, float]:
-    """Return the MFU, the causal MFU and the HFU, with the keys mfu, mfu_causal and hfu. The given ``mfu`` counts
-    full attention, the causal MFU counts half of the attention FLOPs, and the HFU also counts recomputation."""
-    full = flops_per_token(recipe.model)
-    return {
-        "mfu": mfu,
-        "mfu_causal": mfu * flops_per_token(recipe.model, "causal") / full,
-        "hfu": mfu * hardware_flops_per_token(recipe.model, recipe.layout.recompute) / full,
-    }
 
 
 def unless_out_of_memory(

@@ -102,7 +102,7 @@ def _most(recipe: Recipe) -> int:
     two micro-batches if the noise scale is measured."""
     layout, batch = recipe.layout, recipe.batch.tokens
     if layout.pp > 1:  # also at the smallest batch
-        batch = min(tokens for _, tokens in recipe.batch.sizes) // layout.pp
+        batch = recipe.batch.smallest_tokens // layout.pp
     if recipe.stability.noise_scale_every_tokens is not None:  # measured on a part of the batch
         batch //= 2
     return max(1, batch // layout.dp // recipe.model.seq_len)

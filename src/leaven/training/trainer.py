@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from leaven.data.tokenizer import bits_per_byte_factor
 from leaven.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from leaven.documents.runs import TrainDocument
+from leaven.planning.flops import utilisation
 from leaven.recipe.errors import InputError, Settled, out_of_memory
 from leaven.recipe.recipe import Difference, Recipe, rearrangement
 from leaven.training.checkpoint import Checkpoint, Progress, read_checkpoint
@@ -47,7 +48,6 @@ from leaven.training.device import (
     held_memory,
     mfu_convention,
     reset_peak_memory,
-    utilisation,
 )
 from leaven.training.engine import StopRequested, Training
 from leaven.training.loop import Callback, Diverged, Loop
@@ -351,7 +351,11 @@ def _summary(
     metrics = run.metrics()
     speeds = [line["tflops"] for line in metrics]
     noise = [line["noise_scale"] for line in metrics if line.get("noise_scale") is not None]
-    mfu = median(speeds) / starts[-1]["peak_tflops"] if starts and speeds else None
+    used: dict[str, Any] = dict.fromkeys(("mfu", "mfu_causal", "hfu"))
+    if starts and speeds:
+        recipe = run.recipe()
+        mfu = median(speeds) / starts[-1]["peak_tflops"]
+        used = utilisation(recipe.model, recipe.layout.recompute, mfu)
     return TrainDocument(
         loss=finish["loss"] if finish else None,
         tokens=progress.tokens,
@@ -360,7 +364,7 @@ def _summary(
         rollbacks=len(run.rollbacks()),
         finished=finish is not None,
         bits_per_byte=finish.get("bits_per_byte") if finish else None,
-        **(dict.fromkeys(("mfu", "mfu_causal", "hfu")) if mfu is None else utilisation(run.recipe(), mfu)),
+        **used,
         mfu_convention=starts[-1]["mfu_convention"] if starts else None,
         unsaved=unsaved,
         saved_tokens=max(map(tokens_of, checkpoints(run.checkpoints)), default=0),

@@ -8,15 +8,14 @@ context, kernels and fragmentation.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
-from dataclasses import replace
 from typing import Any
 
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
-from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
+from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.this_machine import cores
 from leaven.planning.trainable import require_trainable
-from leaven.planning.training_codes import LEAVEN_BF16, TrainingCode
+from leaven.planning.training_codes import LEAVEN_BF16, LEAVEN_FP32, TrainingCode
 from leaven.recipe.errors import InputError
 from leaven.recipe.layout import Layout
 from leaven.recipe.recipe import Recipe
@@ -36,9 +35,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
     Raises:
         InputError: if the text is not a layout.
     """
-    values = parse_keys(text)
-    micro_batch = values.pop("mbs", None)
-    layout = layout_of(text, values)
+    layout, micro_batch = parse_layout(text)
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
 
@@ -132,8 +129,7 @@ def check_memory(
 
 def tensors(recipe: Recipe) -> TrainingCode:
     """Return the planner's memory constants of leaven's trainer for tensors only: constants of other memory are 0."""
-    code = replace(LEAVEN_BF16, fixed_gib=0.0, slack=0.0)
-    return code if recipe.precision.compute != "fp32" else replace(code, compute_copy=0, element=4, logit=8)
+    return (LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16).tensors_only()
 
 
 def compare(rank: int, stage: int, planned: Memory, taken: StepMemory) -> list[MemoryCheckRow]:

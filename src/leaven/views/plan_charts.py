@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from leaven.documents.planning import RampPlan
-from leaven.planning.layouts import LayoutCandidate
-from leaven.planning.memory import GIB
+from leaven.documents.planning import CandidateRow, RampPlan
+from leaven.planning.arrangement import Arrangement
 from leaven.planning.schedule import Kind, Pass, Timeline
 from leaven.views import charts, numbers
 from leaven.views.charts import INK, MUTED, PAPER, Figure
@@ -147,26 +146,36 @@ def passes(step: Timeline, slower: float, stages_per_rank: int) -> Figure:
 _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
+def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
+    """Return which of the layouts are drawn, given all of them with the best first."""
+    slowest = _slowest(candidates, chosen)
+    return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
+
+
+def _slowest(candidates: Iterable[CandidateRow], chosen: CandidateRow) -> float:
+    """Return the largest step time that is drawn."""
+    fastest = min(each.step_seconds for each in [*candidates, chosen])
+    return max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
+
+
 def layouts(
-    candidates: Sequence[LayoutCandidate],
-    front: Sequence[LayoutCandidate],
-    chosen: LayoutCandidate,
+    shown: Sequence[CandidateRow],
+    front: Sequence[CandidateRow],
+    chosen: CandidateRow,
     capacity_gib: float,
     usable_gib: float,
-) -> tuple[Figure, int]:
-    """Draw layouts by step time and memory. Return the chart and the number of layouts in the chart.
+) -> Figure:
+    """Draw layouts by step time and memory.
 
-    ``candidates`` are sorted, with the best layout first. ``front`` contains the layouts that no other layout beats
-    in both time and memory.
+    ``front`` contains the layouts that no other layout beats in both time and memory.
     """
-    slowest = max(SLOWEST * min(each.time.step for each in [*candidates, chosen]), 1.3 * chosen.time.step)
-    shown = [each for each in candidates if each.time.step <= slowest][:DOTS]
+    slowest = _slowest(shown, chosen)
     times, sizes = zip(*map(_place, [*shown, chosen]), strict=True)
-    line = [_place(each) for each in front if each.time.step <= slowest]
+    line = [_place(each) for each in front if each.step_seconds <= slowest]
     traces = [charts.line(line, INK, 1.5, shape="hv")]
     for tp, hue in tensor_hues(shown).items():
-        members = [each for each in shown if each.arrangement.layout.tp == tp]
-        shapes = [_SYMBOLS[each.arrangement.layout.recompute] if each.trained else "x" for each in members]
+        members = [each for each in shown if each.layout["tp"] == tp]
+        shapes = [_SYMBOLS[each.layout["recompute"]] if each.trained else "x" for each in members]
         looks, hovers = {"opacity": 0.8, "symbol": shapes}, list(map(_hover, members))
         places = map(_place, members)
         traces.append(charts.dots(places, hue, marker=looks, legendgroup=f"tp {tp}", hovertext=hovers))
@@ -175,7 +184,7 @@ def layouts(
     low, high = min(*sizes, capacity_gib / 4) / 1.1, max(*sizes, capacity_gib) * 1.35
     time, size = map(math.log10, _place(chosen))
     levels = _levels(capacity_gib, usable_gib)
-    figure = charts.figure(
+    return charts.figure(
         "seconds per step",
         "GiB on each GPU",
         traces,
@@ -191,27 +200,24 @@ def layouts(
             {"x": time, "xanchor": "left", "xshift": 12, "y": size, "yanchor": "bottom", "text": "<b>chosen</b>"},
         ],
     )  # fmt: skip
-    return figure, len(shown)
 
 
-def tensor_hues(candidates: Iterable[LayoutCandidate]) -> dict[int, str]:
+def tensor_hues(candidates: Iterable[CandidateRow]) -> dict[int, str]:
     """Return the colour of each tensor-parallel degree."""
-    degrees = sorted({each.arrangement.layout.tp for each in candidates})
+    degrees = sorted({each.layout["tp"] for each in candidates})
     return {tp: charts.hue(n) for n, tp in enumerate(degrees)}
 
 
-def _place(each: LayoutCandidate) -> tuple[float, float]:
-    """Return the step time in seconds and the memory in GiB of a layout."""
-    return each.time.step, each.memory.total / GIB
+def _place(each: CandidateRow) -> tuple[float, float]:
+    return each.step_seconds, each.gib
 
 
-def _hover(each: LayoutCandidate) -> str:
-    time, gib = _place(each)
-    parts = str(each.arrangement).split(" · ")
+def _hover(each: CandidateRow) -> str:
+    parts = str(Arrangement.read(each.layout)).split(" · ")
     rows = [" · ".join(parts[n : n + 4]) for n in range(0, len(parts), 4)]
     if not each.trained:
         rows.append("planned and exported, not trained by leaven")
-    return "<br>".join([f"{numbers.duration(time)} a step, {gib:.1f} GiB", *rows])
+    return "<br>".join([f"{numbers.duration(each.step_seconds)} a step, {each.gib:.1f} GiB", *rows])
 
 
 def ramp(plan: RampPlan) -> Figure:

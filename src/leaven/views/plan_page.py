@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from leaven.documents.planning import CandidateRow, PlanDocument
+from leaven.documents.planning import PlanDocument
 from leaven.planning.accelerators import CONFIDENCE, Accelerator
-from leaven.planning.arrangement import bubble, scheduled
+from leaven.planning.arrangement import Arrangement, bubble, scheduled
 from leaven.planning.explain import PARTS
-from leaven.planning.layouts import USABLE
+from leaven.planning.layouts import USABLE, Job
 from leaven.planning.plan import ACCURACY, ClusterPlan
 from leaven.planning.schedule import timeline
 from leaven.views import numbers, plan_charts
@@ -31,22 +31,24 @@ class FormField:
 def plan_page(
     plan: ClusterPlan, document: PlanDocument, name: str, command: str, form: Sequence[FormField] = ()
 ) -> str:
-    """Return the HTML page of a plan: numbers and tables of its ``document``, and charts of its layouts.
+    """Return the HTML page of a plan.
 
-    ``command`` is the shell command of the plan. If ``form`` is given, the page begins with the input form of the
-    planner of ``leaven serve``.
+    Its numbers and tables are those of the ``document``; ``plan`` adds all layouts that fit, the passes of the
+    pipeline and the accelerator. ``command`` is the shell command of the plan. If ``form`` is given, the page begins
+    with the input form of the planner of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib
     levels = (capacity, USABLE * capacity)
+    how, cluster = Arrangement.read(document.layout), plan.job.cluster
     charts: dict[str, Figure | None] = {"memory": plan_charts.memory(stages, *levels)}
-    pipeline = _pipeline(plan, charts) if plan.arrangement.layout.pp > 1 else None
-    drawn = 0
-    if plan.candidates:
-        charts["layouts"], drawn = plan_charts.layouts(plan.candidates, plan.pareto, plan.chosen, *levels)
+    pipeline = _pipeline(how, plan.job, charts) if how.layout.pp > 1 else None
+    chosen, fitting = plan.chosen.row(), [each.row() for each in plan.exploration.fitting]
+    drawn = plan_charts.drawn_layouts(fitting, chosen)
+    if fitting:
+        charts["layouts"] = plan_charts.layouts(drawn, document.pareto, chosen, *levels)
     if len(document.ramp.points) > 1:
         charts["ramp"] = plan_charts.ramp(document.ramp)
-    chosen = CandidateRow(layout=document.layout, gib=document.memory.gib, step_seconds=document.speed.step_seconds)
     choices = [chosen, *document.alternatives]
     return render(
         "planner.html.j2" if form else "plan.html.j2",
@@ -57,37 +59,36 @@ def plan_page(
         document=document,
         params=plan.job.model.params,
         tokens=plan.tokens,
-        accelerator=plan.cluster.accelerator,
-        candidates=plan.candidates,
+        accelerator=cluster.accelerator,
+        candidates=fitting,
         command=command,
         costs=numbers.costs(document.cost),
         seconds=86_400 * document.days,
-        arrangement=plan.arrangement,
+        arrangement=how,
         usable=USABLE,
         stages=stages,
         fullest=max(range(len(stages)), key=lambda rank: sum(stages[rank].values())),
         part_hues=plan_charts.part_hues(stages),
-        times={PARTS.get(part, part.replace("_", " ")): s for part, s in document.time.items() if s},
+        times={PARTS[part]: s for part, s in document.time.items() if s},
         pipeline=pipeline,
-        drawn=drawn,
-        tensor_hues=plan_charts.tensor_hues(plan.candidates[: plan_charts.DOTS]),
+        drawn=len(drawn),
+        tensor_hues=plan_charts.tensor_hues(drawn),
         choices=choices,
         degrees=["dp", "tp", "pp", *(key for key in ("cp", "ep") if any(each.layout[key] > 1 for each in choices))],
         accuracy=ACCURACY,
-        sources=_sources(plan.cluster.accelerator),
+        sources=_sources(cluster.accelerator),
     )
 
 
-def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
+def _pipeline(how: Arrangement, job: Job, charts: dict[str, Figure | None]) -> Mapping[str, Any]:
     """Add the chart ``passes`` to ``charts``, and return the context of the page's section on the pipeline."""
-    how, layout = plan.arrangement, plan.arrangement.layout
+    layout = how.layout
     m = scheduled(layout, how.grad_accumulation)
     drawn = min(m, scheduled(layout, 2 * layout.pp + STEADY))
     step, short = (
-        timeline(plan.job.model, replace(how, grad_accumulation=count), plan.cluster, plan.job.code)
-        for count in (m, drawn)
+        timeline(job.model, replace(how, grad_accumulation=count), job.cluster, job.code) for count in (m, drawn)
     )
-    charts["passes"] = plan_charts.passes(short, plan.job.slower, layout.stages_per_rank)
+    charts["passes"] = plan_charts.passes(short, job.slower, layout.stages_per_rank)
     return {
         "step": step,
         "layout": layout,
@@ -101,6 +102,7 @@ def _pipeline(plan: ClusterPlan, charts: dict[str, Figure | None]) -> Mapping[st
 
 
 def _sources(accelerator: Accelerator) -> str:
+    """Return the sources of an accelerator's numbers as text; groups of numbers with the same source are joined."""
     groups: dict[str, list[str]] = {}
     for of in accelerator.sources:
         groups.setdefault(f"{of.text} ({CONFIDENCE[of.confidence]})", []).append(of.group)

@@ -9,11 +9,8 @@ from leaven.recipe.units import format_quantity
 from leaven.views.tables import Column, Fact, Facts, Table
 
 
-def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[RenderableType]:
-    """Yield a table with a row for each measurement, and then the recommended micro-batch and start of a batch ramp.
-
-    ``share`` is the lowest acceptable speed of the start, as a share of the full speed.
-    """
+def bench_screen(bench: BenchDocument, seq_len: int) -> Iterator[RenderableType]:
+    """Yield a table of the measurements, and then the recommended micro-batch and start of a batch ramp."""
     first: dict[int, int] = {}  # the micro-batch of the first row, by batch size
     fastest: dict[int, float] = {}  # tokens per second, by batch size
     for row in bench.rows:
@@ -49,7 +46,7 @@ def bench_screen(bench: BenchDocument, seq_len: int, share: float) -> Iterator[R
                 (
                     f"start at {start.batch_tokens:,} tokens ({start.global_batch} sequences): "
                     f"{start.share_of_peak:.0%} of full speed with micro-batch {start.micro_batch}, "
-                    f"the smallest batch above {share:.0%}",
+                    f"the smallest batch above {bench.choose.share:.0%}",
                 ),
             ),
         ]

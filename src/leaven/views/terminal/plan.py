@@ -66,7 +66,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 def _time(plan: PlanDocument) -> list[Cell]:
     """Return the parts of a step that take more than 0.5% of its time."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
-    return [f"{PARTS.get(part, part)} {share:.0%}" for part, share in shares.items() if share > 0.005]
+    return [f"{PARTS[part]} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
 
 def _ramp(plan: PlanDocument) -> list[Cell]:
@@ -123,7 +123,7 @@ def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
     return [
         f"{explained.asked}: {explained.line}",
         *(
-            f"{PARTS.get(part, part)} {duration(each.asked)} against {duration(each.chosen)}"
+            f"{PARTS[part]} {duration(each.asked)} against {duration(each.chosen)}"
             for part, each in explained.seconds.items()
             if abs(each.asked - each.chosen) >= 0.01 * step_seconds
         ),
