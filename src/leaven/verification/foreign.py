@@ -43,7 +43,7 @@ from leaven.verification.model_instance import (
     ScaleAxis,
     plain_label,
 )
-from leaven.verification.recipe_family import RecipeFamily
+from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 
 MADE_UP = "made-up"
 """The name of the source of synthetic text, which is drawn from a Markov chain. It is endless and needs no
@@ -151,10 +151,6 @@ class ForeignFamily:
         return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
 
 
-ModelFamily = RecipeFamily | ForeignFamily
-"""The training runs of a recipe or a factory at any scale."""
-
-
 @dataclass(frozen=True)
 class ForeignTrial:
     """One training run of a factory's model."""
@@ -207,6 +203,17 @@ class ForeignTrial:
             seconds=time.perf_counter() - began,
             curve=monitor.curve,
         )
+
+
+ModelFamily = RecipeFamily | ForeignFamily
+"""The models of a recipe or a factory at any scale."""
+
+CheckTrial = RecipeTrial | ForeignTrial
+"""A training run of a family, which can be executed in any process.
+
+Two trials with the same ``key`` compute the same loss. ``cost`` is the expected duration relative to other trials.
+``run()`` trains and returns the outcome. A diverged run has a finite loss, so that charts can show it.
+"""
 
 
 def foreign(
