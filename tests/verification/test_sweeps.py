@@ -53,19 +53,17 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     assert value(verdict, "tokens x4, lr left alone").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
 
 
-def test_a_right_exponent_passes(tiny: Recipe) -> None:
-    verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(losses(tiny, -0.5, 0.01)))
-    assert verdict.passed
-    assert value(verdict, "exponent").note == "the rule's is inside"
-
-
 @pytest.mark.parametrize(
     ("cost", "noise", "note"),
     [(0.01, 0.0005, "limited by noise"), (0.09, 0.0005, "limited by optimisation"), (0.0585, 0.02, "undecided")],
 )
-def test_twice_the_batch_shows_what_limits_the_base(tiny: Recipe, cost: float, noise: float, note: str) -> None:
+def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
+    tiny: Recipe, cost: float, noise: float, note: str
+) -> None:
     # The critical batch is where twice the batch costs 0.585 of the gain of twice the tokens, 0.1 here.
     verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(losses(tiny, -0.5, cost, noise)))
+    assert verdict.passed
+    assert value(verdict, "exponent").note == "the rule's is inside"
     found = value(verdict, "cost of twice the batch")
     assert found.value == pytest.approx(cost / 0.1, abs=1.5 * noise / 0.1)
     assert found.note.startswith(note)

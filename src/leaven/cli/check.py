@@ -41,7 +41,7 @@ def _scale(text: str) -> "RunScale":
     return RunScale(int(width), int(depth))
 
 
-FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this number.")]
+FactorOption = Annotated[Any, parsed_option(number_above_0, "FLOAT", "Multiply every lr by this number.")]
 SCALES = "Model sizes as WIDTHxDEPTH, separated by commas. The first is the base, from which the rule scales."
 ScalesOption = Annotated[Any, list_option(_scale, SCALES)]
 ScaleOption = Annotated[
@@ -73,7 +73,7 @@ def coordinates(
             min=1, help="Number of training steps on the same batch. With more than 3 steps, the limits are wider."
         ),
     ] = 3,
-    lr_factor: FactorOption = 1.0,
+    lr_factor: FactorOption = "1",
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
@@ -100,7 +100,7 @@ def gradients(
             min=1, help="Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too."
         ),
     ] = 20,
-    lr_factor: FactorOption = 0.125,
+    lr_factor: FactorOption = "0.125",
 ) -> None:
     """Check that Adam's eps scales with the gradients, that every parameter is updated, and that the rule is exact.
 

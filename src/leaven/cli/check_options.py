@@ -1,7 +1,6 @@
 """Define the options that the commands of ``leaven check`` share, as data classes with methods that run a check."""
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -42,7 +41,7 @@ SourceOption = Annotated[
     typer.Option(
         metavar="TEXT",
         help="With module:factory, the text to train on, written as data.source in a recipe, or the word made-up for "
-        "random tokens.",
+        "synthetic text.",
         show_default="python-stdlib",
     ),
 ]
@@ -148,13 +147,11 @@ class SizeOptions(CheckOptions):
 
     def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
         """Train the small models and return the result of the check."""
-        if not 0 < lr_factor < math.inf:
-            raise InputError(f"--lr-factor {lr_factor:g} cannot be used; give a finite number above 0")
         check = kind.of(
             self.read(),
             prepare_text,
-            widths=self.widths or (),
-            depths=self.depths or (),
+            widths=self.widths,
+            depths=self.depths,
             batch_tokens=self.batch_tokens,
             source=self.source,
             alpha=self.alpha,

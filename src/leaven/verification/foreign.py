@@ -103,8 +103,8 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, plain_label)
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Its key includes a hash of the initial model, so a changed factory is
-        run again.
+        """Return the training run of a setting. Its key includes a hash of the initial model, so results from
+        before a change of the factory are not used.
 
         Raises:
             InputError: if the batch is not a whole number of sequences.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from leaven.documents.checks import MemoryCheckDocument, MemoryCheckRow
-from leaven.planning.arrangement import Arrangement, layout_of, parse_keys
+from leaven.planning.arrangement import Arrangement, parse_layout
 from leaven.planning.memory import GIB, Memory, stage_memory
 from leaven.planning.this_machine import cores
 from leaven.planning.trainable import require_trainable
@@ -36,9 +36,7 @@ def with_layout(recipe: Recipe, text: str) -> Recipe:
     Raises:
         InputError: if the text is not a layout.
     """
-    values = parse_keys(text)
-    micro_batch = values.pop("mbs", None)
-    layout = layout_of(text, values)
+    layout, micro_batch = parse_layout(text, gpus=1)  # so dp is 1 if it is left out
     changes: dict[str, Any] = {"layout": layout.model_dump()}
     return recipe.replace(changes if micro_batch is None else changes | {"batch.micro_batch": micro_batch})
 

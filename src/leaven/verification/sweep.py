@@ -28,6 +28,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
@@ -45,7 +46,7 @@ REGRET_LIMIT = 0.01
 EXTENSIONS = 3
 """The largest number of times that a grid is extended."""
 
-AXES: tuple[ScaleAxis, ...] = ("width", "depth", "batch", "tokens")
+AXES: tuple[ScaleAxis, ...] = get_args(ScaleAxis)
 
 
 @dataclass(frozen=True)
