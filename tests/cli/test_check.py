@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.conftest import Verb
-from tests.verification.test_long_checks import pretend
+from tests.verification.families import known_losses
 from tests.verification.test_sweeps import losses
 
 from leaven.documents.checks import VerdictRow
@@ -41,8 +41,7 @@ def test_a_coordinate_check_that_passed_prints_the_next_command(
 def test_a_measured_exponent_is_written(
     tiny: Recipe, tiny_file: Path, tmp_path: Path, leaven: Verb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretended = type(pretend(tmp_path, losses(tiny, -0.2, 0.01)))
-    monkeypatch.setattr("leaven.verification.runs.RunStore", pretended)
+    monkeypatch.setattr("leaven.verification.runs.RunStore", known_losses(losses(tiny, -0.2, 0.01)))
     (tmp_path / "runs").mkdir()
     command = ("check", "duration", tiny_file, "--run", tmp_path / "runs", "--durations", "1,2", "--write")
     code, out, err = leaven(*command, tmp_path / "out.toml")

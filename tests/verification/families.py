@@ -1,23 +1,39 @@
-"""A small recipe with synthetic text, and faults to plant in its parameter table."""
+"""What the tests of checks share: small models with faults planted in their parameter table, and runs that end at a
+known loss."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from leaven.documents.checks import CheckDocument, VerdictRow
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import ParameterRow, ParameterTable, ratios
+from leaven.training.outcome import Outcome
 from leaven.verification.batches import synthetic
 from leaven.verification.coordinates import CoordinateCheck
-from leaven.verification.small_models import CheckStart, SmallModels, calibrated, calibrated_table
+from leaven.verification.model_instance import RunScale
+from leaven.verification.runs import RunStore
+from leaven.verification.small_models import CheckStart, SmallModels, calibrated
 
 PROXY = Path(__file__).parent / "proxy.toml"
 WIDTHS, DEPTHS = (64, 128, 256), (2, 4, 8)
 ENDS = ("attention.out", "mlp.out")
 HIDDEN = ("attention.", "mlp.")
+SMALL, WIDE = RunScale(16, 2), RunScale(32, 2)
 
 Fault = Callable[[ParameterRow, Recipe], ParameterRow]
+
+
+@dataclass(frozen=True)
+class PlantedModels(SmallModels):
+    """Small models with a fault in each row of their table."""
+
+    fault: Fault | None = None
+
+    def table(self, recipe: Recipe) -> ParameterTable:
+        table = super().table(recipe)
+        return replace(table, rows=tuple(self.fault(row, recipe) if self.fault else row for row in table.rows))
 
 
 def family(
@@ -28,17 +44,12 @@ def family(
     alpha: float = 1.0,
     tied_embeddings: bool = False,
     **more: bool,
-) -> SmallModels:
+) -> PlantedModels:
     """Return the proxy with a vocabulary of 256 and sequences of 32; ``fault`` changes its table's rows."""
     small = ["model.vocab_size=256", "model.seq_len=32", f"model.tied_embeddings={str(tied_embeddings).lower()}"]
     recipe = read_recipe(PROXY, [*small, f"scaling.rule={rule}", f"scaling.alpha={alpha}"])
     recipe = calibrated(recipe, min(WIDTHS), min(DEPTHS), start)
-
-    def planted(moved: Recipe) -> ParameterTable:
-        table = calibrated_table(moved)
-        return replace(table, rows=tuple(fault(row, moved) if fault else row for row in table.rows))
-
-    return SmallModels(recipe, synthetic(256, 32, 8), table=planted, **more)
+    return PlantedModels(recipe, synthetic(256, 32, 8), fault=fault, **more)
 
 
 def failed(document: CheckDocument) -> dict[tuple[str, str], VerdictRow]:
@@ -76,3 +87,17 @@ def width(recipe: Recipe) -> float:
 
 def depth(recipe: Recipe) -> float:
     return ratios(recipe).depth
+
+
+def known_losses(loss: Callable[[Recipe], float]) -> type[RunStore]:
+    """Return a store whose runs are not trained and end at a known loss."""
+
+    class KnownLosses(RunStore):
+        def run(self, trials):  # type: ignore[no-untyped-def]
+            return lambda trial: Outcome(loss(trial.recipe))
+
+    return KnownLosses
+
+
+def pretend(loss: Callable[[Recipe], float]) -> RunStore:
+    return known_losses(loss)(Path("unused"))

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.verification.test_long_checks import InThisProcess
+from tests.cli.conftest import Verb
 from torch import Tensor, nn
 
-from leaven.cli import main
 from leaven.data.stream import Stream
 from leaven.interop.multipliers import ScaleOutput
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.verification import equivalence as equivalence_module
 from leaven.verification import foreign as foreign_module
-from leaven.verification import runs
 from leaven.verification.activation_recorder import ActivationRecorder
 from leaven.verification.batches import HELD_OUT, corpus, sequences, synthetic
 from leaven.verification.equivalence import equivalence
@@ -98,34 +96,33 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def cli(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr("sys.argv", ["leaven", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    return int(exit_.value.code or 0)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    return cli(monkeypatch, "check", "coordinates", *arguments)
-
-
 SIZES = ("--widths", "32,64,128", "--depths", "2,4", "--seeds", "1", "--source", "made-up")
 
 
-def test_coordinates_of_a_right_and_a_wrong_factory(here: Path, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_coordinates_of_a_right_and_a_wrong_factory(here: Path, leaven: Verb) -> None:
     page = here / "check.html"
-    assert run(monkeypatch, "their_model:factory", *SIZES, "-o", str(page)) == 0
-    assert "passed: " in capsys.readouterr().out
+    code, out, _ = leaven("check", "coordinates", "their_model:factory", *SIZES, "-o", page)
+    assert (code, "passed: " in out) == (0, True)
     assert "their_model:factory" in page.read_text()
-    assert run(monkeypatch, "their_model:wrong", *SIZES, "-o", str(page)) == 1
-    assert "FAILED: " in capsys.readouterr().out
+    code, out, _ = leaven("check", "coordinates", "their_model:wrong", *SIZES, "-o", page)
+    assert (code, "FAILED: " in out) == (1, True)
     assert "GROWS with" in page.read_text()
 
 
-def test_invalid_factories_are_refused(here: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    assert run(monkeypatch, "no_such_module:factory", *SIZES) == 2
-    assert run(monkeypatch, "their_model:factory", "--widths", "32", "--depths", "2") == 2
-    assert run(monkeypatch, "their_model:factory", "--widths", "32,x") == 2
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no_such_module:factory", *SIZES), "no_such_module:factory: module no_such_module not found"),
+        (("their_model:factory", "--widths", "32", "--depths", "2"), "a slope needs at least two sizes"),
+        (("their_model:factory", "--widths", "32,x"), "'x' is not a whole number above 0"),
+    ],
+)
+def test_invalid_arguments_are_refused(here: Path, leaven: Verb, arguments: Sequence[str], message: str) -> None:
+    code, _, err = leaven("check", "coordinates", *arguments)
+    assert (code, message in err) == (2, True), err
+
+
+def test_invalid_factories_are_refused(here: Path) -> None:
     with pytest.raises(InputError, match="has no factori"):
         foreign("their_model:factori", RunScale(32, 2))
     with pytest.raises(InputError, match=r"return \(model, groups or optimizer\)"):
@@ -268,20 +265,18 @@ def test_equivalence_needs_a_factory_with_ratios(here: Path, monkeypatch: pytest
         equivalence(theirs("eager"), SCALE, [4.0], Here(here))
 
 
-def test_transfer_from_the_command_line_resumes_and_has_a_report(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(runs, "WorkerPool", InThisProcess)
+@pytest.mark.usefixtures("in_this_process")
+def test_transfer_from_the_command_line_resumes_and_has_a_report(here: Path, leaven: Verb) -> None:
     tiny = ("--lrs", "1,50,2500", "--seeds", "1", "--tokens", "1k", "--source", MADE_UP, "--workers", "1")
     check = ("check", "transfer", "their_model:plain", "--run", "runs", "--scales", "16x1,32x1", *tiny)
-    code = cli(monkeypatch, *check, "-o", "there.html")
+    code = leaven(*check, "-o", "there.html")[0]
     assert code in {0, 1}
     kept = Path("runs/runs.jsonl").read_text()
     assert kept.count('"key"') == 6
-    assert cli(monkeypatch, *check) == code
+    assert leaven(*check)[0] == code
     assert Path("runs/runs.jsonl").read_text() == kept
-    assert cli(monkeypatch, "report", "runs", "-o", "here.html") == 0
+    assert leaven("report", "runs", "-o", "here.html")[0] == 0
     assert Path("here.html").read_bytes() == Path("there.html").read_bytes()
     Path("runs/check.json").unlink()
-    assert cli(monkeypatch, "report", "runs") == 2
-    assert "has not finished; run the same leaven check command" in capsys.readouterr().err
+    code, _, err = leaven("report", "runs")
+    assert (code, "has not finished; run the same leaven check command" in err) == (2, True)

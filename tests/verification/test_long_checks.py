@@ -3,67 +3,47 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.verification.families import SMALL, WIDE, pretend
 
 from leaven.documents.checks import CheckDocument
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.training.outcome import Outcome
 from leaven.verification import runs
 from leaven.verification.equivalence import equivalence
-from leaven.verification.model_instance import RunScale
 from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 from leaven.verification.runs import RunStore
 from leaven.verification.sweep import sweep
 
-SMALL, WIDE = RunScale(16, 2), RunScale(32, 2)
 GRID = [0.0025, 0.005, 0.01, 0.02, 0.04]
 
 
-class InThisProcess(ThreadPoolExecutor):
-    """Replaces worker processes, which take seconds to import torch. Use one worker: files that are being written
-    have the number of their process in their names."""
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
-
-def pretend(folder: Path, loss: Callable[[Recipe], float]) -> RunStore:
-    """Return a store whose runs end at a known loss."""
-
-    class KnownLosses(RunStore):
-        def run(self, trials):  # type: ignore[no-untyped-def]
-            return lambda trial: Outcome(loss(trial.recipe))
-
-    return KnownLosses(folder)
-
-
-def transfer(family: RecipeFamily, lrs: Sequence[float], store: RunStore, seeds: int = 3) -> CheckDocument:
-    return sweep("transfer", family, "lr", (SMALL, WIDE), lrs, store=store, seeds=seeds)[0]
+def transfer(
+    recipe: Recipe, loss: Callable[[Recipe], float], lrs: Sequence[float] = GRID, seeds: int = 3
+) -> CheckDocument:
+    return sweep("transfer", RecipeFamily(recipe), "lr", (SMALL, WIDE), lrs, store=pretend(loss), seeds=seeds)[0]
 
 
 def parabola(recipe: Recipe, best: float) -> float:
     return 3.0 + 0.1 * math.log2(recipe.hyperparameters.lr / best) ** 2 + 0.001 * recipe.data.seed
 
 
-def test_equal_optima_pass(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = transfer(RecipeFamily(tiny), GRID, pretend(tmp_path, lambda recipe: parabola(recipe, 0.01)))
+def test_equal_optima_pass(tiny: Recipe) -> None:
+    verdict = transfer(tiny, lambda recipe: parabola(recipe, 0.01))
     assert verdict.passed
     assert verdict.rows[0].parts["shift"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: parabola(recipe, 0.01 * 16 / recipe.model.d_model))
-    (row,) = transfer(RecipeFamily(tiny), GRID, store).rows
+def test_a_best_lr_that_falls_with_width_fails(tiny: Recipe) -> None:
+    (row,) = transfer(tiny, lambda recipe: parabola(recipe, 0.01 * 16 / recipe.model.d_model)).rows
     assert (row.passed, row.undecided) == (False, False)
     assert (row.slope, row.parts["regret"]) == (pytest.approx(-1), pytest.approx(0.1))
 
 
-def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe, tmp_path: Path) -> None:
-    (row,) = transfer(RecipeFamily(tiny), GRID, pretend(tmp_path, lambda recipe: parabola(recipe, 0.5))).rows
+def test_an_optimum_outside_the_grid_does_not_pass(tiny: Recipe) -> None:
+    (row,) = transfer(tiny, lambda recipe: parabola(recipe, 0.5)).rows
     assert (row.passed, row.undecided) == (False, True)
     assert row.note.endswith("is at the edge of the extended grid; give --lrs around 0.32")
 
@@ -80,36 +60,32 @@ def noisy(shift: float, noise: float, curvature: float) -> Callable[[Recipe], fl
     return loss
 
 
-def test_noise_larger_than_the_difference_does_not_pass(tiny: Recipe, tmp_path: Path) -> None:
+def test_noise_larger_than_the_difference_does_not_pass(tiny: Recipe) -> None:
     # The noise is far larger than the effect of two octaves, so three seeds cannot decide.
-    store = pretend(tmp_path, noisy(-2, 0.07, 0.02))
     for number in range(2):
-        of = RecipeFamily(tiny.replace({"data.seed": 100 * number}))
-        assert not transfer(of, [0.00125, *GRID], store).passed
-    store = pretend(tmp_path, noisy(0, 0.07, 0.02))
+        moved = tiny.replace({"data.seed": 100 * number})
+        assert not transfer(moved, noisy(-2, 0.07, 0.02), [0.00125, *GRID]).passed
     for seeds in (1, 3):
-        assert transfer(RecipeFamily(tiny), GRID, store, seeds=seeds).rows[0].undecided
+        assert transfer(tiny, noisy(0, 0.07, 0.02), seeds=seeds).rows[0].undecided
 
 
-def test_a_flat_minimum_may_shift(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, noisy(-1, 0.0005, 0.004))
-    (row,) = transfer(RecipeFamily(tiny), GRID, store).rows
+def test_a_flat_minimum_may_shift(tiny: Recipe) -> None:
+    (row,) = transfer(tiny, noisy(-1, 0.0005, 0.004)).rows
     assert row.passed
     assert row.parts["high"] < -0.5
     assert row.parts["regret, high"] <= 0.01
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: bad if recipe.hyperparameters.lr == GRID[3] else parabola(recipe, 0.01))
-    verdict = transfer(RecipeFamily(tiny), GRID, store)
+def test_a_loss_that_is_not_finite_fails(bad: float, tiny: Recipe) -> None:
+    verdict = transfer(tiny, lambda r: bad if r.hyperparameters.lr == GRID[3] else parabola(r, 0.01))
     assert not verdict.passed
     assert "not finite, at lr 0.02" in verdict.rows[0].note
 
 
-def test_an_impossible_lr_is_an_error(tiny: Recipe, tmp_path: Path) -> None:
+def test_an_impossible_lr_is_an_error(tiny: Recipe) -> None:
     with pytest.raises(InputError, match="lr 20: .*erases a weight"):
-        transfer(RecipeFamily(tiny), [1, 5, 20], RunStore(tmp_path))
+        transfer(tiny, lambda recipe: 3.0, [1, 5, 20])
 
 
 def moves(recipe: Recipe) -> bool:
@@ -121,29 +97,28 @@ def moves(recipe: Recipe) -> bool:
     [(0.0, 0.3, True), (0.3, 0.3, False), (0.0, 0.0, False)],
     ids=["right rule", "wrong rule", "no effect without the rule either"],
 )
-def test_equivalence(tiny: Recipe, tmp_path: Path, with_rule: float, without: float, passed: bool) -> None:
+def test_equivalence(tiny: Recipe, with_rule: float, without: float, passed: bool) -> None:
     def loss(recipe: Recipe) -> float:
         off = recipe.batch.tokens != tiny.batch.tokens
         return 3.0 + 0.001 * recipe.data.seed + off * (with_rule if moves(recipe) else without)
 
-    store = pretend(tmp_path, loss)
-    assert equivalence(RecipeFamily(long(tiny)), SMALL, [0.25, 4], store).passed is passed
+    assert equivalence(RecipeFamily(long(tiny)), SMALL, [0.25, 4], pretend(loss)).passed is passed
 
 
 def long(recipe: Recipe) -> Recipe:
     return recipe.replace({"data.tokens": 200 * 4 * recipe.batch.tokens})
 
 
-def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe, tmp_path: Path) -> None:
+def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe) -> None:
     # At batch x 4 the rule is off by a nat on average, and by a different one for each seed.
     def loss(recipe: Recipe) -> float:
         off = recipe.batch.tokens > tiny.batch.tokens
         return 3.0 + 0.001 * recipe.data.seed + off * (2.0 if recipe.data.seed % 3 == 1 else 0.5)
 
-    store = pretend(tmp_path, loss)
-    verdict = equivalence(RecipeFamily(long(tiny)), SMALL, [0.25, 4], store)
-    assert verdict.rows[0].passed is False
-    assert verdict.rows[0].limit < 0.1  # type: ignore[operator]
+    row, _ = equivalence(RecipeFamily(long(tiny)), SMALL, [0.25, 4], pretend(loss)).rows
+    assert row.passed is False
+    assert row.limit is not None
+    assert row.limit < 0.1
 
 
 def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
@@ -151,8 +126,8 @@ def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
         equivalence(RecipeFamily(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
 
 
-def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "WorkerPool", InThisProcess)
+@pytest.mark.usefixtures("in_this_process")
+def test_finished_runs_are_not_repeated(tiny: Recipe, tmp_path: Path) -> None:
     short = tiny.replace({"data.tokens": 512, "schedule.warmup_tokens": 128})
     counted: list[tuple[int, int]] = []
     seeds = [RecipeTrial(short.replace({"data.seed": seed})) for seed in range(3)]

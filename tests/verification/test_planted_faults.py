@@ -12,6 +12,7 @@ from tests.verification.families import (
     HIDDEN,
     WIDTHS,
     Fault,
+    PlantedModels,
     depth,
     failed,
     family,
@@ -137,16 +138,16 @@ def test_the_standard_rule_fails() -> None:
     assert {axis for _, axis in failed(verdict)} == {"width", "depth", "width at depth 8"}
 
 
+def by_the_root(models: PlantedModels, recipe: Recipe) -> ParameterTable:
+    return replace(parameter_table(recipe), attention_scale=recipe.model.d_head**-0.5)
+
+
 @pytest.mark.parametrize("divided_by_d", [True, False])
-def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool) -> None:
+def test_attention_divided_by_the_root_of_a_growing_head(divided_by_d: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training aligns query and key, and their product becomes of order d, so it has to be divided by d."""
-    right = family(grow_heads=True)
-
-    def by_the_root(recipe: Recipe) -> ParameterTable:
-        return replace(parameter_table(recipe), attention_scale=recipe.model.d_head**-0.5)
-
-    checked = right if divided_by_d else replace(right, table=by_the_root)
-    verdict = CoordinateCheck(checked, WIDTHS, (2,), seeds=1).run()
+    if not divided_by_d:
+        monkeypatch.setattr(PlantedModels, "table", by_the_root)
+    verdict = coordinates(grow_heads=True)
     assert verdict.passed is divided_by_d, failed(verdict)
     if not divided_by_d:
         assert failed(verdict).keys() == {("attention.logits", "width")}

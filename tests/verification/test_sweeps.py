@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.verification.test_long_checks import SMALL, WIDE, pretend
+from tests.verification.families import SMALL, WIDE, pretend
 
 from leaven.documents.checks import CheckDocument, MeasuredRow
 from leaven.recipe.recipe import Recipe
@@ -37,7 +37,7 @@ def value(verdict: CheckDocument, start: str) -> MeasuredRow:
 
 
 def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, losses(tiny, -0.2, 0.01))
+    store = pretend(losses(tiny, -0.2, 0.01))
     verdict = duration(RecipeFamily(tiny), SMALL, [1, 2, 4], LRS, store)
     found = value(verdict, "exponent")
     assert found.value == pytest.approx(-0.2, abs=0.02)
@@ -53,28 +53,24 @@ def test_duration_measures_the_exponent_and_its_interval(tiny: Recipe, tmp_path:
     assert value(verdict, "tokens x4, lr left alone").value == pytest.approx(0.05 * (0.4**2 - 0.6**2), abs=0.002)
 
 
-def test_a_right_exponent_passes(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, 0.01)))
-    assert verdict.passed
-    assert value(verdict, "exponent").note == "the rule's is inside"
-
-
 @pytest.mark.parametrize(
     ("cost", "noise", "note"),
     [(0.01, 0.0005, "limited by noise"), (0.09, 0.0005, "limited by optimisation"), (0.0585, 0.02, "undecided")],
 )
-def test_twice_the_batch_shows_what_limits_the_base(
-    tiny: Recipe, tmp_path: Path, cost: float, noise: float, note: str
+def test_a_right_exponent_passes_and_twice_the_batch_shows_what_limits_the_base(
+    tiny: Recipe, cost: float, noise: float, note: str
 ) -> None:
     # The critical batch is where twice the batch costs 0.585 of the gain of twice the tokens, 0.1 here.
-    verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(tmp_path, losses(tiny, -0.5, cost, noise)))
+    verdict = duration(RecipeFamily(tiny), SMALL, [2, 4], LRS, pretend(losses(tiny, -0.5, cost, noise)))
+    assert verdict.passed
+    assert value(verdict, "exponent").note == "the rule's is inside"
     found = value(verdict, "cost of twice the batch")
     assert found.value == pytest.approx(cost / 0.1, abs=1.5 * noise / 0.1)
     assert found.note.startswith(note)
 
 
-def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_path: Path) -> None:
-    store = pretend(tmp_path, lambda recipe: losses(tiny, 0, 0)(recipe) + 0.0 * recipe.data.seed)
+def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe) -> None:
+    store = pretend(lambda recipe: losses(tiny, 0, 0)(recipe) + 0.0 * recipe.data.seed)
     verdict = duration(RecipeFamily(tiny), SMALL, [4], [0.00125, 0.0025, 0.005], store)
     assert not any(row.undecided for row in verdict.rows)
     grids = {curve.module: curve.x for curve in verdict.curves if curve.quantity == "loss"}
@@ -83,32 +79,32 @@ def test_a_grid_is_extended_where_the_optimum_lies_outside(tiny: Recipe, tmp_pat
 
 
 def test_one_seed_is_undecided(tiny: Recipe, tmp_path: Path) -> None:
-    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(tmp_path, losses(tiny, -0.5, 0)), seeds=1)
+    verdict = duration(RecipeFamily(tiny), SMALL, [2], LRS, pretend(losses(tiny, -0.5, 0)), seeds=1)
     assert verdict.rows[0].undecided
     assert verdict.rows[0].note.endswith("--seeds 3")
     assert measured_exponent(verdict, tmp_path) is None
 
 
-def test_batch_measures_its_exponent(tiny: Recipe, tmp_path: Path) -> None:
+def test_batch_measures_its_exponent(tiny: Recipe) -> None:
     def loss(recipe: Recipe) -> float:
         larger = recipe.batch.tokens / tiny.batch.tokens
         lr = recipe.hyperparameters.lr * larger**0.5
         return 3 + 0.05 * math.log2(lr / (0.01 * larger**0.25)) ** 2 + 0.0001 * recipe.data.seed
 
     scales = [replace(SMALL, batch=ratio) for ratio in (1, 0.5, 2)]
-    verdict, _ = sweep("batch", RecipeFamily(tiny), "lr", scales, LRS, store=pretend(tmp_path, loss))
+    verdict, _ = sweep("batch", RecipeFamily(tiny), "lr", scales, LRS, store=pretend(loss))
     found = value(verdict, "exponent of the best lr over batch")
     assert (found.value, found.expected) == (pytest.approx(0.25), 0.5)
     assert [row.axis for row in verdict.rows] == ["batch x1 -> batch x0.5", "batch x1 -> batch x2"]
 
 
-def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe, tmp_path: Path) -> None:
+def test_decay_and_init_are_swept_in_base_coordinates(tiny: Recipe) -> None:
     def loss(recipe: Recipe) -> float:
         values, wider = recipe.hyperparameters, recipe.model.d_model / 16
         decay = math.log2(values.weight_decay / (0.1 * wider))
         return 3 + 0.02 * decay**2 + 0.1 * math.log2(values.init_std / 0.1) ** 2 + 0.0001 * recipe.data.seed
 
-    store = pretend(tmp_path, loss)
+    store = pretend(loss)
     decays = [0.1 * 4.0**power for power in (-2, -1, 0, 1, 2)]
     scales = [SMALL, WIDE, replace(SMALL, tokens=4)]
     decay, _ = sweep("decay", RecipeFamily(tiny), "weight_decay", scales, decays, store=store)

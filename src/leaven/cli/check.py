@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from leaven.cli import next_commands
-from leaven.cli.check_options import RecipeRunOptions, RunOptions, SizeOptions, with_options
+from leaven.cli.check_options import RecipeRunOptions, RunOptions, SizeOptions, with_option_fields
 from leaven.cli.common import (
     JsonOption,
     RecipeArgument,
@@ -41,7 +41,7 @@ def _scale(text: str) -> "RunScale":
     return RunScale(int(width), int(depth))
 
 
-FactorOption = Annotated[float, typer.Option(help="Multiply every lr by this number.")]
+FactorOption = Annotated[Any, parsed_option(number_above_0, "FLOAT", "Multiply every lr by this number.")]
 SCALES = "Model sizes as WIDTHxDEPTH, separated by commas. The first is the base, from which the rule scales."
 ScalesOption = Annotated[Any, list_option(_scale, SCALES)]
 ScaleOption = Annotated[
@@ -64,7 +64,7 @@ BatchesOption = Annotated[
 
 
 @app.command()
-@with_options(SizeOptions)
+@with_option_fields
 def coordinates(
     options: SizeOptions,
     steps: Annotated[
@@ -73,7 +73,7 @@ def coordinates(
             min=1, help="Number of training steps on the same batch. With more than 3 steps, the limits are wider."
         ),
     ] = 3,
-    lr_factor: FactorOption = 1.0,
+    lr_factor: FactorOption = "1",
 ) -> None:
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
@@ -91,7 +91,7 @@ def coordinates(
 
 
 @app.command()
-@with_options(SizeOptions)
+@with_option_fields
 def gradients(
     options: SizeOptions,
     steps: Annotated[
@@ -100,7 +100,7 @@ def gradients(
             min=1, help="Number of training steps. From 150 steps on, QK-norm gains that heads share are checked too."
         ),
     ] = 20,
-    lr_factor: FactorOption = 0.125,
+    lr_factor: FactorOption = "0.125",
 ) -> None:
     """Check that Adam's eps scales with the gradients, that every parameter is updated, and that the rule is exact.
 
@@ -157,7 +157,7 @@ def memory(
 
 
 @app.command()
-@with_options(RunOptions)
+@with_option_fields
 def transfer(options: RunOptions, scales: ScalesOption, lrs: LrsOption = None) -> None:
     """Check that the best lr of a small model is also the best lr of a larger model."""
     family, _ = options.models(scales[0])
@@ -165,7 +165,7 @@ def transfer(options: RunOptions, scales: ScalesOption, lrs: LrsOption = None) -
 
 
 @app.command()
-@with_options(RunOptions)
+@with_option_fields
 def duration(
     options: RunOptions,
     durations: DurationsOption = "1,2,4",
@@ -180,7 +180,6 @@ def duration(
 ) -> None:
     """Check that the best lr changes with the length of a run as the rule says, and measure the exponent."""
     from leaven.verification.duration import duration, measured_exponent
-    from leaven.verification.sweep import SWEPT
 
     subject, recipe = options.subject, options.read()
     if write is not None:
@@ -195,8 +194,7 @@ def duration(
                 "type --set scaling.rule=complete-d-p"
             )
     family, size = options.models(scale)
-    grid = lrs or SWEPT["lr"].grid(family)
-    document = options.train(lambda store: duration(family, size, durations, grid, store, seeds=options.seeds))
+    document = options.train(lambda store: duration(family, size, durations, lrs, store, seeds=options.seeds))
     measured, more = measured_exponent(document, options.run), []
     if write is not None and measured is not None and isinstance(recipe, Recipe):
         write_recipe(recipe.replace(measured), write, template=read_text(Path(subject)))
@@ -210,7 +208,7 @@ def duration(
 
 
 @app.command()
-@with_options(RunOptions)
+@with_option_fields
 def batch(
     options: RunOptions, batches: BatchesOption = "0.5,1,2,4", scale: ScaleOption = None, lrs: LrsOption = None
 ) -> None:
@@ -220,7 +218,7 @@ def batch(
 
 
 @app.command()
-@with_options(RecipeRunOptions)
+@with_option_fields
 def decay(
     options: RecipeRunOptions,
     scales: Annotated[Any, list_option(_scale, SCALES, "the recipe's")] = None,
@@ -246,7 +244,7 @@ def decay(
 
 
 @app.command()
-@with_options(RecipeRunOptions)
+@with_option_fields
 def init(
     options: RecipeRunOptions,
     scales: ScalesOption,
@@ -263,7 +261,7 @@ def init(
 
 
 @app.command()
-@with_options(RunOptions)
+@with_option_fields
 def equivalence(options: RunOptions, batch_ratios: BatchesOption = "0.25,0.5,2,4", scale: ScaleOption = None) -> None:
     """Check that runs with different batch sizes reach the same loss with the rule, and different losses without it.
 

@@ -1,7 +1,6 @@
 """Define the options that the commands of ``leaven check`` share, as data classes with methods that run a check."""
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -41,34 +40,31 @@ SourceOption = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="For module:factory: the text to train on, written as data.source in a recipe, or the word made-up for "
+        help="With module:factory, the text to train on, written as data.source in a recipe, or the word made-up for "
         "synthetic text.",
         show_default="python-stdlib",
     ),
 ]
 
 
-def with_options(shared: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds an option to a command for each field of the data class ``shared``.
+def with_option_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with an option for each field of its first parameter, whose type is a data class.
 
-    The command gets an instance of ``shared`` as its first argument.
+    typer reads the options from the signature of the returned function.
     """
-    fields = inspect.signature(shared).parameters
+    first, *own = inspect.signature(command).parameters.values()
+    fields = inspect.signature(first.annotation).parameters
+    required = [field for field in fields.values() if field.default is field.empty]
+    optional = [field for field in fields.values() if field.default is not field.empty]
+    options = [each.replace(kind=each.KEYWORD_ONLY) for each in (*required, *own, *optional)]  # as in --help
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def parsed(**given: Any) -> None:
-            command(shared(**{name: given.pop(name) for name in fields}), **given)
+    @wraps(command)
+    def parsed(**values: Any) -> None:
+        command(first.annotation(**{name: values.pop(name) for name in fields}), **values)
 
-        _, *own = inspect.signature(command).parameters.values()
-        required = [each for each in fields.values() if each.default is each.empty]
-        every = {each.name: each for each in (*required, *own, *fields.values())}  # in the order of --help
-        options = [each.replace(kind=each.KEYWORD_ONLY) for each in every.values()]
-        parsed.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        parsed.__annotations__ = {each.name: each.annotation for each in options}
-        return parsed
-
-    return decorate
+    parsed.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    parsed.__annotations__ = {option.name: option.annotation for option in options}
+    return parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +138,7 @@ class SizeOptions(CheckOptions):
     source: SourceOption = None
     alpha: Annotated[
         float | None,
-        typer.Option(min=0.5, max=1, help="For module:factory: the rule's exponent alpha.", show_default="1"),
+        typer.Option(min=0.5, max=1, help="With module:factory, the rule's exponent alpha.", show_default="1"),
     ] = None
     grow_heads: Annotated[
         bool, typer.Option("--grow-heads", help="Widen the model with larger heads instead of more heads.")
@@ -151,13 +147,11 @@ class SizeOptions(CheckOptions):
 
     def train(self, kind: "type[SizeCheck[Any]]", steps: int, lr_factor: float) -> CheckDocument:
         """Train the small models and return the result of the check."""
-        if not 0 < lr_factor < math.inf:
-            raise InputError(f"--lr-factor {lr_factor:g} cannot be used; give a finite number above 0")
         check = kind.of(
             self.read(),
             prepare_text,
-            widths=self.widths or (),
-            depths=self.depths or (),
+            widths=self.widths,
+            depths=self.depths,
             batch_tokens=self.batch_tokens,
             source=self.source,
             alpha=self.alpha,
@@ -204,11 +198,10 @@ class RecipeRunOptions(CheckOptions):
         scales: "Sequence[RunScale]",
     ) -> None:
         """Run the check ``check``, which trains a grid of values at several model sizes, and print its result."""
-        from leaven.verification.sweep import SWEPT, sweep
+        from leaven.verification.sweep import sweep
 
-        grid = values or SWEPT[quantity].grid(family)
         self.finish(
-            self.train(lambda store: sweep(check, family, quantity, scales, grid, store=store, seeds=self.seeds)[0])
+            self.train(lambda store: sweep(check, family, quantity, scales, values, store=store, seeds=self.seeds)[0])
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
@@ -231,10 +224,11 @@ class RunOptions(RecipeRunOptions):
     """Options of the checks that train whole runs of a recipe or of a user's own model."""
 
     tokens: Annotated[
-        int | None, count_option("For module:factory: length of a run in tokens.", "131,072; for equivalence 524,288")
+        int | None,
+        count_option("With module:factory, the length of a run in tokens.", "131,072; for equivalence 524,288"),
     ] = None
     batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="For module:factory: batch size in tokens.", show_default="512")
+        int | None, typer.Option(min=1, help="With module:factory, the batch size in tokens.", show_default="512")
     ] = None
     source: SourceOption = None
     for_factories = ("tokens", "batch_tokens", "source")

@@ -52,7 +52,8 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._of = of
         self._allocations: dict[int, Allocation] = {}
-        self._part, self._apart = "activations", 0
+        self._part = "activations"  # of new tensors
+        self._paused = 0  # number of open contexts in which nothing is recorded
         self._start: list[tuple[Allocation, int]] = []
         self._moves: list[tuple[Allocation, int]] = []
 
@@ -110,7 +111,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return 1
         # Waiting for a collective returns a new tensor if the tensor is fake, and the same tensor if it is real.
         result = args[0] if func is _WAIT and fake else func(*args, **(kwargs or {}))
-        if self._apart:
+        if self._paused:
             return result
         for tensor in tree_leaves(result):
             if type(tensor) in {self._of, nn.Parameter} and tensor.device.type != "meta":
@@ -154,11 +155,11 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def _not_counting(self) -> Iterator[None]:
-        self._apart += 1
+        self._paused += 1
         try:
             yield
         finally:
-            self._apart -= 1
+            self._paused -= 1
 
 
 def _sum(moves: Iterable[tuple[Allocation, int]]) -> BytesByPart:

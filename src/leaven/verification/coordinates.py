@@ -42,7 +42,7 @@ from leaven.model.kernels import widened
 from leaven.training.loop import PlainTraining
 from leaven.verification.activation_recorder import LOGITS, ActivationRecorder
 from leaven.verification.model_instance import ModelInstance, RunScale
-from leaven.verification.size_check import SizeAxis, SizeCheck
+from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, SizeAxis, SizeCheck
 from leaven.verification.small_models import CheckStart
 
 STEPS = 3  # the default number of training steps
@@ -154,10 +154,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         trained = "early" if self.steps <= STEPS else "late"
         limits = {part: LIMITS[axis.name]["start" if part == "start" else trained] for part in self.parts}
         limit = limits["change"]
-        if any(math.isnan(value) for values in means.values() for value in values):
-            return row(slope=None, limit=limit, passed=False, note="not finite: lower the lr?", beyond=math.inf)
-        if still := _standstill(means, [line for seeds in lines for line in seeds]):
-            return row(slope=None, limit=limit, passed=False, note=still, beyond=math.inf)
+        if failure := _failure(means, [line for seeds in lines for line in seeds]):
+            return row(slope=None, limit=limit, passed=False, note=failure, beyond=math.inf)
         beyond = {}
         for part, value in slopes.items():
             if value is not None:
@@ -176,13 +174,15 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
     return tuple(widened(calls).square().mean((1, 2)).tolist())
 
 
-def _standstill(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why no slope can be judged: weights or outputs never change, or a quantity is 0 at some sizes only.
-    Return "" if slopes can be judged."""
+def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
+    """Return why a module fails without a slope: an output is NaN, weights or outputs never change, or a quantity is
+    0 at some sizes only. Return "" if slopes can be judged."""
+    if any(math.isnan(value) for values in means.values() for value in values):
+        return NOT_FINITE
     if any(line.stuck for line in lines):
-        return "its weights never change  <- an lr of 0, or no gradient within these steps?"
+        return f"its weights never change{WHY_NO_CHANGE}"
     if any(line.trained for line in lines) and not any(means["change"]):
-        return "never changes  <- an lr of 0, or no gradient within these steps?"
+        return f"never changes{WHY_NO_CHANGE}"
     gone = [q for q, values in means.items() if 0 in values and any(values)]
     return f"{gone[0]} is 0 at some sizes only" if gone else ""
 

@@ -39,12 +39,13 @@ def duration(
     family: ModelFamily,
     scale: RunScale,
     ratios: Sequence[float],
-    lrs: Sequence[float],
+    lrs: Sequence[float] | None,
     store: RunStore,
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run or resume the check at ``ratios`` times the tokens of the recipe or factory, with the grid ``lrs``.
+    """Run or resume the check at ``ratios`` times the tokens of the recipe or factory, with the grid ``lrs`` or,
+    if it is None, the default grid of a sweep.
 
     Raises:
         InputError: if there is no ratio other than 1, and as :func:`leaven.verification.sweep.sweep` does.

@@ -43,7 +43,7 @@ from leaven.verification.model_instance import (
     ScaleAxis,
     plain_label,
 )
-from leaven.verification.recipe_family import RecipeFamily
+from leaven.verification.recipe_family import RecipeFamily, RecipeTrial
 
 MADE_UP = "made-up"
 """The name of the source of synthetic text, which is drawn from a Markov chain. It is endless and needs no
@@ -103,8 +103,8 @@ class ForeignFamily:
         return ModelInstance(model, optimizer, own or self._text, seed, plain_label)
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Its key includes a hash of the initial model, so a changed factory is
-        run again.
+        """Return the training run of a setting. Its key includes a hash of the initial model, so results from
+        before a change of the factory are not used.
 
         Raises:
             InputError: if the batch is not a whole number of sequences.
@@ -149,10 +149,6 @@ class ForeignFamily:
                 squares += 0.0 if parameter.grad is None else parameter.grad.norm().item() ** 2
         found.append(f"{loss.item():.5g} {math.sqrt(squares):.4g}")
         return blake2b(" ".join(found).encode(), digest_size=12).hexdigest()
-
-
-ModelFamily = RecipeFamily | ForeignFamily
-"""The training runs of a recipe or a factory at any scale."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +203,17 @@ class ForeignTrial:
             seconds=time.perf_counter() - began,
             curve=monitor.curve,
         )
+
+
+ModelFamily = RecipeFamily | ForeignFamily
+"""The models of a recipe or a factory at any scale."""
+
+CheckTrial = RecipeTrial | ForeignTrial
+"""A training run of a family, which can be executed in any process.
+
+Two trials with the same ``key`` compute the same loss. ``cost`` is the expected duration relative to other trials.
+``run()`` trains and returns the outcome. A diverged run has a finite loss, so that charts can show it.
+"""
 
 
 def foreign(

@@ -38,7 +38,7 @@ from leaven.model.kernels import widened
 from leaven.training.loop import PlainTraining
 from leaven.verification.invariants import invariants
 from leaven.verification.model_instance import ModelInstance
-from leaven.verification.size_check import SizeAxis, SizeCheck
+from leaven.verification.size_check import NOT_FINITE, WHY_NO_CHANGE, SizeAxis, SizeCheck
 from leaven.verification.small_models import CheckStart
 
 START_LIMIT, END_LIMIT = 0.15, 0.25
@@ -141,13 +141,13 @@ class GradientCheck(SizeCheck[GradientRecord]):
         row = partial(VerdictRow, module=module, axis=axis.title, parts=dict(slopes))
         records = [record for seeds in lines for record in seeds]
         start, end, eps, decay, moved = (slopes[part] for part in self.parts)
-        if still := _standstill(records):
-            return row(slope=None, limit=START_LIMIT, passed=False, note=still, beyond=math.inf)
+        failed = partial(row, slope=None, limit=START_LIMIT, passed=False, beyond=math.inf)
+        if failure := _failure(records):
+            return failed(note=failure)
         if eps is None:
             return row(slope=None, limit=None, passed=None, note="no eps")
         if not all(math.isfinite(record.end) for record in records):
-            note = "not finite: lower the lr?"
-            return row(slope=None, limit=START_LIMIT, passed=False, note=note, beyond=math.inf)
+            return failed(note=NOT_FINITE)
         inside = lines[-1][0].layers > 1
         shared = axis.name == "width" and lines[0][0].layers > 1 and len({seeds[0].shape for seeds in lines}) == 1
         # the lowest exponent under a right rule, see the top of this file
@@ -184,11 +184,11 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
     return {label: math.sqrt(total / count) for label, (total, count) in sums.items()}
 
 
-def _standstill(records: Sequence[GradientRecord]) -> str:
-    """Return why no exponent can be judged: a parameter never changes, or a quantity is 0 at some sizes only. Return
-    "" if exponents can be judged."""
+def _failure(records: Sequence[GradientRecord]) -> str:
+    """Return why a parameter fails without an exponent: it never changes, or a quantity is 0 at some sizes only.
+    Return "" if exponents can be judged."""
     if not all(record.moved for record in records):
-        return "never changes  <- an lr of 0, or no gradient within these steps?"
+        return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}
     for name, what in named.items():
         values = [getattr(record, name) for record in records]

@@ -24,8 +24,7 @@ from leaven.verification.model_instance import Quantity, RunSetting, ScaleAxis
 
 @dataclass(frozen=True)
 class RecipeFamily:
-    """Makes training runs of a recipe at any scale, as :class:`leaven.verification.foreign.ForeignFamily` does for a
-    user's factory."""
+    """The training runs of a recipe at any scale."""
 
     recipe: Recipe
     unit = "base value"  # what RunSetting.value is

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from leaven import storage
 from leaven.documents.checks import CheckDocument
@@ -20,26 +20,11 @@ from leaven.recipe.files import write_text
 from leaven.training.outcome import Outcome
 from leaven.training.run_folder import locked_folder
 from leaven.training.trial import WorkerPool
-from leaven.verification.foreign import ModelFamily
+from leaven.verification.foreign import CheckTrial, ModelFamily
 from leaven.verification.model_instance import RunSetting
 
 LINES = "runs.jsonl"
 Key = TypeVar("Key")
-
-
-class CheckTrial(Protocol):
-    """A training run that can be executed in any process."""
-
-    @property
-    def key(self) -> str:
-        """A text that identifies the run. Two trials that compute the same loss have the same key."""
-
-    @property
-    def cost(self) -> float:
-        """The expected duration of the run relative to other runs, without a unit."""
-
-    def run(self) -> Outcome:
-        """Train and return the outcome. A diverged run has a finite loss, so that charts can show it."""
 
 
 class ChecksStopped(Exception):

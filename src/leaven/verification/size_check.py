@@ -24,6 +24,9 @@ from leaven.verification.small_models import (
 )
 from leaven.verification.verdict import curve, geometric_mean, slope, verdict
 
+WHY_NO_CHANGE = "  <- an lr of 0, or no gradient within these steps?"
+NOT_FINITE = "not finite: lower the lr?"
+
 Measured = TypeVar("Measured")
 """The type of the measurements that a check makes of one module or parameter in one run."""
 
@@ -69,12 +72,12 @@ class SizeCheck(ABC, Generic[Measured]):
         subject: Recipe | str,
         prepare: Prepare,
         *,
-        widths: Sequence[int] = (),
-        depths: Sequence[int] = (),
-        batch_tokens: int | None = None,
-        source: str | None = None,
-        alpha: float | None = None,
-        grow_heads: bool = False,
+        widths: Sequence[int] | None,
+        depths: Sequence[int] | None,
+        batch_tokens: int | None,
+        source: str | None,
+        alpha: float | None,
+        grow_heads: bool,
         **options: Any,
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.

@@ -5,7 +5,6 @@ proportions. So a check without --widths trains models of widths 64 to 512. If t
 its head dimension is reduced and its d_ff is rounded. Vocabulary and sequence length are limited to save time.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from leaven.scaling.transfer import transfer
 from leaven.training.optimizer import Optimizer
 from leaven.verification.batches import Batches
 from leaven.verification.model_instance import ModelInstance, RunScale, own_label
+from leaven.verification.recipe_family import RecipeFamily
 
 WIDTH, TIMES = 64, (1, 2, 4, 8)  # the smallest width, and the widths as multiples of it
 DEPTHS = (2, 4, 8, 16)
@@ -106,7 +106,7 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     branches, whose sum falls with the depth L as L^(1/2 - alpha), and gradients inside blocks would fall in the same
     way. The readout starts at 1/width. If it started larger, the first gradient of the final norm's gain would be of
     order 1/width^2, and the logits would keep their initial values for longer. A tied readout is reduced by its
-    multiplier (:func:`calibrated_table`).
+    multiplier (:meth:`SmallModels.table`).
 
     Raises:
         InputError: if the width does not fit the recipe.
@@ -125,38 +125,13 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
     return recipe.replace(changes | {"hyperparameters.init": "rule", "scaling.base": base})
 
 
-def calibrated_table(recipe: Recipe) -> ParameterTable:
-    """Return the parameter table of a :func:`calibrated` recipe.
-
-    A tied matrix is both embedding and readout, so it cannot start at 1 and at 1/width. It starts at 1, and its
-    factor on the logits is divided by the base's width at every scale. This does not change any exponent.
-    """
-    table = parameter_table(recipe)
-    rows = tuple(
-        replace(row, multiplier=row.multiplier / recipe.base.width) if row.role is Role.TIED_EMBEDDING else row
-        for row in table.rows
-    )
-    return replace(table, rows=rows)
-
-
 @dataclass(frozen=True)
-class SmallModels:
-    """Makes the models of a :func:`calibrated` recipe at any width and depth, as
-    :class:`leaven.verification.foreign.ForeignFamily` does for a user's factory."""
+class SmallModels(RecipeFamily):
+    """The family of a :func:`calibrated` recipe, which builds models for checks of a few steps."""
 
-    recipe: Recipe
     batches: Batches
     grow_heads: bool = False  # wider models have larger heads instead of more heads
-    table: Callable[[Recipe], ParameterTable] = calibrated_table
     takes_ratios = True  # whether the rule can adapt to another batch or duration
-
-    @property
-    def name(self) -> str:
-        return self.recipe.name
-
-    @property
-    def rule(self) -> str:
-        return self.recipe.scaling.rule
 
     @property
     def alpha(self) -> float:
@@ -164,6 +139,19 @@ class SmallModels:
         alpha."""
         scaling = self.recipe.scaling
         return scaling.alpha if "alpha" in RULES[scaling.rule].residual.text else 1.0
+
+    def table(self, recipe: Recipe) -> ParameterTable:
+        """Return the parameter table of this family's recipe at any scale.
+
+        A tied matrix is both embedding and readout, so it cannot start at 1 and at 1/width. It starts at 1, and its
+        factor on the logits is divided by the base's width at every scale. This does not change any exponent.
+        """
+        table = parameter_table(recipe)
+        rows = tuple(
+            replace(row, multiplier=row.multiplier / recipe.base.width) if row.role is Role.TIED_EMBEDDING else row
+            for row in table.rows
+        )
+        return replace(table, rows=rows)
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
         """Return a new model at a scale, with its optimizer and batches. The batch and tokens of the scale change

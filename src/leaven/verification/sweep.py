@@ -28,6 +28,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import numpy as np
 
@@ -45,7 +46,7 @@ REGRET_LIMIT = 0.01
 EXTENSIONS = 3
 """The largest number of times that a grid is extended."""
 
-AXES: tuple[ScaleAxis, ...] = ("width", "depth", "batch", "tokens")
+AXES: tuple[ScaleAxis, ...] = get_args(ScaleAxis)
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,21 @@ class SweptValue:
     """A hyperparameter that a check sweeps."""
 
     key: Quantity
-    label: str  # in tables and messages
     option: str  # command-line option for the grid
     octaves: tuple[int, ...]  # the default grid: log2 of multiples of the value of the recipe or factory
     shift_limit: float  # allowed shift in octaves: half a step of the default grid
 
-    def grid(self, family: ModelFamily) -> list[float]:
-        """Return the default grid for a family: base values of a recipe, multiples for a factory."""
-        return [family.value(self.key) * 2.0**octave for octave in self.octaves]
+    @property
+    def label(self) -> str:
+        """The name in tables and messages."""
+        return self.key.replace("_", " ")
 
 
 SWEPT: Mapping[Quantity, SweptValue] = {
-    "lr": SweptValue("lr", "lr", "--lrs", (-2, -1, 0, 1, 2), 0.5),
+    "lr": SweptValue("lr", "--lrs", (-2, -1, 0, 1, 2), 0.5),
     # The loss hardly depends on the decay: steps of a factor 4 show a minimum where steps of 2 show noise.
-    "weight_decay": SweptValue("weight_decay", "weight decay", "--decays", (-4, -2, 0, 2, 4), 1.0),
-    "init_std": SweptValue("init_std", "init std", "--stds", (-2, -1, 0, 1, 2), 0.5),
+    "weight_decay": SweptValue("weight_decay", "--decays", (-4, -2, 0, 2, 4), 1.0),
+    "init_std": SweptValue("init_std", "--stds", (-2, -1, 0, 1, 2), 0.5),
 }
 
 
@@ -76,7 +77,7 @@ def sweep(
     family: ModelFamily,
     quantity: Quantity,
     scales: Sequence[RunScale],
-    grid: Sequence[float],
+    grid: Sequence[float] | None = None,
     *,
     store: RunStore,
     seeds: int = 3,
@@ -84,14 +85,15 @@ def sweep(
     """Run or resume a sweep. Return its document and the losses at each scale.
 
     ``family`` makes the models. The other scales are compared with the first one. ``grid`` has base values of a
-    recipe, or multiples of a factory's value.
+    recipe, or multiples of a factory's value; the default is a grid around the value of the recipe or factory.
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
             scale, or if another command uses the folder of ``store``.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
-    swept, scales, values = SWEPT[quantity], list(dict.fromkeys(scales)), sorted(set(grid))
+    swept, scales = SWEPT[quantity], list(dict.fromkeys(scales))
+    values = sorted(set(grid or (family.value(quantity) * 2.0**octave for octave in swept.octaves)))
     if len(scales) < 2 or len(values) < 3:
         raise InputError(f"this check needs at least two scales and three values of {swept.label} ({swept.option})")
     grids = dict.fromkeys(scales, values)

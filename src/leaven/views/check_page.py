@@ -10,7 +10,6 @@ from leaven.views.checks import SLOPES, check_tables, conclusion
 from leaven.views.render import render
 
 _COLOURS = ("var(--transferred)", "var(--copied)", "var(--untuned)", "var(--other)")
-_VALUES = {"lr": "lr", "weight_decay": "weight decay", "init_std": "init std", "batch": "batch"}
 _SLOPES = {
     "coordinates": {"change": "change of the output", "end": "output after the steps"},
     "gradients": {"start": "gradient over eps at the start", "end": "gradient over eps after the steps"},
@@ -79,7 +78,7 @@ def _losses(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
     """
     curves = [curve for curve in check.curves if curve.quantity == "loss"]
     stars = {curve.module: curve for curve in check.curves if curve.quantity == "optimum"}
-    name = _VALUES[curves[0].axis]
+    name = curves[0].axis.replace("_", " ")
     unit = "as a multiple of the recipe's" if name == "batch" else check.settings.get("unit", "base value")
     traces, legend = [], []
     for curve, colour in zip(curves, cycle(_COLOURS)):

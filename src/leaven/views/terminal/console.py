@@ -10,7 +10,7 @@ NO_TERMINAL = 120  # characters; width of output to a file or a pipe
 
 def _console(stderr: bool) -> Console:
     # The consoles do not break lines: tables fit the width, and the terminal wraps sentences.
-    made = Console(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
+    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not made.is_terminal:
         made.width = NO_TERMINAL
     return made
