@@ -7,8 +7,9 @@ starting values or from the best point.
 import math
 from collections.abc import Mapping, Sequence
 
+from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
-from leaven.tuning.study_document import Dimension, Outlook, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial
 from leaven.views import numbers
 from leaven.views.tables import Fact, cut, under
 
