@@ -92,6 +92,7 @@ def study(count: int = 31, trials: int = 64, seed: int = 0) -> StudyDocument:
         method="trust-region",
         space=tuple(each.path for each in searched),
         noise_floor=NOISE,
+        octaves=octaves,
         best=Best(best.number, mean, (mean - 0.0042, mean + 0.0042), fresh=3),
         trials=tuple(made),
         dimensions=searched,

@@ -40,7 +40,7 @@ def _unbounded(interval: Any) -> Any:
     return (-math.inf, math.inf) if interval is None or None in interval else interval
 
 
-# How study.json is read. JSON has no infinities, so an infinite number is null there, or NaN in files of other writers.
+# How study.json is read. JSON has no infinities, so null stands for them there.
 Loss = Annotated[float | None, BeforeValidator(_finite)]  # None if it is not finite
 LossCurve = Annotated[Curve, BeforeValidator(_finite_points)]  # without the points whose loss is not finite
 Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infinite if there is none

@@ -38,6 +38,7 @@ def study_page(study: StudyView) -> str:
         kind="study",
         title=study.name,
         study=study,
+        result=points.result(study) if study.best else [],
         lost=[f"{n} {state}" for state in ("diverged", "stopped", "failed", *UNDER_WAY) if (n := study.count(state))],
         search=search,
         multipliers=multipliers_view(best, study.space) if best else None,
@@ -101,18 +102,20 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
     Return None if there is no best point, or if the best point is the start.
     """
-    best, fewer = study.best_trial, study.fewer
-    moved = {path: to for path, to in ((best and best.octaves) or {}).items() if abs(to) > points.UNMOVED}
-    if best is None or not moved:
+    moved, fewer = (
+        {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
+        for point in (study.octaves, study.fewer)
+    )
+    if study.best is None or not moved:
         return None
-    at_fewest = values(study.centre, {path: to for path, to in (fewer or {}).items() if abs(to) > points.UNMOVED})
+    at_best, at_fewest = values(study.centre, moved), values(study.centre, fewer)
     rows = []
-    for path in sorted(moved, key=lambda path: (path not in at_fewest, -abs(moved[path]))):
-        found = [study.dimension(path).centre, best.values.get(path)]
-        found += [at_fewest.get(path, "as at the start")] if fewer is not None else []
+    for path in sorted(moved, key=lambda path: (path not in fewer, -abs(moved[path]))):
+        found = [study.dimension(path).centre, at_best[path]]
+        found += [at_fewest.get(path, "as at the start")] if study.fewer is not None else []
         rows.append([short_path(path), *(each if isinstance(each, str) else numbers.value(each) for each in found)])
-    heads = ["value", "start", "best", *(["fewest changes"] if fewer is not None else [])]
-    return {"heads": heads, "rows": rows, "of": len(best.octaves or {}), "fewest": len(at_fewest)}
+    heads = ["value", "start", "best", *(["fewest changes"] if study.fewer is not None else [])]
+    return {"heads": heads, "rows": rows}
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
