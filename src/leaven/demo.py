@@ -29,11 +29,13 @@ from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import RunStore
+from leaven.views.demo import RULES
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
-from leaven.views.terminal.demo import DemoScreen
+from leaven.views.terminal.demo import demo_plan
+from leaven.views.terminal.live import LiveScreen
 
-COPIED, MOVED = "standard", "complete-d-p"  # the scaling rules that copy and that move hyperparameters
+COPIED, MOVED = RULES  # the scaling rules that copy and that move hyperparameters
 START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
 MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estimated to take longer
 
@@ -105,14 +107,18 @@ def run_demo(
     began, before = time.monotonic(), _earlier(folder, size, source)
     base = base_recipe()
     base = base.replace({"data.source": source or (before.source if before else base.data.source)})
-    with DemoScreen() as screen:
+    with LiveScreen() as screen:
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with locked_folder(folder, "demo folder"):
             _save(document, folder)  # before any run, so that an interrupted demo can be resumed
             try:
                 count = SIZES[document.size].count
-                with RunStore(folder / "runs", workers, lambda done, _: screen.runs(done, count), stop) as store:
+
+                def show(done: int, _: int) -> None:
+                    screen.bar("runs", done, count, f"{done} of {count}")
+
+                with RunStore(folder / "runs", workers, show, stop) as store:
                     document = _train(folder, document, base, store)
             finally:
                 if before is None or before.result is None:
@@ -148,7 +154,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
     return None
 
 
-def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: DemoScreen) -> DemoDocument:
+def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: LiveScreen) -> DemoDocument:
     """Choose the size, print what the demo will train and how long that takes, and return the new demo's document."""
     seconds = {}
     for name, size in SIZES.items():
@@ -175,7 +181,8 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
         ),
         processes=workers,
     )
-    screen.announce(document, size.count, seconds, MOST_SECONDS if given is None else None)
+    for line in demo_plan(document, size.count, seconds, MOST_SECONDS if given is None else None):
+        screen.line(line)
     return document
 
 

@@ -59,6 +59,14 @@ def test_an_answer_that_is_the_start_claims_no_gain(study):
     assert "What mattered" not in text
 
 
+def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
+    assert points.result(replace(state, gain=0.003))[-1] == "the gain is not above the noise between seeds"
+    assert points.result(replace(state, gain=0.0062, noise_runs=1))[-1] == (
+        "the gain is 2.0 times the noise between seeds, but only 1 repeat measured this noise"
+    )
+    assert not any("noise" in line for line in points.result(studied.unjudged(state)))
+
+
 def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
     """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
     best = study.best_recipe
