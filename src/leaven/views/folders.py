@@ -55,10 +55,6 @@ class StudyView(StudyDocument):
     best_recipe: Recipe | None
 
     @property
-    def seconds(self) -> float:
-        return sum(trial.seconds or 0.0 for trial in self.trials)
-
-    @property
     def best_trial(self) -> StudyTrial | None:
         return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
 

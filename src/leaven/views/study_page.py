@@ -147,9 +147,11 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
     ends = [(trial.ended - (trial.seconds or 0.0), trial.ended) for trial in ran if trial.ended]
     return {
         "elapsed": max(ended for _, ended in ends) - min(begun for begun, _ in ends) if ends else None,
+        "seconds": sum(trial.seconds or 0.0 for trial in ran),
         "early": [
-            (sum(trial.seconds or 0.0 for trial in ran if trial.state == state), study.count(state), state)
+            f"{numbers.seconds(sum(trial.seconds or 0.0 for trial in ran if trial.state == state))} in {n} {state}"
             for state in ("stopped", "diverged", "failed")
+            if (n := study.count(state))
         ],
         "tokens": sum(trial.tokens for trial in study.trials),
         "flops": sum(trial.flops for trial in study.trials),
