@@ -4,7 +4,6 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -51,13 +50,15 @@ class TuneScreen(LiveScreen):
         self._state, self._trials, self._workers = state, trials, workers
         self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
-        self._best: StudyTrial | None = reduce(_lower, state.trials, None)
         self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
         self._names: dict[str, str] = {}
         self._lock_rows = threading.RLock()  # not used in ``_status``, which rich calls while it holds a lock of rich
         self.bar("trials", state.ended, trials, "")
         self.above = self._status
-        for line in joined(headline(state), self.console.width):
+        count = len(state.space)
+        method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
+        noise = _noise(state, least=1) or "noise not measured"
+        for line in joined([f"study {state.name}", method, noise], self.console.width):
             self.line(line)
         if self._shown:
             # The search may have stopped by itself, so do not say that it continues.
@@ -87,17 +88,16 @@ class TuneScreen(LiveScreen):
 
     def _say(self, trial: StudyTrial) -> None:
         """Print the row of a trial. If the trial ended early, the row says why and when, instead of the loss."""
+        best, expected = self._best, ""
         self._shown.add(trial.number)
         worker, _ = self._running.pop(trial.number, (None, 0.0))
-        best, expected = self._best, ""
         loss: Cell
         against: Cell = ""
         if trial.state == "complete" and trial.loss is not None:
             loss = f"{trial.loss:.4f}"
             if trial.purpose == "search" and best is not None and best.loss is not None:
-                better = trial.loss < best.loss
-                difference = f"{trial.loss - best.loss:+.4f} {'*' if better else ' '}"
-                against = Text(difference, "green" if better else "")
+                star, style = ("*", "green") if trial.loss < best.loss else (" ", "")
+                against = Text(f"{trial.loss - best.loss:+.4f} {star}", style)
         else:
             style = "yellow" if trial.state == "stopped" else "red"
             loss, against = Text(trial.state, style), Text(points.share(trial, self._state), style)
@@ -107,7 +107,17 @@ class TuneScreen(LiveScreen):
         worker = worker or (self._name(trial.worker) if trial.worker else "-")
         changed = expected + points.summary(trial, self._state, room, best)
         self.row([str(trial.number), loss, against, speed, worker, changed])
-        self._best = _lower(best, trial)
+
+    @property
+    def _best(self) -> StudyTrial | None:
+        """The trial of the search with the lowest loss, of those that are shown."""
+        found = [
+            (trial.loss, trial)
+            for trial in self._state.trials
+            if trial.number in self._shown and trial.state == "complete" and trial.purpose == "search"
+            if trial.loss is not None
+        ]
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _name(self, worker: str) -> str:
         """Return the short name of a worker: w1, w2 and so on, in the order of their first trials."""
@@ -157,8 +167,8 @@ class TuneScreen(LiveScreen):
 
     def _summary(self) -> list[Cell]:
         state, parts = self._state, list[str]()
-        if self._best is not None:
-            parts.append(f"best {self._best.loss:.4f} ({self._best.number})")
+        if (best := self._best) is not None:
+            parts.append(f"best {best.loss:.4f} ({best.number})")
             start = next((trial.loss for trial in state.trials if trial.number == 0), None)
             parts += [] if start is None else [f"start {start:.4f}"]
         parts.append(self._done())
@@ -166,13 +176,6 @@ class TuneScreen(LiveScreen):
         parts += [noise] if (noise := _noise(state)) else []
         parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
         return [*parts, left] if (left := self._time_left()) else [*parts]
-
-
-def headline(state: StudyDocument) -> list[str]:
-    """Return three texts: the name of a study, its method with the number of searched values, and its noise."""
-    count = len(state.space)
-    method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
-    return [f"study {state.name}", method, _noise(state, least=1) or "noise not measured"]
 
 
 def _noise(state: StudyDocument, least: int = 2) -> str | None:
@@ -185,13 +188,6 @@ def _noise(state: StudyDocument, least: int = 2) -> str | None:
 def _ended(state: StudyDocument) -> list[StudyTrial]:
     trials = [trial for trial in state.trials if trial.state not in UNDER_WAY]
     return sorted(trials, key=lambda trial: (trial.ended or 0.0, trial.number))
-
-
-def _lower(best: StudyTrial | None, trial: StudyTrial) -> StudyTrial | None:
-    """Return ``trial`` if it is a complete trial of the search with a lower loss than ``best``, else ``best``."""
-    if trial.state != "complete" or trial.purpose != "search" or trial.loss is None:
-        return best
-    return trial if best is None or best.loss is None or trial.loss < best.loss else best
 
 
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
