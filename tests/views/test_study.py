@@ -60,6 +60,7 @@ def test_an_answer_that_is_the_start_claims_no_gain(study):
 
 
 def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
+    state = replace(state, noise_floor=0.0031)
     assert points.result(replace(state, gain=0.003))[-1] == "the gain is not above the noise between seeds"
     assert points.result(replace(state, gain=0.0062, noise_runs=1))[-1] == (
         "the gain is 2.0 times the noise between seeds, but only 1 repeat measured this noise"
