@@ -190,15 +190,16 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
     """Train the runs that have not finished yet. Return the document with all runs and the result."""
     size = SIZES[document.size]
     widest = size.widths[-1]
-    at_base = _losses(_runs(store, base, size.grid), size.widths[0], MOVED)
+    document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
+    at_base = document.losses(MOVED, size.widths[0])
     lr = min(at_base, key=lambda value: statistics.fmean(at_base[value]))
-    runs = _runs(store, base, size.grid + size.again(lr))
+    document = document.model_copy(update={"runs": _runs(store, base, size.grid + size.again(lr))})
     base = base.replace({"hyperparameters.lr": lr})
     write_recipe(base.replace({"name": "base"}), folder / "base.toml")
     for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
         wide = recipe_at(base.replace({"scaling.rule": rule}), widest)
         write_recipe(wide.replace({"name": name}), folder / f"{name}.toml")
-    copied, moved = (_losses(runs, widest, rule)[lr] for rule in (COPIED, MOVED))
+    copied, moved = (document.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
     difference, half = paired(copied, moved)
     result = DemoResult(
         lr=lr,
@@ -211,7 +212,7 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
         high=difference + half,
     )
     following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
-    return document.model_copy(update={"runs": runs, "result": result, "next": following})
+    return document.model_copy(update={"result": result, "next": following})
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
@@ -262,12 +263,3 @@ def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRu
     outcome = store.run(trials.values())
     ended = {point: outcome(trial) for point, trial in trials.items()}
     return [DemoRun(**asdict(point), loss=each.loss, seconds=round(each.seconds, 2)) for point, each in ended.items()]
-
-
-def _losses(runs: list[DemoRun], width: int, rule: str) -> dict[float, list[float]]:
-    """Return the losses of the runs with this width and rule: for each lr, a list in the order of the seeds."""
-    found: dict[float, list[float]] = {}
-    for run in sorted(runs, key=lambda run: run.seed):
-        if (run.width, run.rule) == (width, rule):
-            found.setdefault(run.lr, []).append(run.loss)
-    return found

@@ -48,12 +48,3 @@ def test_printed_commands_find_everything_done(
     # Nothing was run again.
     assert read_study(folder / "study") == study
     assert RunFolder(folder / "run").events() == events
-
-
-def test_the_printed_command_counts_finished_trials(folder: Path) -> None:
-    study = folder / "study" / "study.json"
-    ended = read_study(study.parent).ended
-    study.write_text(study.read_text().replace('"state": "complete"', '"state": "running"', 1))
-    line = printed(folder_page(study.parent))[0]
-    assert line[line.index("--trials") + 1] == str(ended - 1)
-    assert line[line.index("--space") + 1].split(",") == list(read_study(study.parent).space)

@@ -17,7 +17,7 @@ from leaven.tuning.space import space
 from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
-from leaven.views.study_page import UNSURE, study_page, tune_command, word
+from leaven.views.study_page import study_page, tune_command
 
 
 def words(page: str) -> str:
@@ -96,9 +96,9 @@ def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
 
 
 def test_idle_values_are_called_not_worth_tuning(study):
-    words = {each.path: word(each, study) for each in study.coordinates}
-    assert {path for path, said in words.items() if said == "not worth tuning"} == set(study.idle)
-    unsure = [each for each in study.coordinates if words[each.path] == UNSURE]
+    effects = {each.path: study.effect(each) for each in study.coordinates}
+    assert {path for path, effect in effects.items() if effect == "not worth tuning"} == set(study.idle)
+    unsure = [each for each in study.coordinates if effects[each.path] == "unsure"]
     assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
     assert not any(each.worth for each in unsure)
 
@@ -123,11 +123,13 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     searched = space(study.centre, which)
     if durations:
         searched = searched.without("batch.tokens", "").without("schedule.decay", "")
-    command = tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
+    trials = (replace(study.trials[0], state="running"), *study.trials[1:])
+    command = tune_command(replace(study, trials=trials, space=searched.paths, durations=durations), "c.toml", ".")
     words = shlex.split(command)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert space(study.centre, options["--space"]).paths == searched.paths
     assert len(options["--space"].split(",")) <= 22
+    assert int(options["--trials"]) == len(study.trials) - 1  # one is running
     assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
 
 

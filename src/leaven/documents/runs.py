@@ -267,3 +267,14 @@ class DemoDocument(Document, schema="demo/2"):
     seconds: float = 0.0  # time of all calls of leaven demo in this folder
     report: str | None = None  # path of the page
     next: list[str] = []  # commands to type next
+
+    def losses(self, rule: str, width: int) -> dict[float, list[float]]:
+        """Return the losses of a rule at a width: for each lr, a list in the order of the seeds.
+
+        Both rules have the same losses at the base.
+        """
+        found: dict[float, list[float]] = {}
+        for run in sorted(self.runs, key=lambda run: run.seed):
+            if run.width == width and (run.rule == rule or width == self.models[0].width):
+                found.setdefault(run.lr, []).append(run.loss)
+        return found

@@ -20,6 +20,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+MATTERED, NOT_WORTH, UNSURE = "mattered", "not worth tuning", "unsure"  # effects of a value
 # Shares of a study's gain that may remain after the transfer to a larger model; the screen shows each of them. The
 # measured share was a quarter, for values by module (docs/log.md, 2026-11-22).
 SHARES = (1.0, 0.5, 0.25)
@@ -197,10 +198,14 @@ class Answer(BaseModel):
         the best point; otherwise None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
-    @property
-    def unsure(self) -> list[Coordinate]:
-        """The values that differ from the start although their gain may be noise. Those in ``idle`` are left out."""
-        return [each for each in self.coordinates if each.best and not each.worth and each.path not in self.idle]
+    def effect(self, coordinate: Coordinate) -> str:
+        """Return "mattered", "not worth tuning", or "unsure" if the gain of the value may be noise.
+
+        A value that was not worth tuning can be reset to the start. Return "" for a value that is at the start.
+        """
+        if coordinate.worth or coordinate.path in self.idle:
+            return MATTERED if coordinate.worth else NOT_WORTH
+        return UNSURE if coordinate.best else ""
 
     def dimension(self, path: str) -> Dimension:
         return next(dimension for dimension in self.dimensions if dimension.path == path)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
-from leaven.tuning.study_document import Dimension, StudyDocument, StudyTrial, signed
+from leaven.tuning.study_document import UNSURE, Dimension, StudyDocument, StudyTrial, signed
 from leaven.views import numbers
 from leaven.views.tables import Fact, cut, under
 
@@ -113,7 +113,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
         count = f"{len(state.idle)} of {len(state.coordinates)}"
         text = f"{count}: resetting them all to the start costs less than the noise"
         facts += under("not worth", [text, names([short_path(path) for path in state.idle])])
-    if unsure := [each.gain for each in state.unsure]:
+    if unsure := [each.gain for each in state.coordinates if state.effect(each) == UNSURE]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f} nats{' together' if len(unsure) > 1 else ''}"
         facts.append(("unsure", [f"{len(unsure)} with a gain that may be noise: {gains}"]))
     if state.informed is not None:

@@ -18,7 +18,6 @@ from leaven.views.render import render
 
 FIRST = 14  # number of rows of the table of values that are visible at first
 SHOWN = 30  # number of rows of the table of trials that are visible at first, in every sort order
-MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
 
 def study_page(study: StudyView) -> str:
@@ -75,17 +74,6 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
     return charts, view
 
 
-def word(coordinate: Coordinate, study: StudyView) -> str:
-    """Say whether a value was worth tuning: "mattered", "not worth tuning", or "unsure" if its effect is unclear.
-
-    A value that was not worth tuning can be reset to its start. Return "" for a value that the best point has not
-    changed.
-    """
-    if coordinate.worth or coordinate.path in study.idle:
-        return MATTERED if coordinate.worth else IDLE
-    return UNSURE if coordinate.best else ""
-
-
 def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
     dimension = study.dimension(coordinate.path)
     return {
@@ -93,7 +81,7 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
         "best": points.change(dimension, coordinate.best),
         "flat": "" if dimension.levels else " to ".join(points.change(dimension, to) for to in coordinate.flat),
         "bar": 100 * coordinate.importance / (max(each.importance for each in study.coordinates) or 1.0),
-        "word": word(coordinate, study),
+        "effect": study.effect(coordinate),
     }
 
 
