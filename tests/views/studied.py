@@ -1,4 +1,4 @@
-"""Studies as a search leaves them, over a quadratic landscape."""
+"""Build studies as a search writes them. The loss is a quadratic function of the values, plus noise."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The page of a study: what it says of one that went well, and of one that did not."""
+"""Test the page of a study: its sentences about good, incomplete and failed studies, and its command."""
 
 import html
 import json
@@ -21,7 +21,7 @@ from leaven.views.study_page import study_page, tune_command
 
 
 def words(page: str) -> str:
-    """The words of a page."""
+    """Return the text of a page."""
     body = re.sub(r"<[^>]+>", " ", page.partition("<main>")[2].partition("<noscript>")[0])
     return " ".join(html.unescape(body).split())
 
@@ -69,7 +69,7 @@ def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
 
 
 def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
-    """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
+    """The reference is the parameter table: values with multipliers divided by values without multipliers."""
     best = study.best_recipe
     plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
     assert recipe_view.multiplier_kinds(best, study.space) == ["lr", "init_std", "residual"]
@@ -99,7 +99,7 @@ def test_idle_values_are_called_not_worth_tuning(study):
     effects = {each.path: study.effect(each) for each in study.coordinates}
     assert {path for path, effect in effects.items() if effect == "not worth tuning"} == set(study.idle)
     unsure = [each for each in study.coordinates if effects[each.path] == "unsure"]
-    assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
+    assert unsure  # their gain may be noise, but they are not called not worth tuning
     assert not any(each.worth for each in unsure)
 
 

@@ -1,4 +1,4 @@
-"""Folders as the verbs write them: two runs, a demo, checks."""
+"""Write folders as the commands write them: runs, demos and checks."""
 
 import json
 import math

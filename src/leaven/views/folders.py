@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -93,15 +93,7 @@ def read_folder(folder: Path) -> FolderView:
         raise InputError(f"{folder} is a file; give the folder of a run, a study, a check or a demo")
     for file, kind in KINDS.items():
         if (folder / file).exists():
-            match kind:
-                case "demo":
-                    return read_demo(folder)
-                case "study":
-                    return read_study(folder)
-                case "run":
-                    return read_run(folder)
-                case _:
-                    return _document(folder / file, CheckDocument)
+            return _READERS[kind](folder)
     if (folder / "runs.jsonl").exists():
         raise InputError(
             f"the check in {folder} has not finished; run the same leaven check command again to resume it"
@@ -169,6 +161,14 @@ def read_study(folder: Path) -> StudyView:
 def read_demo(folder: Path) -> DemoDocument:
     """Return the document of a demo, finished or not."""
     return _document(folder / "demo.json", DemoDocument)
+
+
+_READERS: dict[str, Callable[[Path], FolderView]] = {
+    "demo": read_demo,
+    "study": read_study,
+    "run": read_run,
+    "check": lambda folder: _document(folder / "check.json", CheckDocument),
+}
 
 
 def _document(path: Path, kind: type[Kind]) -> Kind:
