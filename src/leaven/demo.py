@@ -29,7 +29,7 @@ from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import RunStore
-from leaven.views.demo import RULES
+from leaven.views.demo import RULES, best, curves
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
 from leaven.views.terminal.demo import demo_plan
@@ -189,30 +189,34 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
     """Train the runs that have not finished yet. Return the document with all runs and the result."""
     size = SIZES[document.size]
-    widest = size.widths[-1]
     document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
-    at_base = document.losses(MOVED, size.widths[0])
-    lr = min(at_base, key=lambda value: statistics.fmean(at_base[value]))
+    lr = best(curves(document)[MOVED, size.widths[0]])
     document = document.model_copy(update={"runs": _runs(store, base, size.grid + size.again(lr))})
     base = base.replace({"hyperparameters.lr": lr})
     write_recipe(base.replace({"name": "base"}), folder / "base.toml")
     for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
-        wide = recipe_at(base.replace({"scaling.rule": rule}), widest)
+        wide = recipe_at(base.replace({"scaling.rule": rule}), size.widths[-1])
         write_recipe(wide.replace({"name": name}), folder / f"{name}.toml")
-    copied, moved = (document.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
+    following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
+    return document.model_copy(update={"result": result_of(document), "next": following})
+
+
+def result_of(demo: DemoDocument) -> DemoResult:
+    """Return the result of a demo with all its runs: the losses at the best lr of the base, and their difference."""
+    base, widest = demo.models[0].width, demo.models[-1].width
+    lr = best(curves(demo)[MOVED, base])
+    copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
     difference, half = paired(copied, moved)
-    result = DemoResult(
+    return DemoResult(
         lr=lr,
         width=widest,
-        base=at_base[lr],
+        base=demo.losses(MOVED, base)[lr],
         copied=copied,
         moved=moved,
         difference=difference,
         low=difference - half,
         high=difference + half,
     )
-    following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
-    return document.model_copy(update={"result": result, "next": following})
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
