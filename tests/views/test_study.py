@@ -12,6 +12,7 @@ from studied import replace
 
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import parameter_table
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.point import values
 from leaven.tuning.space import space
 from leaven.views import points, recipe_view
@@ -66,6 +67,11 @@ def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
         "the gain is 2.0 times the noise between seeds, but only 1 repeat measured this noise"
     )
     assert not any("noise" in line for line in points.result(studied.unjudged(state)))
+
+
+def test_a_given_noise_has_no_repeats(study):
+    given = replace(study, noise_floor=0.0031, noise_runs=GIVEN)
+    assert "The band is the noise floor, ±0.0031 nats between seeds (given)." in words(study_page(given))
 
 
 def test_drawn_multipliers_equal_those_of_the_parameter_table(study):

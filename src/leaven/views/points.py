@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.study_document import UNSURE, Dimension, StudyDocument, StudyTrial, signed
 from leaven.views import numbers
 from leaven.views.tables import Fact, cut, under
@@ -95,6 +96,9 @@ def result(state: StudyDocument) -> list[str]:
 
 
 def repeats(state: StudyDocument) -> str:
+    """Return how many repeated runs measured the noise, as text, or ``given`` if the user gave the noise."""
+    if state.noise_runs == GIVEN:
+        return "given"
     return f"{state.noise_runs} repeat{'' if state.noise_runs == 1 else 's'}"
 
 

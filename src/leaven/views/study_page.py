@@ -65,6 +65,7 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
         "study": study,
         "marks": [(study_charts.MARKS[name], len(trials)) for name, trials in kinds.items() if name != "best"],
         "answer": study_charts.ANSWER,
+        "repeats": points.repeats(study),
         "beyond": sum(trial.state == "complete" and (trial.loss or 0.0) > top for trial in study.trials),
         "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
         "rows": [_value_row(each, study) for each in study.coordinates],
