@@ -29,11 +29,13 @@ from leaven.tuning.algorithm.noise import t95
 from leaven.verification.model_instance import RunScale, RunSetting
 from leaven.verification.recipe_family import RecipeTrial, recipe_models
 from leaven.verification.runs import RunStore
+from leaven.views.demo import RULES, best, curves
 from leaven.views.folders import read_demo
 from leaven.views.page import folder_page
-from leaven.views.terminal.demo import DemoScreen
+from leaven.views.terminal.demo import demo_plan
+from leaven.views.terminal.live import LiveScreen
 
-COPIED, MOVED = "standard", "complete-d-p"  # the scaling rules that copy and that move hyperparameters
+COPIED, MOVED = RULES  # the scaling rules that copy and that move hyperparameters
 START_SECONDS = 8.0  # estimated time to start the worker processes and write the page
 MOST_SECONDS = 600.0  # by default, the size is quick if the full size is estimated to take longer
 
@@ -105,14 +107,18 @@ def run_demo(
     began, before = time.monotonic(), _earlier(folder, size, source)
     base = base_recipe()
     base = base.replace({"data.source": source or (before.source if before else base.data.source)})
-    with DemoScreen() as screen:
+    with LiveScreen() as screen:
         tokens = prepare(base.data, base.model.vocab_size, progress=screen.text)
         document = before or _begin(base, size, tokens, workers, screen)
         with locked_folder(folder, "demo folder"):
             _save(document, folder)  # before any run, so that an interrupted demo can be resumed
             try:
                 count = SIZES[document.size].count
-                with RunStore(folder / "runs", workers, lambda done, _: screen.runs(done, count), stop) as store:
+
+                def show(done: int, _: int) -> None:
+                    screen.bar("runs", done, count, f"{done} of {count}")
+
+                with RunStore(folder / "runs", workers, show, stop) as store:
                     document = _train(folder, document, base, store)
             finally:
                 if before is None or before.result is None:
@@ -148,7 +154,7 @@ def _earlier(folder: Path, size: str | None, source: str | None) -> DemoDocument
     return None
 
 
-def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: DemoScreen) -> DemoDocument:
+def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, screen: LiveScreen) -> DemoDocument:
     """Choose the size, print what the demo will train and how long that takes, and return the new demo's document."""
     seconds = {}
     for name, size in SIZES.items():
@@ -175,36 +181,42 @@ def _begin(base: Recipe, given: str | None, tokens: TokenSet, workers: int, scre
         ),
         processes=workers,
     )
-    screen.announce(document, size.count, seconds, MOST_SECONDS if given is None else None)
+    for line in demo_plan(document, size.count, seconds, MOST_SECONDS if given is None else None):
+        screen.line(line)
     return document
 
 
 def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) -> DemoDocument:
     """Train the runs that have not finished yet. Return the document with all runs and the result."""
     size = SIZES[document.size]
-    widest = size.widths[-1]
-    at_base = _losses(_runs(store, base, size.grid), size.widths[0], MOVED)
-    lr = min(at_base, key=lambda value: statistics.fmean(at_base[value]))
-    runs = _runs(store, base, size.grid + size.again(lr))
+    document = document.model_copy(update={"runs": _runs(store, base, size.grid)})
+    lr = best(curves(document)[MOVED, size.widths[0]])
+    document = document.model_copy(update={"runs": _runs(store, base, size.grid + size.again(lr))})
     base = base.replace({"hyperparameters.lr": lr})
     write_recipe(base.replace({"name": "base"}), folder / "base.toml")
     for rule, name in ((COPIED, "copied"), (MOVED, "moved")):
-        wide = recipe_at(base.replace({"scaling.rule": rule}), widest)
+        wide = recipe_at(base.replace({"scaling.rule": rule}), size.widths[-1])
         write_recipe(wide.replace({"name": name}), folder / f"{name}.toml")
-    copied, moved = (_losses(runs, widest, rule)[lr] for rule in (COPIED, MOVED))
+    following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
+    return document.model_copy(update={"result": result_of(document), "next": following})
+
+
+def result_of(demo: DemoDocument) -> DemoResult:
+    """Return the result of a demo with all its runs: the losses at the best lr of the base, and their difference."""
+    base, widest = demo.models[0].width, demo.models[-1].width
+    lr = best(curves(demo)[MOVED, base])
+    copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
     difference, half = paired(copied, moved)
-    result = DemoResult(
+    return DemoResult(
         lr=lr,
         width=widest,
-        base=at_base[lr],
+        base=demo.losses(MOVED, base)[lr],
         copied=copied,
         moved=moved,
         difference=difference,
         low=difference - half,
         high=difference + half,
     )
-    following = [f"leaven show {folder / 'moved.toml'}", "leaven new mine.toml --params 1B --tokens 20B"]
-    return document.model_copy(update={"runs": runs, "result": result, "next": following})
 
 
 def _save(document: DemoDocument, folder: Path) -> None:
@@ -255,12 +267,3 @@ def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRu
     outcome = store.run(trials.values())
     ended = {point: outcome(trial) for point, trial in trials.items()}
     return [DemoRun(**asdict(point), loss=each.loss, seconds=round(each.seconds, 2)) for point, each in ended.items()]
-
-
-def _losses(runs: list[DemoRun], width: int, rule: str) -> dict[float, list[float]]:
-    """Return the losses of the runs with this width and rule: for each lr, a list in the order of the seeds."""
-    found: dict[float, list[float]] = {}
-    for run in sorted(runs, key=lambda run: run.seed):
-        if (run.width, run.rule) == (width, rule):
-            found.setdefault(run.lr, []).append(run.loss)
-    return found

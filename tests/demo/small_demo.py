@@ -1,4 +1,4 @@
-"""``leaven`` with a demo of seconds: two widths, one layer, few tokens. ``small_demo.py demo --run DIR``"""
+"""Run ``leaven`` with a demo of seconds: two widths, one layer, few tokens. ``small_demo.py demo --run DIR``"""
 
 from leaven import demo
 

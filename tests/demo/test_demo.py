@@ -1,4 +1,4 @@
-"""The demo at a small size: its result, its folder, kills and Ctrl-C."""
+"""Test the demo with small models: its result, its folder, kills and Ctrl-C."""
 
 import json
 import os
@@ -28,7 +28,7 @@ COMMAND = [sys.executable, small_demo.__file__, "demo", "--workers", "2", "--run
 
 @pytest.fixture
 def small(in_this_process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo of seconds, in this process."""
+    """Make the demo so small that it takes seconds, and run it in this process."""
     for name in ("base_recipe", "SIZES"):
         monkeypatch.setattr(demo, name, getattr(demo, name))
     monkeypatch.setattr(demo, "SIZES", dict(SIZES))
@@ -123,7 +123,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def started(folder: Path, runs: int) -> "subprocess.Popen[str]":
-    """Start a demo and wait until so many of its runs have ended."""
+    """Start a demo and wait until ``runs`` of its runs have ended."""
     process = subprocess.Popen(
         [*COMMAND, str(folder)],
         stdout=subprocess.DEVNULL,
@@ -159,7 +159,7 @@ def test_a_killed_demo_resumes_and_its_losses_are_those_of_another_order(tmp_pat
 @pytest.mark.kills
 def test_ctrl_c_is_75_and_a_second_demo_in_the_folder_is_refused(tmp_path: Path) -> None:
     process = started(tmp_path, 1)
-    os.killpg(process.pid, signal.SIGSTOP)  # on a slow machine it would be done before the second one has started
+    os.killpg(process.pid, signal.SIGSTOP)  # otherwise it might end before the second demo starts
     second = subprocess.run([*COMMAND, str(tmp_path)], capture_output=True, text=True, check=False)
     assert second.returncode == 2
     assert "in use by another process" in second.stderr

@@ -1,4 +1,4 @@
-"""A headless Chromium over its debugging pipe: what a page says, asks for and looks like. Standard library only."""
+"""Drive a headless Chromium through its debugging pipe, with the standard library only."""
 
 import json
 import os
@@ -106,7 +106,7 @@ class Browser:
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings on the console since the page was opened."""
+        """The errors and warnings on the console since the page was opened."""
         bad = {"error", "warning", "assert"}
         return [
             str(event["params"])

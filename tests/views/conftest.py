@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-# pytest imports test files by their path; the helpers beside them are found by name only from here.
+# pytest imports test files by their path. The helper modules beside them are found only through sys.path.
 sys.path.insert(0, str(Path(__file__).parent))
 
 import studied
@@ -12,7 +12,7 @@ from written import proxy, target, write_run
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a study (proxy) and of two runs (runs/moved, runs/copied); not to be changed."""
+    """The folder of a study (proxy) and of two runs (runs/moved, runs/copied). Tests must not change it."""
     folder = tmp_path_factory.mktemp("folders")
     studied.write(folder / "proxy", studied.study(4, 20))
     large = target(proxy())

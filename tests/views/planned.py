@@ -1,4 +1,4 @@
-"""Plans to make pages of."""
+"""Plans of one recipe on different clusters, for the tests of their pages."""
 
 from leaven.planning.plan import ClusterPlan, plan_recipe
 from leaven.recipe.files import parse_recipe

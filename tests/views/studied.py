@@ -1,8 +1,9 @@
-"""Studies as a search leaves them, over a quadratic landscape."""
+"""Build studies as a search writes them. The loss is a quadratic function of the values, plus noise."""
 
 import dataclasses
 import math
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from written import proxy
 
 from leaven.recipe.files import write_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.tuning.algorithm.answer import answer
 from leaven.tuning.space import space
-from leaven.tuning.study_document import Best, Coordinate, Dimension, Front, SlicePoint, StudyDocument, StudyTrial
+from leaven.tuning.study_document import Best, StudyDocument, StudyTrial, front
 
 NOISE = 0.0031
 TOKENS = 1_000_000
@@ -35,13 +37,13 @@ def recipe() -> Recipe:
 
 
 def study(count: int = 31, trials: int = 64, seed: int = 0) -> StudyDocument:
-    """Return a study with runs of the start as noise, early stops, divergences and reruns of the two best trials."""
+    """Return a study with runs of the start as noise, early stops, divergences, reruns and confirmation runs."""
     searched, draw = space(recipe(), SEARCHED).dimensions[:count], random.Random(seed)
-    curvature = {each.path: 10 ** draw.uniform(-4.2, -1.8) for each in searched}
+    curvature = {each.path: max(20 / count, 1) * 10 ** draw.uniform(-3.5, -1.8) for each in searched}
     optimum = {each.path: draw.uniform(-1.2, 1.2) for each in searched}
     made: list[StudyTrial] = []
 
-    def run(octaves: dict[str, float], purpose: str = "search", repeat: int = 0) -> None:
+    def run(octaves: Mapping[str, float], purpose: str = "search", repeat: int = 0, confirms: bool = False) -> None:
         number, state, share = len(made), "complete", 1.0
         if purpose == "search" and number % 7 == 6:
             state, share = "diverged", 0.3
@@ -57,8 +59,9 @@ def study(count: int = 31, trials: int = 64, seed: int = 0) -> StudyDocument:
             values={each.path: each.centre * 2 ** octaves[each.path] for each in searched},
             seconds=200 * share,
             tokens_per_second=TOKENS / 200,
-            octaves=octaves,
+            octaves=dict(octaves),
             purpose=purpose,
+            confirms=confirms,
             seed=repeat,
             tokens=int(TOKENS * share),
             flops=6 * 850_000 * TOKENS * share,
@@ -68,53 +71,30 @@ def study(count: int = 31, trials: int = 64, seed: int = 0) -> StudyDocument:
         )
         made.append(trial)
 
-    start = {each.path: 0.0 for each in searched}
+    start = dict.fromkeys(optimum, 0.0)
     run(start)
     for repeat in range(1, 5):
         run(start, "noise", repeat)
-    for number in range(trials - 11):
-        progress = number / (trials - 11)
+    for number in range(trials - 13):
+        progress = number / (trials - 13)
         run({path: round(progress * at + draw.gauss(0, 0.3), 4) for path, at in optimum.items()})
     leaders = sorted((trial for trial in made if trial.state == "complete"), key=lambda trial: trial.loss or 0.0)[:2]
     for leader in leaders:
-        for repeat in range(1, 4):
+        for repeat in range(1, 3):
             run(leader.octaves or {}, "rerun", repeat)
-    best, octaves = leaders[0], leaders[0].octaves or {}
-    mean = (best.loss or 0.0) + NOISE / 2
-    coordinates = tuple(
-        coordinate(each, curvature[each.path], optimum[each.path], octaves[each.path]) for each in searched
-    )
-    by_gain = sorted(coordinates, key=lambda each: abs(each.gain))
-    idle = [each.path for i, each in enumerate(by_gain) if sum(abs(one.gain) for one in by_gain[: i + 1]) < NOISE]
-    worth = {each.path for each in coordinates if each.worth}
+    chosen = answer(made, searched, over=True).octaves
+    for repeat in range(5, 7):
+        for point in (chosen, start):
+            run(point, "rerun", repeat, confirms=True)
     return StudyDocument(
+        **vars(answer(made, searched, over=True)),
         name="wheat-proxy",
         method="trust-region",
         space=tuple(each.path for each in searched),
-        noise_floor=NOISE,
-        best=Best(best.number, mean, (mean - 0.0042, mean + 0.0042), fresh=3),
         trials=tuple(made),
-        dimensions=searched,
-        noise_runs=4,
         radius=0.3,
         stalled=True,
-        fewest=Best(best.number, mean + 0.0012, (mean - 0.005, mean + 0.0074), fresh=3),
-        fewest_octaves={path: at if path in worth else 0.0 for path, at in octaves.items()},
-        gain=(made[0].loss or math.inf) - mean,
-        idle=tuple(idle),
-        coordinates=tuple(sorted(coordinates, key=lambda each: -each.importance)),
     )
-
-
-def coordinate(each: Dimension, curvature: float, optimum: float, at: float) -> Coordinate:
-    def over(octaves: float) -> float:
-        return curvature * ((octaves - optimum) ** 2 - (at - optimum) ** 2)
-
-    steps = [each.low + (each.high - each.low) * i / 40 for i in range(41)]
-    slices = tuple(SlicePoint(octaves, over(octaves), 0.004, 0.1 * (octaves > 1)) for octaves in steps)
-    width = math.hypot(at - optimum, math.sqrt(NOISE / curvature))
-    flat = (max(each.low, optimum - width), min(each.high, optimum + width))
-    return Coordinate(each.path, at, flat, over(0.0), curvature * at**2, over(0.0) > NOISE, slices)
 
 
 def durations(state: StudyDocument) -> StudyDocument:
@@ -126,13 +106,7 @@ def durations(state: StudyDocument) -> StudyDocument:
         else trial
         for trial in state.trials
     ]
-    ended = [trial for trial in trials if trial.branches]
-    least = [min(ended, key=lambda trial, i=i: trial.branches[i][1]) for i in range(3)]
-    front = [
-        Front(trial.number, n, 6 * 850_000 * n, trial.branches[i][1])
-        for i, (trial, n) in enumerate(zip(least, lengths, strict=True))
-    ]
-    return replace(state, trials=tuple(trials), front=tuple(front), durations=lengths)
+    return replace(state, trials=tuple(trials), front=front(trials), durations=lengths)
 
 
 def all_diverged(state: StudyDocument) -> StudyDocument:

@@ -1,4 +1,4 @@
-"""What charts are made of: smoothing, ticks, numbers as they are written."""
+"""Test the parts of charts: smoothed curves, ticks, and numbers as text."""
 
 import math
 

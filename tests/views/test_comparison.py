@@ -1,4 +1,4 @@
-"""Comparisons of runs: losses, tokens for the same loss, values that differ, and what makes losses incomparable."""
+"""Test comparisons of runs: losses, tokens for the same loss, values that differ, and warnings."""
 
 import json
 import math

@@ -17,7 +17,7 @@ EMPTY_STUDY = StudyDocument(name="x", method="tpe", space=(), trials=()).model_d
 
 @pytest.fixture
 def folder(folders: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of the folders, which a test may change."""
     return Path(shutil.copytree(folders, tmp_path / "folders"))
 
 

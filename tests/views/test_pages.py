@@ -1,4 +1,4 @@
-"""Every page: complete, self-contained, escaped, and in a real browser without a complaint, in light and dark."""
+"""Test that each page is complete, self-contained and escaped, and that a browser draws it without errors."""
 
 import json
 import re
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("pages")  # one browser, and one set of pag
 needs_browser = pytest.mark.skipif(BINARY is None, reason="no chromium or google-chrome on the PATH")
 
 VOID = {"meta", "link", "br", "wbr", "input"}
-# What each page says first, and every chart that it draws.
+# A text at the top of each page, and the names of its charts.
 RUN = {"loss", "last", "lr", "batch", "gradient"}
 PAGES: dict[str, tuple[str, set[str]]] = {
     "demo": ("end 0.610 nats below the same values copied", {"standard", "complete-d-p"}),
@@ -67,7 +67,7 @@ def pages(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 class Reader(HTMLParser):
-    """Tags with their attributes, and the text outside scripts and styles; unbalanced tags are an error."""
+    """Read the tags of a page with attributes, and the text outside scripts and styles. Unbalanced tags fail."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Reader(HTMLParser):
 
 
 def charts(page: Path) -> dict[str, go.Figure]:
-    """The charts of a page; plotly refuses what it does not know."""
+    """Return the charts of a page. Keys that plotly does not know fail."""
     text = page.read_text(encoding="utf-8")
     found = json.loads(re.search(r'id="charts">(.*?)</script>', text, re.S)[1])
     return {name: go.Figure(data | {"layout": data["layout"] | {"template": found["template"]}})
@@ -168,17 +168,17 @@ def test_missing_plotly_is_an_error(folders, monkeypatch):
         folder_page(folders / "proxy")
 
 
-# Elements that reach beyond the window and do not lie in a box that scrolls.
+# Elements that are wider than the window and are not in a box that scrolls.
 OVERFLOWING = """[...document.querySelectorAll("main *")].filter(e => {
   const box = e.getBoundingClientRect();
   return box.width && box.right > document.documentElement.clientWidth + 1 && !e.closest(".scroll");
 }).map(e => e.tagName + "." + e.getAttribute("class"))"""
 MARKS = """Object.fromEntries([...document.querySelectorAll(".chart")].map(c =>
   [c.id, c.querySelectorAll(".scatterlayer .point, .scatterlayer path.js-line, .barlayer .point").length]))"""
-# Charts are drawn anew, a little later, when the window changes.
+# Whether charts have the width of their box. They are drawn again shortly after the window changes.
 FITTED = """[...document.querySelectorAll(".chart")].every(c =>
   Math.abs(c.querySelector(".main-svg")?.getBoundingClientRect().width - c.clientWidth) <= 1)"""
-# Axis and tick labels that stick out of their chart.
+# Labels of axes and ticks that are partly outside their chart.
 CLIPPED = """[...document.querySelectorAll(".chart")].flatMap(c => {
   const box = c.getBoundingClientRect();
   return [...c.querySelectorAll("text")].filter(t => {

@@ -1,4 +1,4 @@
-"""The page of a study: what it says of one that went well, and of one that did not."""
+"""Test the page of a study: its sentences about good, incomplete and failed studies, and its command."""
 
 import html
 import json
@@ -12,16 +12,17 @@ from studied import replace
 
 from leaven.recipe.units import parse_quantity
 from leaven.scaling.table import parameter_table
+from leaven.tuning.algorithm.noise import GIVEN
 from leaven.tuning.point import values
 from leaven.tuning.space import space
 from leaven.views import points, recipe_view
 from leaven.views.folders import read_study
 from leaven.views.page import folder_page
-from leaven.views.study_page import UNSURE, study_page, tune_command, word
+from leaven.views.study_page import study_page, tune_command
 
 
 def words(page: str) -> str:
-    """The words of a page."""
+    """Return the text of a page."""
     body = re.sub(r"<[^>]+>", " ", page.partition("<main>")[2].partition("<noscript>")[0])
     return " ".join(html.unescape(body).split())
 
@@ -41,24 +42,40 @@ def test_the_page_states_the_result_first(study, state, tmp_path):
     text = words(page)
     assert f"{len(state.idle)} of 31: resetting them all to the start costs less than the noise" in text
     worth = sum(coordinate.worth for coordinate in state.coordinates)
-    assert f"{state.gain:.3f} below the start" in text
+    assert f"{-state.gain:+.4f} against the start" in text
+    assert f"the gain is {state.gain / state.noise_floor:.1f} times the noise between seeds" in text
     assert f"{worth} of them gained more than the noise" in text
-    assert f"{state.trials[0].loss - state.best.loss:.4f}" in text
-    assert "The search stopped early" in text
+    assert "the last rounds gained less than the noise" in text
     for section in ("Slices through", "What mattered", "Multipliers by module", "changes", "Loss curves", "Cost"):
         assert section in text
 
 
 def test_an_answer_that_is_the_start_claims_no_gain(study):
     at_start = tuple(replace(each, best=0.0, gain=0.0, worth=False) for each in study.coordinates)
-    text = words(study_page(replace(study, coordinates=at_start, gain=0.0)))
+    text = words(
+        study_page(replace(study, coordinates=at_start, gain=0.0, octaves=dict.fromkeys(study.octaves, 0.0)))
+    )
     assert "the start itself: nothing was found that is known to be better" in text
     assert "No point was found that is better than the start, so no value has gained anything" in text
     assert "What mattered" not in text
 
 
+def test_a_gain_is_compared_with_the_noise_and_with_how_well_it_is_known(state):
+    state = replace(state, noise_floor=0.0031)
+    assert points.result(replace(state, gain=0.003))[-1] == "the gain is not above the noise between seeds"
+    assert points.result(replace(state, gain=0.0062, noise_runs=1))[-1] == (
+        "the gain is 2.0 times the noise between seeds, but only 1 repeat measured this noise"
+    )
+    assert not any("noise" in line for line in points.result(studied.unjudged(state)))
+
+
+def test_a_given_noise_has_no_repeats(study):
+    given = replace(study, noise_floor=0.0031, noise_runs=GIVEN)
+    assert "The band is the noise floor, ±0.0031 nats between seeds (given)." in words(study_page(given))
+
+
 def test_drawn_multipliers_equal_those_of_the_parameter_table(study):
-    """Against the parameter table: what a recipe gives its weights, over what it gives them without multipliers."""
+    """The reference is the parameter table: values with multipliers divided by values without multipliers."""
     best = study.best_recipe
     plain = best.replace({"hyperparameters.modules": {}, "hyperparameters.depth": {}})
     assert recipe_view.multiplier_kinds(best, study.space) == ["lr", "init_std", "residual"]
@@ -85,10 +102,10 @@ def test_the_printed_change_of_a_beta_is_its_exponent(study, tmp_path):
 
 
 def test_idle_values_are_called_not_worth_tuning(study):
-    words = {each.path: word(each, study) for each in study.coordinates}
-    assert {path for path, said in words.items() if said == "not worth tuning"} == set(study.idle)
-    unsure = [each for each in study.coordinates if words[each.path] == UNSURE]
-    assert unsure  # none alone is known to have gained more than the noise, and yet not said to be worth nothing
+    effects = {each.path: study.effect(each) for each in study.coordinates}
+    assert {path for path, effect in effects.items() if effect == "not worth tuning"} == set(study.idle)
+    unsure = [each for each in study.coordinates if effects[each.path] == "unsure"]
+    assert unsure  # their gain may be noise, but they are not called not worth tuning
     assert not any(each.worth for each in unsure)
 
 
@@ -96,8 +113,7 @@ def test_a_loss_without_fresh_seeds_is_called_optimistic(tmp_path):
     state = studied.unjudged(studied.study(6, 24))
     page = folder_page(studied.write(tmp_path / "study", state))
     text = words(page)
-    assert "has the lowest loss of" in text
-    assert "This trial was not run again with fresh seeds: expect a higher loss" in text
+    assert "from the run that also chose this point, so it is too low" in text
     assert "the mean of" not in text
     assert "95%" not in text.split("Where every value")[0]
     document = json.loads((tmp_path / "study/study.json").read_text())
@@ -113,11 +129,13 @@ def test_the_command_on_the_page_makes_the_same_study(study, which, durations):
     searched = space(study.centre, which)
     if durations:
         searched = searched.without("batch.tokens", "").without("schedule.decay", "")
-    command = tune_command(replace(study, space=searched.paths, durations=durations), "centre.toml", ".")
+    trials = (replace(study.trials[0], state="running"), *study.trials[1:])
+    command = tune_command(replace(study, trials=trials, space=searched.paths, durations=durations), "c.toml", ".")
     words = shlex.split(command)
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert space(study.centre, options["--space"]).paths == searched.paths
     assert len(options["--space"].split(",")) <= 22
+    assert int(options["--trials"]) == len(study.trials) - 1  # one is running
     assert [parse_quantity(each) for each in options.get("--durations", "").split(",") if each] == [*durations]
 
 

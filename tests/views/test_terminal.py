@@ -1,4 +1,4 @@
-"""Screens: a row is a line, names stay whole, numbers stay; and what is watched while a verb works."""
+"""Test the screens of commands: tables that fit the terminal, and live screens of runs and studies."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ Read = Callable[..., list[str]]
 
 
 def printed(screen: Iterable[RenderableType] | RenderableType, width: int) -> list[str]:
-    """The lines of a screen, without styles."""
+    """Return the lines of a screen, without styles."""
     out = Console(width=width, record=True, file=StringIO(), soft_wrap=True)
     for part in [screen] if hasattr(screen, "__rich_console__") else screen:
         out.print(part)
@@ -39,18 +39,18 @@ def printed(screen: Iterable[RenderableType] | RenderableType, width: int) -> li
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> StringIO:
-    """What goes to standard error of a verb in a pipe."""
+    """What a command writes to standard error if that is not a terminal."""
     written = StringIO()
     monkeypatch.setattr(console, "errors", Console(width=80, file=written, soft_wrap=True, highlight=False))
     return written
 
 
-# --- the screens of verbs
+# --- results
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
-    """The lines that a verb prints on a terminal of 80 columns; none but a command to copy is longer."""
+    """Run a command on a terminal of 80 columns and return its lines. Only commands to copy may be longer."""
 
     def run(*arguments: object) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["leaven", *map(str, arguments)])
@@ -107,7 +107,7 @@ def test_a_check_prints_a_note_once_and_its_conclusion_last() -> None:
     assert lines[-1].startswith("FAILED: 2 of 2 lines, mlp.in most. ")
 
 
-# --- while a run trains
+# --- the live screen of a run
 
 STEP = SimpleNamespace(
     step=1,
@@ -126,7 +126,7 @@ STEP = SimpleNamespace(
 
 
 def test_training_rows_are_aligned_with_their_headers(seen: StringIO, tiny_file: Path) -> None:
-    """One that is asked for and validated is one row; the noise scale stays between measurements."""
+    """A validation is in the row of its step. The noise scale is repeated until the next measurement."""
     recipe = read_recipe(tiny_file, ["stability.noise_scale_every_tokens=1024"])
     with TrainScreen(recipe, log_every=2) as screen:
         screen.event("start", {"tokens": 0, "epochs": {"a text": 1.5}, "mfu_convention": "6 N"})
@@ -158,7 +158,7 @@ def test_every_event_has_a_message(seen: StringIO, tiny_file: Path) -> None:
     assert "rolled back to 1 k tokens, skipping the data from 2 k to 3 k, lr x0.5" in seen.getvalue()
 
 
-# --- while a study searches
+# --- the live screen of a study
 
 PATHS = tuple(f"hyperparameters.modules.attention.query{n}.lr" for n in range(9))
 NEW = StudyDocument(
@@ -234,17 +234,17 @@ def test_the_status_shows_workers_and_time_left(seen: StringIO) -> None:
 
 
 def left(state: StudyDocument, workers: int = 2, **limits: Any) -> str:
-    """What is said of the time that is left, with nothing at work here."""
+    """Return the text about the remaining time while no trial runs."""
     return TuneScreen(state, limits.pop("trials", None), workers, **limits)._time_left()
 
 
 def test_the_time_left_is_until_the_first_limit() -> None:
-    # Six runs of 60 seconds, ended a second apart: 65 seconds in which some were going on.
+    # Six runs of 60 seconds that end a second apart, so at least one runs in 65 seconds.
     runs = after(6).model_copy(update={"trials": tuple(replace(trial, flops=1e15) for trial in TRIALS)})
     assert left(runs, trials=10) == "2 min 00 s left"
     assert left(runs, flops=1e16) == "2 min 00 s left"
     assert left(runs, hours=0.1) == "4 min 55 s left"
     assert left(runs, trials=10, hours=0.02) == "7.0 s left"
     assert left(runs, hours=0.01) == ""
-    assert left(after(6), flops=1e16) == ""  # nobody says what a run costs
+    assert left(after(6), flops=1e16) == ""  # the FLOPs of a trial are not known
     assert left(after(0), flops=1e16, hours=1.0) == ""

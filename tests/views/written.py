@@ -1,4 +1,4 @@
-"""Folders as the verbs write them: two runs, a demo, checks."""
+"""Write folders as the commands write them: runs, demos and checks."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from leaven.demo import paired
+from leaven.demo import result_of
 from leaven.documents.checks import CheckDocument, MeasuredRow, VerdictCurve, VerdictRow
-from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoResult, DemoRun
+from leaven.documents.runs import DemoCorpus, DemoDocument, DemoModel, DemoRun
 from leaven.recipe.files import parse_recipe, write_recipe
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.transfer import transfer
@@ -102,13 +102,8 @@ def demo(hostile: str = "", *, gain: float = 0.5, noise: float = 0.01) -> DemoDo
         for rule, width, lr, seed in product(("standard", "complete-d-p"), widths, lrs, range(seeds))
         if (rule != "standard" if width == 32 else not seed or lr == 0.008)
     ]
-    at = {
-        (rule, width): [loss(rule, width, 0.008, seed) for seed in range(seeds)]
-        for rule, width in (("complete-d-p", 32), ("standard", 64), ("complete-d-p", 64))
-    }
-    difference, half = paired(at["standard", 64], at["complete-d-p", 64])
     machine = {"cores": 2, "memory_gib": 15.6, "python": "3.12.4", "torch": "2.13.0+cpu", "leaven": "0.1.0"}
-    return DemoDocument(
+    document = DemoDocument(
         name=f"leaven demo{hostile}",
         size="full",
         source=f"texts/*.txt{hostile}",
@@ -125,19 +120,10 @@ def demo(hostile: str = "", *, gain: float = 0.5, noise: float = 0.01) -> DemoDo
             vocab_size=512,
         ),
         runs=runs,
-        result=DemoResult(
-            lr=0.008,
-            width=64,
-            base=at["complete-d-p", 32],
-            copied=at["standard", 64],
-            moved=at["complete-d-p", 64],
-            difference=difference,
-            low=difference - half,
-            high=difference + half,
-        ),
         processes=2,
         seconds=181.0,
     )
+    return document.model_copy(update={"result": result_of(document)})
 
 
 def write_demo(folder: Path, document: DemoDocument) -> Path:

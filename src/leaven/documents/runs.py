@@ -84,21 +84,21 @@ class BestTrial(Entry):
     recipe: str  # path of the recipe file
 
 
-class OutlookRow(Entry):
+class Outlook(Entry):
     """What a search would gain from as many more trials as it has run."""
 
     trials: int  # number of further trials
-    flops: float  # cost of the further trials
+    flops: float  # cost of the further trials, at the mean cost of a trial
     gain: float | None  # expected gain in nats; null after too few trials
-    pair: list[str] | None  # paths of the two values that alone bring the largest share of the predicted gain
-    pair_share: float  # share of the predicted gain that the pair brings
+    pair: tuple[str, str] | None = None  # paths of the two values that alone bring the largest share of the gain
+    pair_share: float = 0.0  # share of the predicted gain that the pair brings
 
 
 class TuneDocument(Document, schema="tune/1"):
     """The result of ``leaven tune RECIPE --study DIR``. study.json in the study's folder lists every trial."""
 
     best: BestTrial | None
-    outlook: OutlookRow | None  # null if the search is not a trust-region search or has not ended
+    outlook: Outlook | None  # null if the search is not a trust-region search or has not ended
     trials: int  # number of trials that have ended
     failed: int  # number of trials that diverged or failed
     noise_floor: float | None  # standard deviation of the loss between seeds, nats
@@ -267,3 +267,14 @@ class DemoDocument(Document, schema="demo/2"):
     seconds: float = 0.0  # time of all calls of leaven demo in this folder
     report: str | None = None  # path of the page
     next: list[str] = []  # commands to type next
+
+    def losses(self, rule: str, width: int) -> dict[float, list[float]]:
+        """Return the losses of a rule at a width: for each lr, a list in the order of the seeds.
+
+        Both rules have the same losses at the base.
+        """
+        found: dict[float, list[float]] = {}
+        for run in sorted(self.runs, key=lambda run: run.seed):
+            if run.width == width and (run.rule == rule or width == self.models[0].width):
+                found.setdefault(run.lr, []).append(run.loss)
+        return found

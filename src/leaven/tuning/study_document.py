@@ -7,25 +7,44 @@ are in nats per token. A point maps each path to a distance from the start, in t
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from leaven.catalogue.laws import REPLICATION
-from leaven.documents.runs import BestTrial, OutlookRow, TuneDocument, WorthRow
+from leaven.documents.runs import BestTrial, Outlook, TuneDocument, WorthRow
 from leaven.recipe.files import read_text
 from leaven.recipe.recipe import Recipe
 from leaven.training.outcome import Curve
 
 UNDER_WAY = ("running", "waiting")  # states of trials that have not ended
+MATTERED, NOT_WORTH, UNSURE = "mattered", "not worth tuning", "unsure"  # effects of a value
 # Shares of a study's gain that may remain after the transfer to a larger model; the screen shows each of them. The
 # measured share was a quarter, for values by module (docs/log.md, 2026-11-22).
 SHARES = (1.0, 0.5, 0.25)
 # Run lengths for which the loss law is used: its fitted range, extended by a factor of five. At 10 M tokens the law
 # is far off.
 WORTH_TOKENS = 1e9, 2.5e12
+
+
+def _finite(loss: Any) -> Any:
+    return None if isinstance(loss, float) and not math.isfinite(loss) else loss
+
+
+def _finite_points(curve: Any) -> Any:
+    return [point for point in curve if _finite(point[-1]) is not None]
+
+
+def _unbounded(interval: Any) -> Any:
+    return (-math.inf, math.inf) if interval is None or None in interval else interval
+
+
+# How study.json is read. JSON has no infinities, so null stands for them there.
+Loss = Annotated[float | None, BeforeValidator(_finite)]  # None if it is not finite
+LossCurve = Annotated[Curve, BeforeValidator(_finite_points)]  # without the points whose loss is not finite
+Interval = Annotated[tuple[float, float], BeforeValidator(_unbounded)]  # infinite if there is none
 
 
 @dataclass(frozen=True)
@@ -71,7 +90,7 @@ class StudyTrial:
 
     number: int
     state: str  # complete | diverged | stopped (pruned) | failed (its process died) | running | waiting (for a retry)
-    loss: float | None  # of a stopped trial, the expected loss
+    loss: Loss  # of a stopped trial, the expected loss
     values: dict[str, int | float | str]  # by path, as the recipe has them
     seconds: float | None
     tokens_per_second: float | None
@@ -81,7 +100,7 @@ class StudyTrial:
     seed: int = 0  # added to the recipe's; 0 in the search, so that all its trials share init and data order
     tokens: int = 0
     flops: float = 0.0
-    curve: Curve = ()  # training loss
+    curve: LossCurve = ()  # training loss
     branches: Curve = ()  # if run lengths (durations) are compared: validation loss at the end of each
     worker: str | None = None  # host:pid
     ended: float | None = None  # seconds since 1970
@@ -93,7 +112,7 @@ class Best:
 
     number: int  # of the first trial at this point
     loss: float
-    interval: tuple[float, float]
+    interval: Interval
     fresh: int = 0  # number of runs that were not used to choose the point; with 0 the loss is probably too low
     runs: int = 1  # number of runs whose mean is the loss
 
@@ -136,17 +155,6 @@ class Coordinate:
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a larger budget would gain, and which two values alone bring the largest share of the predicted gain."""
-
-    trials: int  # number of further trials: as many as the search has run
-    flops: float  # cost of the further trials, at the mean cost of a trial
-    gain: float | None  # nats that the further trials are expected to gain; None after too few trials
-    pair: tuple[str, str] | None = None  # paths; None with fewer than three values, or if nothing was gained
-    pair_share: float = 0.0  # share of the predicted gain if only these two values move from the start
-
-
-@dataclass(frozen=True)
 class Front:
     """A point of the Pareto front of loss and cost."""
 
@@ -180,15 +188,24 @@ class Answer(BaseModel):
     dimensions: tuple[Dimension, ...] = ()  # what was searched
 
     @property
+    def moved(self) -> bool:
+        """Whether the best point differs from the start."""
+        return any(self.octaves.values())
+
+    @property
     def fewer(self) -> dict[str, float] | None:
         """The point with the fewest changes that equals the best within the noise, if it was rerun and differs from
         the best point; otherwise None."""
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
-    @property
-    def unsure(self) -> list[Coordinate]:
-        """The values that differ from the start although their gain may be noise. Those in ``idle`` are left out."""
-        return [each for each in self.coordinates if each.best and not each.worth and each.path not in self.idle]
+    def effect(self, coordinate: Coordinate) -> str:
+        """Return "mattered", "not worth tuning", or "unsure" if the gain of the value may be noise.
+
+        A value that was not worth tuning can be reset to the start. Return "" for a value that is at the start.
+        """
+        if coordinate.worth or coordinate.path in self.idle:
+            return MATTERED if coordinate.worth else NOT_WORTH
+        return UNSURE if coordinate.best else ""
 
     def dimension(self, path: str) -> Dimension:
         return next(dimension for dimension in self.dimensions if dimension.path == path)
@@ -212,45 +229,19 @@ class StudyDocument(Answer):
         """The number of trials that have ended, as ``leaven tune --trials`` counts them."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
+    def count(self, state: str) -> int:
+        return sum(trial.state == state for trial in self.trials)
+
     def summary(self, recipe: Path) -> TuneDocument:
         """Return the document that ``leaven tune --json`` prints. ``recipe`` is the file of the best recipe."""
         best = self.best
         return TuneDocument(
             best=best and BestTrial(loss=best.loss, interval=list(best.interval), recipe=str(recipe)),
-            outlook=self.outlook and OutlookRow(**asdict(self.outlook) | {"pair": self.outlook.pair}),
+            outlook=self.outlook,
             trials=self.ended,
-            failed=sum(trial.state in {"diverged", "failed"} for trial in self.trials),
+            failed=self.count("diverged") + self.count("failed"),
             noise_floor=self.noise_floor,
         )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read(cls, document: Any) -> Any:
-        """Prepare a document for validation. JSON has no infinities, so null stands for them in study.json.
-
-        An interval with null becomes infinite. An infinite loss of a trial becomes None, and points of a curve with
-        an infinite or missing loss are left out.
-        """
-        if not isinstance(document, dict):
-            return document
-        found = dict(document)
-        for name in ("best", "fewest"):
-            if isinstance(found.get(name), dict) and None in (found[name].get("interval") or (None,)):
-                found[name] = found[name] | {"interval": (-math.inf, math.inf)}
-        if isinstance(found.get("trials"), list):
-            found["trials"] = [_without_infinities(trial) for trial in found["trials"]]
-        return found
-
-
-def _without_infinities(trial: Any) -> Any:
-    if not isinstance(trial, dict):
-        return trial
-
-    def known(loss: Any) -> bool:
-        return not isinstance(loss, float) or math.isfinite(loss)
-
-    curve = [point for point in trial.get("curve", ()) if point[-1] is not None and known(point[-1])]
-    return trial | {"loss": trial.get("loss") if known(trial.get("loss")) else None, "curve": curve}
 
 
 def signed(loss: float) -> str:

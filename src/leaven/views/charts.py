@@ -140,11 +140,11 @@ def log_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float
     return {"type": "log", "range": ends, "tickvals": places, "ticktext": labels, **more}
 
 
-def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02, **more: Any) -> Figure:
+def linear_axis(low: float, high: float, spell: Spell, *, most: int = 6, pad: float = 0.02) -> Figure:
     """Return a linear axis. The arguments are those of :func:`log_axis`."""
     places, room = numbers.linear_ticks(low, high, most), pad * (high - low)
     labels = [spell(place) for place in places]
-    return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels, **more}
+    return {"range": [low - room, high + room], "tickvals": places, "ticktext": labels}
 
 
 def mark_line(axis: str, at: float, colour: str = INK, dash: str = "dot", **more: Any) -> Figure:

@@ -17,7 +17,7 @@ from leaven.scaling.table import parameter_table
 from leaven.views.folders import RunView, read_folder
 from leaven.views.render import render
 from leaven.views.run_charts import colours, run_charts
-from leaven.views.terminal.catalogue import value_rows
+from leaven.views.terminal.files import comparison_tables
 
 MOST_RUNS = 9  # the number of colours of the charts
 _COMPARABLE: dict[str, Callable[[Recipe], Any]] = {
@@ -48,14 +48,16 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
             raise InputError(f"{folder} is not a training run, and only runs can be compared; give this folder alone")
         runs.append(replace(run, title=str(folder)))
     document = compare(runs, output)
+    results, different = comparison_tables(document)
     page = render(
         "comparison.html.j2",
         run_charts(*runs),
         kind="comparison",
         title=f"{len(runs)} runs",
         comparison=document,
-        rows=list(zip(document.runs, colours(len(runs)), strict=True)),
-        different=value_rows(document.different),
+        results=results,
+        colours=colours(len(runs)),
+        different=different,
         command=shlex.join(["leaven", "report", *(run.title for run in runs), "-o", str(output)]),
     )
     return page, document

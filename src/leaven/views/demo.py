@@ -29,11 +29,13 @@ def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     losses are those of the first seed.
     """
     base = demo.models[0].width
-    found: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for rule, model, run in product(RULES, demo.models, demo.runs):
-        if run.width == model.width and (run.width == base or (run.rule == rule and run.seed == 0)):
-            found.setdefault((rule, run.width), {}).setdefault(run.lr, []).append(run.loss)
-    return {key: {lr: statistics.fmean(losses) for lr, losses in curve.items()} for key, curve in found.items()}
+    return {
+        (rule, width): {
+            lr: statistics.fmean(losses if width == base else losses[:1])
+            for lr, losses in demo.losses(rule, width).items()
+        }
+        for rule, width in product(RULES, (model.width for model in demo.models))
+    }
 
 
 def best(curve: dict[float, float]) -> float:

@@ -55,34 +55,13 @@ class StudyView(StudyDocument):
     best_recipe: Recipe | None
 
     @property
-    def seconds(self) -> float:
-        return sum(trial.seconds or 0.0 for trial in self.trials)
-
-    def count(self, state: str) -> int:
-        return sum(trial.state == state for trial in self.trials)
-
-    @property
-    def moved(self) -> bool:
-        """Whether the best point differs from the start."""
-        return any(coordinate.best for coordinate in self.coordinates)
-
-    @property
     def best_trial(self) -> StudyTrial | None:
         return next((trial for trial in self.trials if self.best and trial.number == self.best.number), None)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token. None without enough runs with fresh seeds."""
-        if self.best is None or not self.best.fresh:
-            return None
-        low, high = self.best.interval
-        return (low, high) if math.isfinite(high - low) else None
-
-    @property
-    def unjudged(self) -> bool:
-        """Whether the best point was run only once. Its loss is then probably too low, because it was chosen for its
-        low loss."""
-        return self.best is not None and not self.best.fresh and self.best.runs == 1
+        """The 95% interval of the best loss in nats per token. None without runs with fresh seeds."""
+        return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:

@@ -7,12 +7,15 @@ starting values or from the best point.
 import math
 from collections.abc import Mapping, Sequence
 
+from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
-from leaven.tuning.study_document import Dimension, Outlook, StudyDocument, StudyTrial
+from leaven.tuning.algorithm.noise import GIVEN
+from leaven.tuning.study_document import UNSURE, Dimension, StudyDocument, StudyTrial, signed
 from leaven.views import numbers
 from leaven.views.tables import Fact, cut, under
 
 NAMES = 6  # largest number of names in a sentence
+SURE = 3  # number of repeated runs from which on the noise counts as well known
 UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as x1.00
 
 
@@ -72,9 +75,39 @@ def workers(state: StudyDocument) -> dict[str, str]:
     return {worker: f"w{i}" for i, worker in enumerate(found, 1)}
 
 
-def findings(state: StudyDocument) -> list[Fact]:
-    """Return lines about the searched values, and about the gain that more trials would bring."""
-    facts: list[Fact] = []
+def result(state: StudyDocument) -> list[str]:
+    """Return lines about the best point: its loss, how certain the loss is, and its gain against the start and the
+    noise. The study must have a best point."""
+    best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
+    assert best is not None
+    against = "" if gain is None else f", {signed(-gain)} against the start"
+    lines = [f"{best.loss:.4f} nats per token, {best.certainty}{against}"]
+    if best.fresh > 1:
+        lines.append(f"the mean of {best.fresh} runs with fresh seeds, which were not used to choose these values")
+    if state.coordinates and not state.moved:
+        tried = any(each.importance for each in state.coordinates)
+        reason = "nothing was found that is known to be better" if tried else "nothing else was run"
+        lines.append(f"the start itself: {reason}")
+    if gain is not None and noise:
+        few = f", but only {repeats(state)} measured this noise" if state.noise_runs < SURE else ""
+        above = f"{gain / noise:.1f} times the noise" if gain > noise else "not above the noise"
+        lines.append(f"the gain is {above} between seeds{few}")
+    return lines
+
+
+def repeats(state: StudyDocument) -> str:
+    """Return how many repeated runs measured the noise, as text, or ``given`` if the user gave the noise."""
+    if state.noise_runs == GIVEN:
+        return "given"
+    return f"{state.noise_runs} repeat{'' if state.noise_runs == 1 else 's'}"
+
+
+def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
+    """Return lines about the point with the fewest changes, the searched values, and the gain of more trials.
+
+    ``budget`` is the number of trials that the search was allowed to run.
+    """
+    facts = _fewest_changes(state, state.fewest_octaves) if state.moved and state.fewest_octaves is not None else []
     for each in state.coordinates:
         if each.at_end:
             wider = _wider(state.dimension(each.path), each.best)
@@ -84,13 +117,38 @@ def findings(state: StudyDocument) -> list[Fact]:
         count = f"{len(state.idle)} of {len(state.coordinates)}"
         text = f"{count}: resetting them all to the start costs less than the noise"
         facts += under("not worth", [text, names([short_path(path) for path in state.idle])])
-    if unsure := [each.gain for each in state.unsure]:
+    if unsure := [each.gain for each in state.coordinates if state.effect(each) == UNSURE]:
         gains = f"{round(sum(unsure), 4) + 0.0:.4f} nats{' together' if len(unsure) > 1 else ''}"
         facts.append(("unsure", [f"{len(unsure)} with a gain that may be noise: {gains}"]))
     if state.informed is not None:
         verdict = "used" if state.informed else "dropped, because the trials contradict them"
         facts.append(("prior", [f"expectations of laws or of an earlier study were {verdict}"]))
-    return [*facts, *(outlook_facts(state.outlook, state.noise_floor) if state.outlook else [])]
+    if state.outlook is not None:
+        facts += outlook_facts(state.outlook, state.noise_floor)
+    if state.stalled:
+        of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
+        facts.append(("stopped", [f"after {of} trials: the last rounds gained less than the noise"]))
+    return facts
+
+
+def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
+    """Return lines about the point ``fewest``, which is as good as the best point with the fewest changed values."""
+    if fewest == state.octaves:
+        return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
+    moved = {path: octaves for path, octaves in fewest.items() if octaves}
+    far = sum(abs(x) for path, x in moved.items() if state.dimension(path).unit == "octave")
+    changes = (
+        f"{len(moved)} of {len(state.octaves)} changed, {far:.1f} octaves in all"
+        if moved
+        else "none changed: the start"
+    )
+    lines = [f"{changes}, equal to the best within the noise; expected {signed(state.fewest_cost or 0.0)} nats"]
+    if state.fewest is not None:
+        lines.append(f"measured {state.fewest.loss:.4f}, {state.fewest.certainty}")
+    if moved:
+        ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
+        lines.append(names([f"{short_path(path)} {state.dimension(path).change(x)}" for path, x in ordered]))
+    return under("fewest", lines)
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:

@@ -5,7 +5,7 @@ predicts the loss of a point.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,16 +96,15 @@ def search(study: StudyView) -> Figure:
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
     room, ticks = 0.03 * max(last - first, 1) + 0.2, numbers.linear_ticks(first, max(last, first + 1), 10)
-    best, start, shapes, notes = study.best, study.start_loss, [], []
+    best, start, shapes = study.best, study.start_loss, []
     if best and study.noise_floor:
         shapes.append(
             charts.mark_band("y", best.loss - study.noise_floor, best.loss + study.noise_floor, "var(--band)")
         )
     if start is not None and low <= start <= top:
         colour = MARKS["noise"].colour
-        shapes.append(charts.mark_line("y", start, colour))
-        place = {"x": 1, "xref": "paper", "xanchor": "right", "y": start, "yanchor": "bottom"}
-        notes.append({**place, "text": "the start", "font": {"size": 11, "color": colour}})
+        label = {"text": "the start", "textposition": "end", "font": {"size": 11, "color": colour}}
+        shapes.append(charts.mark_line("y", start, colour, label=label))
     searched = [
         (trial.number, trial.loss)
         for trial in study.trials
@@ -131,7 +130,6 @@ def search(study: StudyView) -> Figure:
         x={"range": [first - room, last + 2 * room], "tickvals": [n for n in ticks if n == int(n)]},
         y={"range": [low - 0.05 * (top - low), top + 0.02 * (top - low)]},
         shapes=shapes,
-        notes=notes,
     )
 
 
@@ -141,9 +139,9 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
     All charts have the same y axis, in nats above the best point. The surrogate may predict a loss below the best
     point, so the axis may go below 0.
     """
-    gains = [abs(each.gain) for each in study.coordinates if math.isfinite(each.gain)]
-    losses = [p.loss for each in study.coordinates for p in each.slice if math.isfinite(p.loss)]
-    wanted = max(2.5 * max(gains, default=0.0), 8 * (study.noise_floor or 0.0), 1e-3)
+    losses = [p.loss for each in study.coordinates for p in each.slice]
+    largest = max((abs(each.gain) for each in study.coordinates), default=0.0)
+    wanted = max(2.5 * largest, 8 * (study.noise_floor or 0.0), 1e-3)
     height = min(wanted, max(losses, default=wanted)) or wanted
     depth = max(min([0.0, *losses]), -height)
     shown = [coordinate for coordinate in study.coordinates if coordinate.slice][:PANELS]
@@ -159,11 +157,9 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
-    inside = [p for p in coordinate.slice if math.isfinite(p.loss + p.deviation)]
-    places = [p.octaves for p in coordinate.slice]
-    room = 0.02 * (max(places) - min(places)) + 0.02
-    low, high = max(dimension.low, min(places)) - room, min(dimension.high, max(places)) + room
-    x = [round(p.octaves, 3) for p in inside]
+    x = [round(p.octaves, 3) for p in coordinate.slice]
+    room = 0.02 * (x[-1] - x[0]) + 0.02
+    low, high = max(dimension.low, x[0]) - room, min(dimension.high, x[-1]) + room
 
     def between(first: Sequence[float], second: Sequence[float], colour: str) -> list[Figure]:
         """Return two invisible lines and the coloured area between them."""
@@ -171,17 +167,17 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
         return [charts.line(lines[0], MUTED, 0), charts.line(lines[1], MUTED, 0, fill="tonexty", fillcolor=colour)]
 
     traces = []
-    if any(p.risk > SEEN for p in inside):
-        hill = [bottom + p.risk * (top - bottom) for p in inside]
+    if any(p.risk > SEEN for p in coordinate.slice):
+        hill = [bottom + p.risk * (top - bottom) for p in coordinate.slice]
         traces += between([bottom] * len(x), hill, "var(--risk)")
-    above, below = ([p.loss + sign * p.deviation for p in inside] for sign in (1, -1))
+    above, below = ([p.loss + sign * p.deviation for p in coordinate.slice] for sign in (1, -1))
     traces += between(above, below, "var(--band)")
     hovers = [
         f"<b>{points.change(dimension, p.octaves)}</b><br>{numbers.delta(p.loss)} ± {p.deviation:.4f} nats"
         + (f"<br>{p.risk:.0%} diverge" if p.risk > 0.005 else "")
-        for p in inside
+        for p in coordinate.slice
     ]
-    line = [(at, min(max(p.loss, depth), 3 * height)) for at, p in zip(x, inside, strict=True)]
+    line = [(at, min(max(p.loss, depth), 3 * height)) for at, p in zip(x, coordinate.slice, strict=True)]
     traces.append(charts.line(line, ACCENT, hovertext=hovers))
     for state, y, colour, symbol in (
         ("complete", depth - 0.15 * (height - depth), MUTED, "line-ns-open"),
@@ -213,15 +209,12 @@ def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float
     )
 
 
-Curves = dict[int, list[Point]]  # points (tokens, loss) by the number of the trial
+Curves = Mapping[int, Sequence[Point]]  # points (tokens, loss) by the number of the trial
 
 
 def known_curves(study: StudyView) -> Curves:
     """Return the loss curves of all trials that have at least two points."""
-    curves = {
-        trial.number: [(float(tokens), loss) for tokens, loss in trial.curve if tokens > 0 and math.isfinite(loss)]
-        for trial in study.trials
-    }
+    curves = {trial.number: [point for point in trial.curve if point[0] > 0] for trial in study.trials}
     return {number: curve for number, curve in curves.items() if len(curve) > 1}
 
 

@@ -18,7 +18,6 @@ from leaven.views.render import render
 
 FIRST = 14  # number of rows of the table of values that are visible at first
 SHOWN = 30  # number of rows of the table of trials that are visible at first, in every sort order
-MATTERED, IDLE, UNSURE = "mattered", "not worth tuning", "unsure"
 
 
 def study_page(study: StudyView) -> str:
@@ -38,6 +37,7 @@ def study_page(study: StudyView) -> str:
         kind="study",
         title=study.name,
         study=study,
+        result=points.result(study) if study.best else [],
         lost=[f"{n} {state}" for state in ("diverged", "stopped", "failed", *UNDER_WAY) if (n := study.count(state))],
         search=search,
         multipliers=multipliers_view(best, study.space) if best else None,
@@ -65,6 +65,7 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
         "study": study,
         "marks": [(study_charts.MARKS[name], len(trials)) for name, trials in kinds.items() if name != "best"],
         "answer": study_charts.ANSWER,
+        "repeats": points.repeats(study),
         "beyond": sum(trial.state == "complete" and (trial.loss or 0.0) > top for trial in study.trials),
         "slices": [(each, points.change(study.dimension(each.path), each.best)) for each, _ in slices],
         "rows": [_value_row(each, study) for each in study.coordinates],
@@ -74,17 +75,6 @@ def search_view(study: StudyView) -> tuple[dict[str, Figure | None], Mapping[str
     return charts, view
 
 
-def word(coordinate: Coordinate, study: StudyView) -> str:
-    """Say whether a value was worth tuning: "mattered", "not worth tuning", or "unsure" if its effect is unclear.
-
-    A value that was not worth tuning can be reset to its start. Return "" for a value that the best point has not
-    changed.
-    """
-    if coordinate.worth or coordinate.path in study.idle:
-        return MATTERED if coordinate.worth else IDLE
-    return UNSURE if coordinate.best else ""
-
-
 def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
     dimension = study.dimension(coordinate.path)
     return {
@@ -92,7 +82,7 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
         "best": points.change(dimension, coordinate.best),
         "flat": "" if dimension.levels else " to ".join(points.change(dimension, to) for to in coordinate.flat),
         "bar": 100 * coordinate.importance / (max(each.importance for each in study.coordinates) or 1.0),
-        "word": word(coordinate, study),
+        "effect": study.effect(coordinate),
     }
 
 
@@ -101,18 +91,20 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
     Return None if there is no best point, or if the best point is the start.
     """
-    best, fewer = study.best_trial, study.fewer
-    moved = {path: to for path, to in ((best and best.octaves) or {}).items() if abs(to) > points.UNMOVED}
-    if best is None or not moved:
+    moved, fewer = (
+        {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
+        for point in (study.octaves, study.fewer)
+    )
+    if study.best is None or not moved:
         return None
-    at_fewest = values(study.centre, {path: to for path, to in (fewer or {}).items() if abs(to) > points.UNMOVED})
+    at_best, at_fewest = values(study.centre, moved), values(study.centre, fewer)
     rows = []
-    for path in sorted(moved, key=lambda path: (path not in at_fewest, -abs(moved[path]))):
-        found = [study.dimension(path).centre, best.values.get(path)]
-        found += [at_fewest.get(path, "as at the start")] if fewer is not None else []
+    for path in sorted(moved, key=lambda path: (path not in fewer, -abs(moved[path]))):
+        found = [study.dimension(path).centre, at_best[path]]
+        found += [at_fewest.get(path, "as at the start")] if study.fewer is not None else []
         rows.append([short_path(path), *(each if isinstance(each, str) else numbers.value(each) for each in found)])
-    heads = ["value", "start", "best", *(["fewest changes"] if fewer is not None else [])]
-    return {"heads": heads, "rows": rows, "of": len(best.octaves or {}), "fewest": len(at_fewest)}
+    heads = ["value", "start", "best", *(["fewest changes"] if study.fewer is not None else [])]
+    return {"heads": heads, "rows": rows}
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
@@ -144,9 +136,11 @@ def _cost(study: StudyView) -> Mapping[str, Any]:
     ends = [(trial.ended - (trial.seconds or 0.0), trial.ended) for trial in ran if trial.ended]
     return {
         "elapsed": max(ended for _, ended in ends) - min(begun for begun, _ in ends) if ends else None,
+        "seconds": sum(trial.seconds or 0.0 for trial in ran),
         "early": [
-            (sum(trial.seconds or 0.0 for trial in ran if trial.state == state), study.count(state), state)
+            f"{numbers.seconds(sum(trial.seconds or 0.0 for trial in ran if trial.state == state))} in {n} {state}"
             for state in ("stopped", "diverged", "failed")
+            if (n := study.count(state))
         ],
         "tokens": sum(trial.tokens for trial in study.trials),
         "flops": sum(trial.flops for trial in study.trials),

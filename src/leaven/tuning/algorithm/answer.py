@@ -27,6 +27,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from leaven.documents.runs import Outlook
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_number
 from leaven.tuning.algorithm import divergence
@@ -43,7 +44,7 @@ from leaven.tuning.algorithm.trust_region import (
     region,
     without_outliers,
 )
-from leaven.tuning.study_document import Answer, Best, Dimension, Outlook, StudyTrial
+from leaven.tuning.study_document import Answer, Best, Dimension, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -130,8 +131,9 @@ def _outlook(seen: "_Fitted", axes: Axes, point: Array) -> Outlook:
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
     pair = best_pair(seen.region, seen.points, point, seen.floor)
     if pair is None or not np.isfinite(seen.losses[~seen.points.any(1)]).any():  # nothing is gained over a divergence
-        return Outlook(count, flops, gain)
-    return Outlook(count, flops, gain, (paths[pair[0]], paths[pair[1]]), pair[2])
+        return Outlook(trials=count, flops=flops, gain=gain)
+    two = (paths[pair[0]], paths[pair[1]])
+    return Outlook(trials=count, flops=flops, gain=gain, pair=two, pair_share=pair[2])
 
 
 def _fewest_measured(seen: "_Fitted", point: Point, best: Best) -> tuple[Best, Array]:

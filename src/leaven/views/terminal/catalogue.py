@@ -9,7 +9,6 @@ from rich.text import Text
 from leaven.catalogue.groups import Provenance, PublishedGroup
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import DifferenceRow, NearRun, RecipeDifference, RunSummary
-from leaven.documents.runs import ComparedValue
 from leaven.recipe.units import format_number, format_quantity
 from leaven.views import numbers
 from leaven.views.tables import Column, Fact, Facts, Table, under
@@ -147,8 +146,3 @@ def _dim(*lines: str) -> list[Fact]:
 def value_lines(value: Any) -> list[str]:
     """Return a value as lines of text. A list has one line for each item."""
     return list(map(numbers.setting, value)) if isinstance(value, list | tuple) else [numbers.setting(value)]
-
-
-def value_rows(different: Sequence[ComparedValue]) -> list[list[str]]:
-    """Return the rows of a table of values that differ between runs: the value's path, and its value in each run."""
-    return [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in different]

@@ -12,7 +12,7 @@ from leaven.recipe.recipe import Recipe
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.views import numbers
 from leaven.views.tables import LABEL, Column, Facts, Table
-from leaven.views.terminal.catalogue import value_rows
+from leaven.views.terminal.catalogue import value_lines
 
 _COMPARED = (
     Column("run", lambda run: run.path, align="left"),
@@ -77,14 +77,21 @@ def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
     yield f"wrote {export.path}"
 
 
+def comparison_tables(document: ComparisonDocument) -> tuple[Table, Table]:
+    """Return a table with a row for each run, and a table of the values that differ, with a column for each run."""
+    heads = [Column("value", align="left")]
+    heads += [Column(run.path, align="left", free=True) for run in document.runs]
+    rows = [[row.path, *(" | ".join(value_lines(value)) for value in row.values)] for row in document.different]
+    return Table.of(_COMPARED, document.runs), Table(heads, rows)
+
+
 def comparison_screen(document: ComparisonDocument) -> Iterator[RenderableType]:
     """Yield the screen of ``leaven report RUN RUN...``: a row for each run, and the values that differ."""
-    yield Table.of(_COMPARED, document.runs)
-    if document.different:
-        heads = [Column("value", align="left")]
-        heads += [Column(run.path, align="left", free=True) for run in document.runs]
+    runs, different = comparison_tables(document)
+    yield runs
+    if different.rows:
         yield ""
-        yield Table(heads, value_rows(document.different))
+        yield different
     else:
         yield "the recipes are the same"
     for warning in document.warnings:

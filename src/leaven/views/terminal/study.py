@@ -3,8 +3,7 @@
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -13,18 +12,10 @@ from rich.text import Text
 from leaven.recipe.recipe import short_path
 from leaven.recipe.units import format_quantity, format_seconds
 from leaven.tuning.algorithm.noise import GIVEN
-from leaven.tuning.study_document import (
-    UNDER_WAY,
-    Best,
-    Coordinate,
-    StudyDocument,
-    StudyTrial,
-    covered,
-    signed,
-)
+from leaven.tuning.study_document import UNDER_WAY, Coordinate, StudyDocument, StudyTrial, covered
 from leaven.views import points
-from leaven.views.points import findings, names
-from leaven.views.tables import LABEL, Cell, Column, Fact, Facts, Table, joined, under
+from leaven.views.points import findings, repeats, result
+from leaven.views.tables import LABEL, Cell, Column, Facts, Table, joined, under
 from leaven.views.terminal.live import LiveScreen
 
 EVERY = 10  # without a terminal, a status line is printed after this number of trials
@@ -59,13 +50,15 @@ class TuneScreen(LiveScreen):
         self._state, self._trials, self._workers = state, trials, workers
         self._flops, self._hours = flops, hours
         self._shown = {trial.number for trial in _ended(state)}
-        self._best: StudyTrial | None = reduce(_lower, state.trials, None)
         self._running: dict[int, tuple[str, float]] = {}  # (worker, start in Unix time) by number of the trial
         self._names: dict[str, str] = {}
         self._lock_rows = threading.RLock()  # not used in ``_status``, which rich calls while it holds a lock of rich
         self.bar("trials", state.ended, trials, "")
         self.above = self._status
-        for line in joined(headline(state), self.console.width):
+        count = len(state.space)
+        method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
+        noise = _noise(state, least=1) or "noise not measured"
+        for line in joined([f"study {state.name}", method, noise], self.console.width):
             self.line(line)
         if self._shown:
             # The search may have stopped by itself, so do not say that it continues.
@@ -95,17 +88,16 @@ class TuneScreen(LiveScreen):
 
     def _say(self, trial: StudyTrial) -> None:
         """Print the row of a trial. If the trial ended early, the row says why and when, instead of the loss."""
+        best, expected = self._best, ""
         self._shown.add(trial.number)
         worker, _ = self._running.pop(trial.number, (None, 0.0))
-        best, expected = self._best, ""
         loss: Cell
         against: Cell = ""
         if trial.state == "complete" and trial.loss is not None:
             loss = f"{trial.loss:.4f}"
             if trial.purpose == "search" and best is not None and best.loss is not None:
-                better = trial.loss < best.loss
-                difference = f"{trial.loss - best.loss:+.4f} {'*' if better else ' '}"
-                against = Text(difference, "green" if better else "")
+                star, style = ("*", "green") if trial.loss < best.loss else (" ", "")
+                against = Text(f"{trial.loss - best.loss:+.4f} {star}", style)
         else:
             style = "yellow" if trial.state == "stopped" else "red"
             loss, against = Text(trial.state, style), Text(points.share(trial, self._state), style)
@@ -115,7 +107,17 @@ class TuneScreen(LiveScreen):
         worker = worker or (self._name(trial.worker) if trial.worker else "-")
         changed = expected + points.summary(trial, self._state, room, best)
         self.row([str(trial.number), loss, against, speed, worker, changed])
-        self._best = _lower(best, trial)
+
+    @property
+    def _best(self) -> StudyTrial | None:
+        """The trial of the search with the lowest loss, of those that are shown."""
+        found = [
+            (trial.loss, trial)
+            for trial in self._state.trials
+            if trial.number in self._shown and trial.state == "complete" and trial.purpose == "search"
+            if trial.loss is not None
+        ]
+        return min(found, key=lambda each: each[0])[1] if found else None
 
     def _name(self, worker: str) -> str:
         """Return the short name of a worker: w1, w2 and so on, in the order of their first trials."""
@@ -165,30 +167,22 @@ class TuneScreen(LiveScreen):
 
     def _summary(self) -> list[Cell]:
         state, parts = self._state, list[str]()
-        if self._best is not None:
-            parts.append(f"best {self._best.loss:.4f} ({self._best.number})")
+        if (best := self._best) is not None:
+            parts.append(f"best {best.loss:.4f} ({best.number})")
             start = next((trial.loss for trial in state.trials if trial.number == 0), None)
             parts += [] if start is None else [f"start {start:.4f}"]
         parts.append(self._done())
-        states = [trial.state for trial in state.trials]
-        parts += [f"{states.count(kind)} {kind}" for kind in ("diverged", "stopped", "failed") if kind in states]
+        parts += [f"{n} {kind}" for kind in ("diverged", "stopped", "failed") if (n := state.count(kind))]
         parts += [noise] if (noise := _noise(state)) else []
         parts.append(f"{self._workers} workers" if self._workers > 1 else "1 worker")
         return [*parts, left] if (left := self._time_left()) else [*parts]
 
 
-def headline(state: StudyDocument) -> list[str]:
-    """Return three texts: the name of a study, its method with the number of searched values, and its noise."""
-    count = len(state.space)
-    method = f"{state.method}, {count} dimension{'s' if count != 1 else ''}"
-    return [f"study {state.name}", method, _noise(state, repeats=1) or "noise not measured"]
-
-
-def _noise(state: StudyDocument, repeats: int = 2) -> str | None:
-    """Return the noise between seeds as text, or None if fewer than ``repeats`` repeated runs measured it."""
-    if state.noise_floor is None or state.noise_runs < repeats:
+def _noise(state: StudyDocument, least: int = 2) -> str | None:
+    """Return the noise between seeds as text, or None if fewer than ``least`` repeated runs measured it."""
+    if state.noise_floor is None or state.noise_runs < least:
         return None
-    return f"noise {state.noise_floor:.4f} nats ({state.noise_runs} repeat{'s' if state.noise_runs > 1 else ''})"
+    return f"noise {state.noise_floor:.4f} nats ({repeats(state)})"
 
 
 def _ended(state: StudyDocument) -> list[StudyTrial]:
@@ -196,54 +190,26 @@ def _ended(state: StudyDocument) -> list[StudyTrial]:
     return sorted(trials, key=lambda trial: (trial.ended or 0.0, trial.number))
 
 
-def _lower(best: StudyTrial | None, trial: StudyTrial) -> StudyTrial | None:
-    """Return ``trial`` if it is a complete trial of the search with a lower loss than ``best``, else ``best``."""
-    if trial.state != "complete" or trial.purpose != "search" or trial.loss is None:
-        return best
-    return trial if best is None or best.loss is None or trial.loss < best.loss else best
-
-
 def answer_screen(state: StudyDocument, folder: Path, budget: int | None = None) -> Iterator[RenderableType]:
     """Yield the best values that a study found, and the files with these values. The study must have a best point.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """
-    assert state.best is not None
-    moved = any(state.octaves.values())
-    yield Facts(_result(state, state.best, moved), LABEL)
+    facts = under("best", result(state))
+    if state.noise_floor is not None:
+        degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"
+        source = "given" if state.noise_runs == GIVEN else f"{degrees} of freedom"
+        facts.append(("noise", [f"{state.noise_floor:.4f} nats, standard deviation between seeds ({source})"]))
+    yield Facts(facts, LABEL)
     worth = [each for each in state.coordinates if each.worth]
     if worth:
         yield _worth_tuning(state, worth[:ROWS])
         if len(worth) > ROWS:
             yield f"{'':{LABEL}}and {len(worth) - ROWS} more"
-    facts = _fewest_changes(state, state.fewest_octaves) if moved and state.fewest_octaves is not None else []
-    facts += findings(state)
-    if state.stalled:
-        of = f"{state.ended} of {budget}" if budget is not None and budget > state.ended else f"{state.ended}"
-        facts.append(("stopped", [f"after {of} trials: the last rounds gained less than the noise"]))
     files = [f"{folder / 'best.toml'} (with a reason for each value under [why])"]
     if state.fewer is not None:
         files.append(f"{folder / 'fewest.toml'} (the fewest changes)")
-    yield Facts([*facts, *under("recipe", files)], LABEL)
-
-
-def _result(state: StudyDocument, best: Best, moved: bool) -> list[Fact]:
-    """Return lines about the best loss, and about the noise."""
-    against = f", {signed(-state.gain)} against the start" if state.gain is not None and moved else ""
-    lines = [f"{best.loss:.4f} nats per token, {best.certainty}{against}"]
-    if best.fresh > 1:
-        lines.append(f"the mean of {best.fresh} runs with fresh seeds, which were not used to choose these values")
-    if state.coordinates and not moved:
-        tried = any(each.importance for each in state.coordinates)
-        reason = "nothing was found that is known to be better" if tried else "nothing else was run"
-        lines.append(f"the start itself: {reason}")
-    facts = under("best", lines)
-    if state.noise_floor is not None:
-        degrees = "1 degree" if state.noise_runs == 1 else f"{state.noise_runs} degrees"
-        source = "given" if state.noise_runs == GIVEN else f"{degrees} of freedom"
-        text = f"{state.noise_floor:.4f} nats, standard deviation between seeds ({source})"
-        facts.append(("noise", [text]))
-    return facts
+    yield Facts([*findings(state, budget), *under("recipe", files)], LABEL)
 
 
 def _worth_tuning(state: StudyDocument, worth: Sequence[Coordinate]) -> Table:
@@ -259,23 +225,3 @@ def _worth_tuning(state: StudyDocument, worth: Sequence[Coordinate]) -> Table:
         Column("importance", lambda each: f"{each.importance:.0%}", drop=3),
     )
     return Table.of(columns, worth)
-
-
-def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about the point ``fewest``, which is as good as the best point with the fewest changed values."""
-    if fewest == state.octaves:
-        return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
-    moved = {path: octaves for path, octaves in fewest.items() if octaves}
-    far = sum(abs(x) for path, x in moved.items() if state.dimension(path).unit == "octave")
-    changes = (
-        f"{len(moved)} of {len(state.octaves)} changed, {far:.1f} octaves in all"
-        if moved
-        else "none changed: the start"
-    )
-    lines = [f"{changes}, equal to the best within the noise; expected {signed(state.fewest_cost or 0.0)} nats"]
-    if state.fewest is not None:
-        lines.append(f"measured {state.fewest.loss:.4f}, {state.fewest.certainty}")
-    if moved:
-        ordered = sorted(moved.items(), key=lambda item: -abs(item[1]))
-        lines.append(names([f"{short_path(path)} {state.dimension(path).change(x)}" for path, x in ordered]))
-    return under("fewest", lines)
