@@ -23,12 +23,13 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.algorithm.trust_region import Axes, region, results
 from leaven.tuning.service.budget import Budget, busy
 from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import Evaluation, NothingFound, ended_runs, runs_of
+from leaven.tuning.service.search_plan import NothingFound
+from leaven.tuning.service.trial_log import runs_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -393,16 +394,14 @@ def test_a_budget_of_flops_reserves_the_reruns() -> None:
 
 
 def test_hours_count_while_something_runs() -> None:
-    def run(began: float, ended: float | None, number: int) -> Evaluation:
-        trial = create_trial(
-            state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
-        )
-        trial.state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
-        return Evaluation(trial, trial, 0, Axes(SPACE))
-
-    at_once = [run(0, 3600, 0), run(1800, 5400, 1)]
-    after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]
-    assert busy([*at_once, *after_a_night], 52_000) == 5400 + 2000
+    study = optuna.create_study()
+    for began, ended in ((0, 3600), (1800, 5400), (50_000, 51_800), (51_000, None)):
+        state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
+        attributes = {"owner": "x", "began": began} | ({"ended": ended} if ended else {})
+        study.add_trial(create_trial(state=state, value=ended and 1.0, user_attrs=attributes))
+    runs = runs_of(study.trials, Axes({}))
+    at_once = runs[:2]
+    assert busy(runs, 52_000) == 5400 + 2000
     budget = Budget(hours=2.0)
     assert budget.finals(at_once, 6000) == (0, 0)  # at three quarters of an hour a run, half an hour pays none
     assert budget.left(at_once, 6000) == pytest.approx(2 / 3)
@@ -520,8 +519,8 @@ def test_results_are_ordered_by_unix_time() -> None:
         study.add_trial(
             create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
         )
-    runs = runs_of(study.trials, Axes({}))
-    assert [run.last.number for run in ended_runs(runs)] == [1, 2, 0]
+    axes = Axes({})
+    assert [run.number for run in results(runs_of(study.trials, axes), axes)[0]] == [1, 2, 0]
 
 
 def test_pruned_trials_have_their_expected_loss() -> None:
@@ -534,8 +533,8 @@ def test_pruned_trials_have_their_expected_loss() -> None:
     add(None, TrialState.PRUNED, ended=2.0, expected=2.5)
     add(None, TrialState.FAIL, ended=3.0)
     add(7.0, TrialState.COMPLETE, ended=4.0, diverged=True)
-    runs = ended_runs(runs_of(study.trials, Axes({})))
-    assert [run.loss for run in runs] == [2.0, 2.5, math.inf]
+    axes = Axes({})
+    assert results(runs_of(study.trials, axes), axes)[2].tolist() == [2.0, 2.5, math.inf]
 
 
 def diverge(x: Proposal) -> float:

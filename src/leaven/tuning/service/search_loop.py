@@ -15,7 +15,7 @@ starts one:
 - A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run
   has failed. A trial that its owner released (Ctrl-C) does not count as dead.
 - A run that diverged is stored with a mark, and with the worst finite loss so far for Optuna's samplers. leaven reads
-  its loss as infinite (``search_plan.py``).
+  its loss as infinite (``trial_log.py``).
 """
 
 import math
@@ -41,8 +41,10 @@ from leaven.training.run_folder import describe_changes
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.leases import Leases
-from leaven.tuning.service.samplers import METHODS, distributions, sampler
-from leaven.tuning.service.search_plan import (
+from leaven.tuning.service.samplers import METHODS, SeededSampler, distributions
+from leaven.tuning.service.search_plan import SearchPlan
+from leaven.tuning.service.stores import StoreGone
+from leaven.tuning.service.trial_log import (
     BEGAN,
     DIVERGED,
     ENDED,
@@ -54,12 +56,10 @@ from leaven.tuning.service.search_plan import (
     RETRY_OF,
     SEED,
     Evaluation,
-    SearchPlan,
     TrialRequest,
     jobs_of,
     runs_of,
 )
-from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
 NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
@@ -274,7 +274,7 @@ class SearchLoop:
         if outcome.diverged:
             # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
             others = runs_of(self._study.get_trials(deepcopy=False), self._plan.axes)
-            loss = max((run.loss for run in others if run.state in {"complete", "stopped"}), default=NEVER_ENDED)
+            loss = max((run.loss for run in others if run.loss is not None), default=NEVER_ENDED)
         if outcome.stopped:
             # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
@@ -388,7 +388,7 @@ def join_study(
         created[EARLIER]["noise"] = axes.earlier.noise
     if recipe is not None:
         created["recipe"] = recipe.model_dump(mode="json")
-    study = optuna_study(store, name, sampler(method, axes, seed), created, what)
+    study = optuna_study(store, name, SeededSampler(method, axes, seed), created, what)
     there = study.user_attrs[ABOUT]
     if recipe is not None and "recipe" in there:
         check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)

@@ -68,8 +68,9 @@ from leaven.tuning.service.search_loop import (
     check_search,
     join_study,
 )
-from leaven.tuning.service.search_plan import Evaluation, NothingFound, SearchPlan, known_runs, region_of, runs_of
+from leaven.tuning.service.search_plan import NothingFound, SearchPlan, known_runs
 from leaven.tuning.service.stores import StoreGone, exists, open_store
+from leaven.tuning.service.trial_log import Evaluation, region_of, runs_of
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
@@ -368,7 +369,7 @@ class Study:
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        ended = {f"{run.origin.number:06d}" for run in self._runs() if run.state not in UNDER_WAY}
+        ended = {f"{run.origin:06d}" for run in self._runs() if run.state not in UNDER_WAY}
         for folder in (self.out / CHECKPOINTS).glob("*-*"):
             if folder.name.partition("-")[0] in ended:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -401,9 +402,8 @@ class Study:
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
         over = self._over or bool(self._study.user_attrs.get(ANSWERED))
         runs = self._runs()
-        records = [run.record for run in runs]
         found = answer(
-            records,
+            runs,
             space.dimensions,
             self._noise,
             over=over,
@@ -411,7 +411,7 @@ class Study:
             optunas=ped_anova,
             earlier=space.earlier,
         )
-        trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
+        trials = tuple(replace(run, values=space.values(run.octaves or {})) for run in runs)
         radius = None
         if by_surrogate:
             radius = region_of(runs, axes, self._noise).radius if any(run.finished for run in runs) else RADIUS
