@@ -220,9 +220,7 @@ class FittedTrials:
 
     def best(self, point: Point, losses: Sequence[float], fresh: int) -> Best:
         number = min(run.number for run, x in zip(self.trials, self.points, strict=True) if tuple(x) == point)
-        interval = (-math.inf, math.inf)
-        if fresh and self.noise is not None:
-            interval = interval_of_mean(losses, self.noise, self.degrees)
+        interval = interval_of_mean(losses if fresh else (), self.noise, self.degrees)
         return Best(number, statistics.fmean(losses), interval, fresh, len(losses))
 
     @property

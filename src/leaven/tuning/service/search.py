@@ -17,7 +17,8 @@ from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
 from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
 from leaven.tuning.service.budget import Budget
-from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver, check_search, join_study
+from leaven.tuning.service.join import check_search, join_study
+from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
 from leaven.tuning.service.search_plan import SearchPlan, known_runs
 from leaven.tuning.service.stores import open_store
 
@@ -156,9 +157,6 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     loop = SearchLoop(plan, study, store, objective, given.workers, stop, watch, given.lease_seconds)
     runs = loop.run()
     chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
-    interval = (-math.inf, math.inf)
-    if noise is not None and chosen.fresh:
-        interval = interval_of_mean(chosen.losses, noise, degrees)
     found = [
         SearchTrial(
             number=run.number,
@@ -173,7 +171,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     return SearchResult(
         params=plan.params_of(runs, chosen.point),
         loss=chosen.loss,
-        interval=interval,
+        interval=interval_of_mean(chosen.losses if chosen.fresh else (), noise, degrees),
         fresh=chosen.fresh,
         noise=noise,
         stalled=not stop() and plan.ended_early(runs, time.time()),

@@ -3,8 +3,7 @@
 What ``leaven tune`` does from start to end:
 
 1. :class:`Study` checks the arguments and narrows the search space. On entering, it opens the store, which contains
-   all trials (an Optuna journal or a database, ``stores.py``), and joins or creates the study in it (``join_study``
-   in ``search_loop.py``).
+   all trials (an Optuna journal or a database, ``stores.py``), and joins or creates the study in it (``join.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
    plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
    or the best points again. It trains the run in a worker process (``training/trial.py``). A trial ends early if it
@@ -58,16 +57,9 @@ from leaven.tuning.algorithm.trust_region import RADIUS
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.budget import Budget
+from leaven.tuning.service.join import check_recipe, check_search, join_study
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.service.search_loop import (
-    Proposal,
-    SearchLoop,
-    TrialReleased,
-    WorkerDied,
-    check_recipe,
-    check_search,
-    join_study,
-)
+from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
 from leaven.tuning.service.search_plan import NothingFound, SearchPlan, known_runs
 from leaven.tuning.service.stores import StoreGone, exists, open_store
 from leaven.tuning.service.trial_log import Evaluation, region_of, runs_of
