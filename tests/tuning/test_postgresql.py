@@ -167,19 +167,10 @@ def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Pa
     url, trials = server.database("kills"), 8
     small = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256", "--space", "hyperparameters.lr"]
     verb = [sys.executable, "-m", "leaven", "tune", str(tiny_file), "--study", url, "--trials", str(trials)]
+    verb += ["--workers", "1", "--json", "--method", "random", *small]
     commands = [
         subprocess.Popen(
-            [
-                *verb,
-                "--workers",
-                "1",
-                "--json",
-                "--method",
-                "random",
-                "--out",
-                str(tmp_path / f"machine-{which}"),
-                *small,
-            ],
+            [*verb, "--out", str(tmp_path / f"machine-{which}")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -290,6 +290,11 @@ class Runs:
         return self.answer(x)
 
 
+def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
+    (study,) = store.get_all_studies()
+    return store.get_all_trials(study._study_id)
+
+
 def test_the_order_of_runs_is_noise_search_reruns_confirmation() -> None:
     runs = Runs(Noisy(0.01))
     found = search(runs, SPACE, trials=64)
@@ -342,9 +347,7 @@ def test_a_run_whose_process_died_is_retried_once_and_counts_once() -> None:
     assert {x.origin: x for x in runs.asked}[4] == {x.number: x for x in runs.asked}[4]  # the same point again
     assert len(found.trials) == 11  # the one that failed has no result, and no third chance
     assert len({x.origin for x in runs.asked}) == 12
-    (study,) = store.get_all_studies()
-    retried = [t.user_attrs["retry_of"] for t in store.get_all_trials(study._study_id) if "retry_of" in t.user_attrs]
-    assert retried == [4, 7]
+    assert [t.user_attrs["retry_of"] for t in trials_in(store) if "retry_of" in t.user_attrs] == [4, 7]
 
 
 def test_two_searches_at_once_share_the_work() -> None:
@@ -416,11 +419,10 @@ def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
 
     runs, store = Runs(impatient), InMemoryStorage()
     found = search(runs, SPACE, trials=32, storage=store, noise=0.01)
-    (study,) = store.get_all_studies()
-    stopped = [t for t in store.get_all_trials(study._study_id) if t.state is TrialState.PRUNED]
-    assert stopped
-    assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in stopped)
-    assert found.params not in [t.params for t in stopped]
+    pruned = [t for t in trials_in(store) if t.state is TrialState.PRUNED]
+    assert pruned
+    assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in pruned)
+    assert found.params not in [t.params for t in pruned]
     assert len(found.trials) == 32
     assert all(x.baseline is None for x in runs.asked[-2:])
     baselines = [x.baseline for x in runs.asked if x.baseline is not None]
@@ -428,18 +430,6 @@ def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
         (baseline.loss for baseline in baselines), reverse=True
     )
     assert {baseline.noise for baseline in baselines} == {0.01}
-
-
-def test_a_stopped_search_starts_nothing_and_resumes_later() -> None:
-    runs, store = Runs(), InMemoryStorage()
-    found = search(runs, SPACE, trials=20, storage=store, stop=lambda: len(runs.asked) >= 7)
-    assert (len(found.trials), found.stalled) == (7, False)
-    assert len(search(runs, SPACE, trials=20, storage=store).trials) == len(runs.asked) == 20
-
-
-def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
-    (study,) = store.get_all_studies()
-    return store.get_all_trials(study._study_id)
 
 
 def test_a_trial_that_another_command_closes_before_its_result_is_retried() -> None:
@@ -512,29 +502,20 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     assert len(found.trials) == 4
 
 
-def test_results_are_ordered_by_unix_time() -> None:
+def test_results_are_ordered_by_unix_time_and_pruned_ones_have_their_expected_loss() -> None:
     """Optuna's own times are local to each machine."""
-    study = optuna.create_study()
-    for ended in (20.0, 10.0, 10.0):
-        study.add_trial(
-            create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
-        )
-    axes = Axes({})
-    assert [run.number for run in results(runs_of(study.trials, axes), axes)[0]] == [1, 2, 0]
+    study, axes = optuna.create_study(), Axes({})
 
+    def add(ended: float, value: float | None, state: TrialState = TrialState.COMPLETE, **attributes: object) -> None:
+        attributes |= {"owner": "x", "ended": ended}
+        study.add_trial(create_trial(state=state, value=value, user_attrs=attributes))
 
-def test_pruned_trials_have_their_expected_loss() -> None:
-    study = optuna.create_study()
-
-    def add(value: float | None, state: TrialState, **attributes: object) -> None:
-        study.add_trial(create_trial(state=state, value=value, user_attrs={"owner": "x", **attributes}))
-
-    add(2.0, TrialState.COMPLETE, ended=1.0)
-    add(None, TrialState.PRUNED, ended=2.0, expected=2.5)
-    add(None, TrialState.FAIL, ended=3.0)
-    add(7.0, TrialState.COMPLETE, ended=4.0, diverged=True)
-    axes = Axes({})
-    assert results(runs_of(study.trials, axes), axes)[2].tolist() == [2.0, 2.5, math.inf]
+    add(20.0, 2.0)
+    add(10.0, None, TrialState.PRUNED, expected=2.5)
+    add(10.0, 7.0, diverged=True)
+    add(5.0, None, TrialState.FAIL)
+    ended, _, losses = results(runs_of(study.trials, axes), axes)
+    assert ([run.number for run in ended], losses.tolist()) == ([1, 2, 0], [2.5, math.inf, 2.0])
 
 
 def diverge(x: Proposal) -> float:
