@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Server:
-    """In a folder under /tmp: the server refuses to run as root, and another user cannot enter pytest's folders."""
+    """A server with its data under /tmp: it refuses to run as root, and another user cannot read pytest's folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,12 +61,12 @@ class Server:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """As pg_ctl stop -m immediate does: connections break, and the next start finds in the log what was done."""
+        """Stop like pg_ctl stop -m immediate: connections break, and the next start recovers from the log."""
         self._server.send_signal(signal.SIGQUIT)
         self._server.wait()
 
     def database(self, name: str) -> str:
-        """The URL of a new one."""
+        """Create a database and return its URL."""
         subprocess.run([PROGRAMS / "createdb", "-h", self.folder, "-U", "leaven", name], check=True)
         return f"postgresql://leaven@/{name}?host={self.folder}"
 

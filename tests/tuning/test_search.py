@@ -1,4 +1,4 @@
-"""``search`` on Python functions: every method, divergence, noise, storage, and what bad input gets."""
+"""``search`` on Python functions: every method, divergence, noise, storage, and invalid arguments."""
 
 import itertools
 import math
@@ -483,7 +483,7 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     other, looked = list[Future[SearchResult]](), threading.Event()
 
     class Slow(InMemoryStorage):
-        """The second begins when the study is there, and not yet what it is of."""
+        """Starts the second search when the study exists but has no settings yet."""
 
         def create_new_study(self, directions: Any, study_name: str | None = None) -> int:
             made = super().create_new_study(directions, study_name)

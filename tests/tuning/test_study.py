@@ -86,13 +86,13 @@ def tune(recipe: Path, where: Path | str, trials: int, *more: str) -> "subproces
 
 
 def saved(folder: Path) -> list[dict[str, object]]:
-    """The trials in study.json."""
+    """Return the trials in study.json, or nothing before it is written."""
     file = folder / "study.json"
     return list(json.loads(file.read_text())["trials"]) if file.exists() else []
 
 
 def until(done: Callable[[], object], *processes: "subprocess.Popen[str]") -> None:
-    """Wait for a state."""
+    """Wait until ``done`` returns true, while the processes are alive."""
     while not done():
         for process in processes:
             assert process.poll() is None, f"it ended before: {process.communicate()}"
@@ -478,7 +478,7 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
 
 
 def tree(folder: Path) -> dict[Path, bytes | None]:
-    """All that is in a folder."""
+    """Return the content of every file in a folder, None for a folder."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 

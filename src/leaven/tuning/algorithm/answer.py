@@ -90,7 +90,7 @@ def answer(
     seen, paths = FittedTrials.of(trials, axes, noise), list(axes.limits)
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
-        return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
+        return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice, dimensions=tuple(dimensions))
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
     confirmed = seen.confirmed(by_surrogate=by_surrogate) if over else None
     point = seen.region.predicted if confirmed is None else np.array(confirmed.point)

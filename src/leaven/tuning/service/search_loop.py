@@ -239,7 +239,7 @@ class SearchLoop:
             self._close(proposal.number)
         except BaseException as error:
             self._close(proposal.number, released=True)
-            if not isinstance(error, Exception):  # SystemExit, say
+            if not isinstance(error, Exception):  # for example SystemExit
                 raise
             if not isinstance(error, TrialReleased):
                 self._error = error

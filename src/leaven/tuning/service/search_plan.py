@@ -32,7 +32,7 @@ from leaven.tuning.service.budget import Budget
 from leaven.tuning.service.trial_log import CONFIRMS, FINAL, FINALIST, Evaluation, Params, TrialRequest, region_of
 from leaven.tuning.study_document import Dimension
 
-# Least size of the budget: runs of the start. If the user gives the noise, the start is run once.
+# How often the start is run, by the least size of the budget. If the user gives the noise, the start is run once.
 REPEATS = {24: 3, 12: 2, 0: 1}
 SMALL = 16  # runs: a smaller budget confirms only gains that are not accepted without confirmation
 SURE = 2  # the fewest degrees of freedom of the noise with which runs are pruned
@@ -98,6 +98,12 @@ class SearchPlan:
     # The last trust region, and the numbers of its trials.
     _known: tuple[list[int], Region] | None = field(default=None, init=False)
 
+    @property
+    def by_surrogate(self) -> bool:
+        """Whether the trust region proposes and ranks points. In other methods an Optuna sampler or a grid proposes
+        them, and losses rank them."""
+        return self.method == "trust-region"
+
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
         """Return the next run, or None if the search is complete or must wait for a running trial.
 
@@ -120,11 +126,10 @@ class SearchPlan:
                 return known
         stored = [run.finals for run in runs if run.budget == self.budget.label and run.finals]
         if not stored:
-            trusts = self.method == "trust-region"  # an Optuna sampler proposes the points of other methods
-            stalled = trusts and self.stop_at_noise and self._region(runs).stalled()
+            stalled = self.by_surrogate and self.stop_at_noise and self._region(runs).stalled()
             if self._room(runs, now) and not stalled:
                 point = None
-                if trusts:
+                if self.by_surrogate:
                     rng, last = np.random.default_rng([self.seed, turn]), not self._room(runs, now, more=2)
                     point = self.axes.params(self._region(runs).proposal(rng, last=last))
                 return TrialRequest("search", f"search:{turn}", point=point)
@@ -161,7 +166,7 @@ class SearchPlan:
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
             return False
-        if self.method != "trust-region":
+        if not self.by_surrogate:
             return True
         if not self._region(runs).incumbent.any():
             return False
@@ -200,7 +205,7 @@ class SearchPlan:
         """Return the points that may be finalists, the most promising first, without the start and pruned points."""
         excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == "stopped"}
         excluded.add((0.0,) * len(self.axes.start))
-        points = self._fitted(runs).finalists(by_surrogate=self.method == "trust-region")
+        points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
         if not points:
             raise NothingFound(self._nothing(runs))
         return [self.axes.params(np.array(point)) for point in points if point not in excluded]
@@ -253,7 +258,7 @@ class SearchPlan:
         Raises:
             NothingFound: if no run finished.
         """
-        found = self._fitted(runs).confirmed(by_surrogate=self.method == "trust-region")
+        found = self._fitted(runs).confirmed(by_surrogate=self.by_surrogate)
         if found is None:
             raise NothingFound(self._nothing(runs))
         return found

@@ -408,7 +408,7 @@ class Study:
         if by_surrogate:
             radius = region_of(runs, axes, self._noise).radius if any(run.finished for run in runs) else RADIUS
         return StudyDocument(
-            **vars(found) | {"best": found.best if over else None, "dimensions": space.dimensions, "trials": trials},
+            **vars(found) | {"best": found.best if over else None, "trials": trials},
             name=self._study.study_name,
             method=self.method,
             space=space.paths,
