@@ -24,7 +24,7 @@ from leaven.tuning.algorithm.noise import noise_between_seeds
 from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.samplers import ped_anova
 from leaven.tuning.service.search_loop import Proposal
-from leaven.tuning.service.search_plan import runs_of
+from leaven.tuning.service.trial_log import runs_of
 from leaven.tuning.study_document import Dimension, StudyTrial
 
 SEEDS = 16  # more seeds than a search uses for one point
@@ -72,7 +72,7 @@ def searched(
 
     search(run, limits, None, trials, seed=seed, stop_at_noise=False, storage=store)
     kept = store.get_all_trials(store.get_study_id_from_name("leaven"), deepcopy=False)
-    return [each.record for each in runs_of(kept, Axes(limits))], dimensions
+    return runs_of(kept, Axes(limits)), dimensions
 
 
 def judged(d: int, trials: int, seed: int, share: float) -> dict[str, list[float]]:

@@ -13,10 +13,11 @@ from benchmarks.answers import judged
 from leaven.tuning.algorithm.answer import (
     ELSEWHERE,
     Confirmation,
+    FittedTrials,
+    Point,
     advice_when_all_diverged,
     answer,
     confirm,
-    finalists,
     to_confirm,
 )
 from leaven.tuning.algorithm.noise import pooled_noise
@@ -159,7 +160,7 @@ def test_without_reruns_there_is_no_best_but_a_predicted_point() -> None:
 @pytest.mark.parametrize("noise", [0.01, 0.1, 2.0])
 def test_the_fewest_changes_are_those_of_brute_force(noise: float) -> None:
     trials = study()
-    _, fewest, promise, *_ = (np.array(list(x.values())) for x in finalists(trials, Axes.of(DIMENSIONS), noise))
+    _, fewest, promise, *_ = map(np.array, finalists(trials, noise))
     points = np.array([list((run.octaves or {}).values()) for run in trials])
     now = region(Axes.of(DIMENSIONS), points, np.array([run.loss for run in trials]), noise)
     equal = []
@@ -254,18 +255,22 @@ def test_the_fewest_changes_are_measured() -> None:
     assert set((answer(trials, DIMENSIONS, 2.0).fewest_octaves or {}).values()) == {0.0}
 
 
+def finalists(trials: list[StudyTrial], noise: float | None, *, by_surrogate: bool = True) -> list[Point]:
+    return FittedTrials.of(trials, Axes.of(DIMENSIONS), noise).finalists(by_surrogate=by_surrogate)
+
+
 def test_finalists_are_the_best_trial_the_fewest_changes_the_prediction_and_the_other_trials() -> None:
     trials = study()
-    found = [np.array(list(x.values())) for x in finalists(trials, Axes.of(DIMENSIONS), 0.1)]
+    found = [np.array(x) for x in finalists(trials, 0.1)]
     assert found[0].tolist() in [list((run.octaves or {}).values()) for run in trials]
     assert np.count_nonzero(found[1]) < 4
     np.testing.assert_allclose(found[2], OPTIMUM, atol=0.05)
     assert len({tuple(x) for x in found}) == len(found)
     losses = [excess(x) for x in found[3:10]]
     assert losses == pytest.approx(sorted(losses), abs=0.01)
-    by_loss = finalists(trials, Axes.of(DIMENSIONS), 0.1, by_surrogate=False)
-    assert by_loss[0] == min(trials, key=lambda run: run.loss or math.inf).octaves
-    assert finalists([trial(0, [0, 0, 0, 0], math.inf)], Axes.of(DIMENSIONS), None) == []
+    by_loss = finalists(trials, 0.1, by_surrogate=False)
+    assert list(by_loss[0]) == list((min(trials, key=lambda run: run.loss or math.inf).octaves or {}).values())
+    assert finalists([trial(0, [0, 0, 0, 0], math.inf)], None) == []
 
 
 def test_a_pruned_trial_counts_in_the_surrogate_and_not_in_the_noise() -> None:
@@ -353,4 +358,4 @@ def test_answers_on_landscapes_are_mostly_true() -> None:
 def test_an_outlier_is_the_last_finalist() -> None:
     near = [trial(k, OPTIMUM + 0.02 * np.eye(4)[k % 4] * k, 3.0 + 1e-4 * k) for k in range(20)]
     far = trial(20, [-2.9, 2.9, -2.9, 2.9], 3.9)
-    assert finalists([*near, far], Axes.of(DIMENSIONS), 0.01)[-1] == far.octaves
+    assert finalists([*near, far], 0.01)[-1] == (-2.9, 2.9, -2.9, 2.9)

@@ -21,8 +21,8 @@ from optuna.trial import TrialState
 from leaven.recipe.errors import InputError
 from leaven.tuning import search
 from leaven.tuning.service import stores
-from leaven.tuning.service.search_plan import jobs_of
 from leaven.tuning.service.stores import StoreGone, open_store
+from leaven.tuning.service.trial_log import jobs_of
 
 FOUND = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
 PROGRAMS = FOUND[-1].parent if FOUND else Path()
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 class Server:
-    """In a folder under /tmp: the server refuses to run as root, and another user cannot enter pytest's folders."""
+    """A server with its data under /tmp: it refuses to run as root, and another user cannot read pytest's folders."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,12 +61,12 @@ class Server:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """As pg_ctl stop -m immediate does: connections break, and the next start finds in the log what was done."""
+        """Stop like pg_ctl stop -m immediate: connections break, and the next start recovers from the log."""
         self._server.send_signal(signal.SIGQUIT)
         self._server.wait()
 
     def database(self, name: str) -> str:
-        """The URL of a new one."""
+        """Create a database and return its URL."""
         subprocess.run([PROGRAMS / "createdb", "-h", self.folder, "-U", "leaven", name], check=True)
         return f"postgresql://leaven@/{name}?host={self.folder}"
 
@@ -167,19 +167,10 @@ def test_two_killed_commands_of_four_lose_no_trial(server: Server, tiny_file: Pa
     url, trials = server.database("kills"), 8
     small = ["--set", "data.tokens=2048", "--set", "schedule.warmup_tokens=256", "--space", "hyperparameters.lr"]
     verb = [sys.executable, "-m", "leaven", "tune", str(tiny_file), "--study", url, "--trials", str(trials)]
+    verb += ["--workers", "1", "--json", "--method", "random", *small]
     commands = [
         subprocess.Popen(
-            [
-                *verb,
-                "--workers",
-                "1",
-                "--json",
-                "--method",
-                "random",
-                "--out",
-                str(tmp_path / f"machine-{which}"),
-                *small,
-            ],
+            [*verb, "--out", str(tmp_path / f"machine-{which}")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -124,8 +124,8 @@ def test_an_interrupted_search_proposes_the_same_points(tiny: Recipe, method: st
         calls.append(octaves)
         return loss(octaves)
 
-    found_in(around, recorded, method, 30, stop=lambda: len(calls) >= 20, storage=store)
-    assert len(calls) < 30
+    stopped = found_in(around, recorded, method, 30, stop=lambda: len(calls) >= 20, storage=store)
+    assert (len(calls), len(stopped.trials), stopped.stalled) == (20, 20, False)
     parts = found_in(around, loss, method, 30, storage=store)
     assert [trial.params for trial in parts.trials] == [trial.params for trial in whole.trials]
     assert parts.params == whole.params

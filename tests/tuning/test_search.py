@@ -1,4 +1,4 @@
-"""``search`` on Python functions: every method, divergence, noise, storage, and what bad input gets."""
+"""``search`` on Python functions: every method, divergence, noise, storage, and invalid arguments."""
 
 import itertools
 import math
@@ -23,12 +23,13 @@ from optuna.trial import TrialState, create_trial
 from leaven.recipe.errors import InputError
 from leaven.training.outcome import Outcome
 from leaven.tuning import search
-from leaven.tuning.algorithm.trust_region import Axes, region
+from leaven.tuning.algorithm.trust_region import Axes, region, results
 from leaven.tuning.service.budget import Budget, busy
 from leaven.tuning.service.samplers import METHODS
 from leaven.tuning.service.search import FINEST, OCTAVES, SearchResult
 from leaven.tuning.service.search_loop import HUGE, Proposal, WorkerDied
-from leaven.tuning.service.search_plan import Evaluation, NothingFound, ended_runs, runs_of
+from leaven.tuning.service.search_plan import NothingFound
+from leaven.tuning.service.trial_log import runs_of
 
 SPACE = {"a": (-3.0, 3.0), "b": (-2.0, 4.0)}
 
@@ -289,6 +290,11 @@ class Runs:
         return self.answer(x)
 
 
+def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
+    (study,) = store.get_all_studies()
+    return store.get_all_trials(study._study_id)
+
+
 def test_the_order_of_runs_is_noise_search_reruns_confirmation() -> None:
     runs = Runs(Noisy(0.01))
     found = search(runs, SPACE, trials=64)
@@ -341,9 +347,7 @@ def test_a_run_whose_process_died_is_retried_once_and_counts_once() -> None:
     assert {x.origin: x for x in runs.asked}[4] == {x.number: x for x in runs.asked}[4]  # the same point again
     assert len(found.trials) == 11  # the one that failed has no result, and no third chance
     assert len({x.origin for x in runs.asked}) == 12
-    (study,) = store.get_all_studies()
-    retried = [t.user_attrs["retry_of"] for t in store.get_all_trials(study._study_id) if "retry_of" in t.user_attrs]
-    assert retried == [4, 7]
+    assert [t.user_attrs["retry_of"] for t in trials_in(store) if "retry_of" in t.user_attrs] == [4, 7]
 
 
 def test_two_searches_at_once_share_the_work() -> None:
@@ -393,16 +397,14 @@ def test_a_budget_of_flops_reserves_the_reruns() -> None:
 
 
 def test_hours_count_while_something_runs() -> None:
-    def run(began: float, ended: float | None, number: int) -> Evaluation:
-        trial = create_trial(
-            state=TrialState.RUNNING, user_attrs={"began": began} | ({"ended": ended} if ended else {})
-        )
-        trial.state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
-        return Evaluation(trial, trial, 0, Axes(SPACE))
-
-    at_once = [run(0, 3600, 0), run(1800, 5400, 1)]
-    after_a_night = [run(50_000, 51_800, 2), run(51_000, None, 3)]
-    assert busy([*at_once, *after_a_night], 52_000) == 5400 + 2000
+    study = optuna.create_study()
+    for began, ended in ((0, 3600), (1800, 5400), (50_000, 51_800), (51_000, None)):
+        state = TrialState.RUNNING if ended is None else TrialState.COMPLETE
+        attributes = {"owner": "x", "began": began} | ({"ended": ended} if ended else {})
+        study.add_trial(create_trial(state=state, value=ended and 1.0, user_attrs=attributes))
+    runs = runs_of(study.trials, Axes({}))
+    at_once = runs[:2]
+    assert busy(runs, 52_000) == 5400 + 2000
     budget = Budget(hours=2.0)
     assert budget.finals(at_once, 6000) == (0, 0)  # at three quarters of an hour a run, half an hour pays none
     assert budget.left(at_once, 6000) == pytest.approx(2 / 3)
@@ -417,11 +419,10 @@ def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
 
     runs, store = Runs(impatient), InMemoryStorage()
     found = search(runs, SPACE, trials=32, storage=store, noise=0.01)
-    (study,) = store.get_all_studies()
-    stopped = [t for t in store.get_all_trials(study._study_id) if t.state is TrialState.PRUNED]
-    assert stopped
-    assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in stopped)
-    assert found.params not in [t.params for t in stopped]
+    pruned = [t for t in trials_in(store) if t.state is TrialState.PRUNED]
+    assert pruned
+    assert all(t.user_attrs["stopped"] and t.value == t.user_attrs["expected"] for t in pruned)
+    assert found.params not in [t.params for t in pruned]
     assert len(found.trials) == 32
     assert all(x.baseline is None for x in runs.asked[-2:])
     baselines = [x.baseline for x in runs.asked if x.baseline is not None]
@@ -429,18 +430,6 @@ def test_pruned_runs_count_in_the_surrogate_and_are_never_the_answer() -> None:
         (baseline.loss for baseline in baselines), reverse=True
     )
     assert {baseline.noise for baseline in baselines} == {0.01}
-
-
-def test_a_stopped_search_starts_nothing_and_resumes_later() -> None:
-    runs, store = Runs(), InMemoryStorage()
-    found = search(runs, SPACE, trials=20, storage=store, stop=lambda: len(runs.asked) >= 7)
-    assert (len(found.trials), found.stalled) == (7, False)
-    assert len(search(runs, SPACE, trials=20, storage=store).trials) == len(runs.asked) == 20
-
-
-def trials_in(store: InMemoryStorage) -> list[optuna.trial.FrozenTrial]:
-    (study,) = store.get_all_studies()
-    return store.get_all_trials(study._study_id)
 
 
 def test_a_trial_that_another_command_closes_before_its_result_is_retried() -> None:
@@ -494,7 +483,7 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     other, looked = list[Future[SearchResult]](), threading.Event()
 
     class Slow(InMemoryStorage):
-        """The second begins when the study is there, and not yet what it is of."""
+        """Starts the second search when the study exists but has no settings yet."""
 
         def create_new_study(self, directions: Any, study_name: str | None = None) -> int:
             made = super().create_new_study(directions, study_name)
@@ -513,29 +502,20 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
     assert len(found.trials) == 4
 
 
-def test_results_are_ordered_by_unix_time() -> None:
+def test_results_are_ordered_by_unix_time_and_pruned_ones_have_their_expected_loss() -> None:
     """Optuna's own times are local to each machine."""
-    study = optuna.create_study()
-    for ended in (20.0, 10.0, 10.0):
-        study.add_trial(
-            create_trial(state=TrialState.COMPLETE, value=ended, user_attrs={"owner": "x", "ended": ended})
-        )
-    runs = runs_of(study.trials, Axes({}))
-    assert [run.last.number for run in ended_runs(runs)] == [1, 2, 0]
+    study, axes = optuna.create_study(), Axes({})
 
+    def add(ended: float, value: float | None, state: TrialState = TrialState.COMPLETE, **attributes: object) -> None:
+        attributes |= {"owner": "x", "ended": ended}
+        study.add_trial(create_trial(state=state, value=value, user_attrs=attributes))
 
-def test_pruned_trials_have_their_expected_loss() -> None:
-    study = optuna.create_study()
-
-    def add(value: float | None, state: TrialState, **attributes: object) -> None:
-        study.add_trial(create_trial(state=state, value=value, user_attrs={"owner": "x", **attributes}))
-
-    add(2.0, TrialState.COMPLETE, ended=1.0)
-    add(None, TrialState.PRUNED, ended=2.0, expected=2.5)
-    add(None, TrialState.FAIL, ended=3.0)
-    add(7.0, TrialState.COMPLETE, ended=4.0, diverged=True)
-    runs = ended_runs(runs_of(study.trials, Axes({})))
-    assert [run.loss for run in runs] == [2.0, 2.5, math.inf]
+    add(20.0, 2.0)
+    add(10.0, None, TrialState.PRUNED, expected=2.5)
+    add(10.0, 7.0, diverged=True)
+    add(5.0, None, TrialState.FAIL)
+    ended, _, losses = results(runs_of(study.trials, axes), axes)
+    assert ([run.number for run in ended], losses.tolist()) == ([1, 2, 0], [2.5, math.inf, 2.0])
 
 
 def diverge(x: Proposal) -> float:

@@ -202,7 +202,7 @@ def test_a_range_goes_to_the_bounds_wherever_the_recipe_is(tiny: Recipe, quantit
 
 
 def resolved(recipe: Recipe, path: str, quantity: str, x: float) -> float:
-    """A value, times what a module multiplies it with."""
+    """Return the value of mlp.out at a point: the global value times the module's multiplier."""
     hyper = recipe_at(recipe, {path: x}).hyperparameters
     of_all, multiplier = getattr(hyper, quantity), getattr(hyper.modules.get("mlp.out", Multipliers()), quantity)
     return float(of_all**multiplier if quantity.startswith("beta") else of_all * multiplier)

@@ -1,7 +1,5 @@
 """The trust region, its surrogate and its divergence model against closed forms."""
 
-import itertools
-
 import numpy as np
 import pytest
 from benchmarks._landscapes import EXCESS, KINDS, landscape
@@ -255,25 +253,6 @@ def test_proposals_stay_in_the_space_and_the_trust_region_and_do_not_diverge() -
     assert np.abs(now.predicted - now.incumbent).max() <= TRUST
     # With many trials, the prediction is the optimum of the values that do not diverge.
     np.testing.assert_allclose(now.predicted[1:], OPTIMUM[1:], atol=0.3)
-
-
-AXES = Axes({"lr": (-4.0, 2.0), "decay": (-3.0, 3.0)}, start={"lr": -1.0, "decay": 0.5})
-
-
-def proposed(order: list[int], seed: int = 0) -> list[float]:
-    """The proposal after 8 trials whose results came in an order."""
-    points = np.array([np.random.default_rng(number).normal(0, 0.5, 2) for number in order])
-    losses = np.where(np.array(order) == 5, np.inf, (points**2).sum(1))
-    proposal: list[float] = region(AXES, points, losses).proposal(np.random.default_rng(seed)).tolist()
-    return proposal
-
-
-def test_a_proposal_depends_on_the_seed_and_the_results_in_their_order() -> None:
-    order = list(range(8))
-    assert proposed(order) == proposed(order)
-    assert proposed(order) != proposed(order, seed=1)
-    others = itertools.islice(itertools.permutations(order), 1, 200, 20)
-    assert any(proposed(list(other)) != proposed(order) for other in others)
 
 
 def test_results_in_any_order_lead_to_the_minimum() -> None:

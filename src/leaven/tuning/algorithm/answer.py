@@ -41,7 +41,9 @@ from leaven.tuning.algorithm.trust_region import (
     Features,
     Region,
     learning_rates,
+    loss_of,
     region,
+    results,
     without_outliers,
 )
 from leaven.tuning.study_document import Answer, Best, Dimension, StudyTrial
@@ -86,10 +88,10 @@ def answer(
         earlier: trials of an earlier search that informed this one.
     """
     axes = Axes.of(dimensions, earlier)
-    seen, paths = _Fitted.to(trials, axes, noise), list(axes.limits)
+    seen, paths = FittedTrials.of(trials, axes, noise), list(axes.limits)
     if not np.isfinite(seen.losses).any():
         advice = advice_when_all_diverged(trials, dimensions) if len(seen.trials) else ""
-        return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice)
+        return Answer(noise_floor=seen.noise, noise_runs=seen.degrees, advice=advice, dimensions=tuple(dimensions))
     over = over or any(trial.purpose == "rerun" for trial in seen.trials)
     confirmed = seen.confirmed(by_surrogate=by_surrogate) if over else None
     point = seen.region.predicted if confirmed is None else np.array(confirmed.point)
@@ -125,7 +127,7 @@ def answer(
     )
 
 
-def _outlook(seen: "_Fitted", axes: Axes, point: Array) -> Outlook:
+def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
     searched = np.array([trial.purpose == "search" for trial in seen.trials])
     gain = further_gain(seen.region, axes, seen.points, seen.losses, searched=searched, best=point)
     count, paths, flops = len(seen.trials), list(axes.limits), sum(trial.flops for trial in seen.trials)
@@ -136,7 +138,7 @@ def _outlook(seen: "_Fitted", axes: Axes, point: Array) -> Outlook:
     return Outlook(trials=count, flops=flops, gain=gain, pair=two, pair_share=pair[2])
 
 
-def _fewest_measured(seen: "_Fitted", point: Point, best: Best) -> tuple[Best, Array]:
+def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
     """Return the rerun point that equals the best ``point`` within the noise and changes the fewest values.
 
     The result is this point as a Best, and its octaves (D,). It may be the best point itself. A point counts as rerun
@@ -162,7 +164,7 @@ def _fewest_measured(seen: "_Fitted", point: Point, best: Best) -> tuple[Best, A
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class FittedTrials:
     """The trials with a result, in the order in which they ended, and the trust region fitted to them."""
 
     trials: tuple[StudyTrial, ...]
@@ -175,7 +177,7 @@ class _Fitted:
     floor: float  # nats; a difference of losses counts if it is larger
 
     @classmethod
-    def to(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "_Fitted":
+    def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
         The floor is the measured noise if it has at least ``MEASURED`` degrees of freedom. With fewer, it may be far
@@ -184,12 +186,8 @@ class _Fitted:
         noise.
         """
         paths = tuple(axes.limits)
-        ended = [trial for trial in trials if trial.state in {"complete", "diverged", "stopped"} and trial.octaves]
-        ended.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
-        losses = np.array([_loss(trial) for trial in ended])
+        ended, points, losses = results(trials, axes)
         noise, degrees = noise_between_seeds(ended, paths, given)
-        points = np.array([[(trial.octaves or {}).get(path, 0.0) for path in paths] for trial in ended])
-        points = points.reshape(-1, len(paths))
         floor, sound = noise or 0.0, np.isfinite(without_outliers(losses))
         if noise != 0 and degrees < MEASURED and 0 < sound.sum() <= FITTED:
             columns = Features(np.zeros(len(paths)), axes.scale, axes.levels).of(points)
@@ -224,62 +222,42 @@ class _Fitted:
 
     def best(self, point: Point, losses: Sequence[float], fresh: int) -> Best:
         number = min(run.number for run, x in zip(self.trials, self.points, strict=True) if tuple(x) == point)
-        interval = (-math.inf, math.inf)
-        if fresh and self.noise is not None:
-            interval = interval_of_mean(losses, self.noise, self.degrees)
+        interval = interval_of_mean(losses if fresh else (), self.noise, self.degrees)
         return Best(number, statistics.fmean(losses), interval, fresh, len(losses))
 
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the predicted gain over the start is too small to be accepted without confirmation."""
+        start = self.predicted.get((0.0,) * len(self.paths), math.inf)
+        return start - min(self.predicted.values(), default=math.inf) <= ALONE * self.floor
 
-def _loss(trial: StudyTrial) -> float:
-    return math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
+    def finalists(self, *, by_surrogate: bool = True) -> list[Point]:
+        """Return the points to run with fresh seeds, the most promising first.
 
+        In a trust-region search, trials are ranked by their predicted losses (:attr:`predicted`), in this order:
 
-def best_point(
-    trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool
-) -> "Confirmation | None":
-    """Return the best point of a search that has ended, or None if no trial finished. The arguments are those of
-    :func:`answer`."""
-    return _Fitted.to(trials, axes, noise).confirmed(by_surrogate=by_surrogate)
+        1. the best trial;
+        2. the point with the lowest predicted loss of all, with only those of its changes that are worth more than
+           the noise; it may never have been run;
+        3. the same point with all its changes;
+        4. the other trials;
+        5. outliers, to which the surrogate was not fitted.
 
-
-def in_doubt(trials: Sequence[StudyTrial], axes: Axes, noise: float | None) -> bool:
-    """Return whether the predicted gain over the start is too small to be accepted without confirmation."""
-    seen = _Fitted.to(trials, axes, noise)
-    start = seen.predicted.get((0.0,) * len(axes.limits), math.inf)
-    return start - min(seen.predicted.values(), default=math.inf) <= ALONE * seen.floor
-
-
-def finalists(
-    trials: Sequence[StudyTrial], axes: Axes, noise: float | None, *, by_surrogate: bool = True
-) -> list[dict[str, float]]:
-    """Return the points to run with fresh seeds, the most promising first. A point maps each path to its octaves.
-
-    In a trust-region search, trials are ranked by their predicted losses (:attr:`_Fitted.predicted`), in this order:
-
-    1. the best trial;
-    2. the point with the lowest predicted loss of all, with only those of its changes that are worth more than the
-       noise; it may never have been run;
-    3. the same point with all its changes;
-    4. the other trials;
-    5. outliers, to which the surrogate was not fitted.
-
-    In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every trial
-    diverged.
-    """
-    seen = _Fitted.to(trials, axes, noise)
-    ended = np.isfinite(seen.losses)
-    if not ended.any():
-        return []
-    if by_surrogate:
-        # The start is left out, because it has several runs already.
-        ranked = [x for x in sorted(seen.predicted, key=lambda x: seen.predicted[x]) if any(x)]
-        lowest, outliers = seen.region.predicted, ended & ~np.isfinite(without_outliers(seen.losses))
-        fewest = fewest_changes(seen.region, lowest, seen.floor)
-        points = np.vstack([*ranked[:1], fewest, lowest, *ranked[1:], seen.points[outliers]])
-    else:
-        points = seen.points[ended][np.argsort(seen.losses[ended], kind="stable")]
-    distinct = dict.fromkeys(tuple(point.tolist()) for point in points)
-    return [dict(zip(axes.limits, point, strict=True)) for point in distinct]
+        In other searches (``by_surrogate`` is false), trials are ranked by their losses. The list is empty if every
+        trial diverged.
+        """
+        ended = np.isfinite(self.losses)
+        if not ended.any():
+            return []
+        if by_surrogate:
+            # The start is left out, because it has several runs already.
+            ranked = [x for x in sorted(self.predicted, key=lambda x: self.predicted[x]) if any(x)]
+            lowest, outliers = self.region.predicted, ended & ~np.isfinite(without_outliers(self.losses))
+            fewest = fewest_changes(self.region, lowest, self.floor)
+            points = np.vstack([*ranked[:1], fewest, lowest, *ranked[1:], self.points[outliers]])
+        else:
+            points = self.points[ended][np.argsort(self.losses[ended], kind="stable")]
+        return list(dict.fromkeys(tuple(point.tolist()) for point in points))
 
 
 @dataclass(frozen=True)
@@ -364,7 +342,7 @@ class _Runs:
         for trial in trials:
             if trial.octaves is not None and trial.state in {"complete", "diverged"}:
                 into = confirming if trial.confirms else choosing if trial.purpose == "rerun" else searched
-                into.setdefault(tuple(trial.octaves[path] for path in paths), {})[trial.seed] = _loss(trial)
+                into.setdefault(tuple(trial.octaves[path] for path in paths), {})[trial.seed] = loss_of(trial)
         start: Point = (0.0,) * len(paths)
         at_start = searched.pop(start, {})
         again = at_start | confirming.pop(start, {})

@@ -80,8 +80,12 @@ def noise_between_seeds(
     )
 
 
-def interval_of_mean(values: Sequence[float], noise: float, degrees: int) -> tuple[float, float]:
-    """Return the 95% interval of the mean of ``values``. ``noise`` is the standard deviation of one value, known with
-    ``degrees`` degrees of freedom."""
+def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
+    """Return the 95% interval of the mean of ``values``. It is infinite without values, or if the noise is unknown.
+
+    ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom.
+    """
+    if noise is None or not values:
+        return -math.inf, math.inf
     mean, margin = statistics.fmean(values), t95(degrees) * noise / math.sqrt(len(values))
     return mean - margin, mean + margin

@@ -33,9 +33,11 @@ cost of these rules is small (docs/concepts/search.md). During the search the no
 repeated points. The answer leaves some of these runs out (``noise.noise_between_seeds``).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +48,7 @@ from leaven.tuning.algorithm.noise import pooled_noise
 from leaven.tuning.algorithm.prior import EarlierTrials, of_earlier, of_expectations
 from leaven.tuning.algorithm.surrogate import Prior, Quadratic, Surrogate
 from leaven.tuning.algorithm.surrogate import fit as fit_surrogate
-from leaven.tuning.study_document import Dimension
+from leaven.tuning.study_document import Dimension, StudyTrial
 
 Array = NDArray[np.float64]
 
@@ -62,6 +64,9 @@ OUTLIER = 10.0  # a loss further above the median than this times (median - lowe
 DOWN = 0.25  # octaves by which a divergence lowers the learning rates before any trial has finished
 CLOSER, CLOSEST = 0.9, 0.05  # factor on the radius for each of these divergences, and the smallest radius
 ROUNDS = 3  # rounds without a gain above the noise after which a search stops
+RESULTS = ("complete", "diverged", "stopped")  # states of trials with a result: a loss, a divergence, or pruned
+
+Ran = TypeVar("Ran", bound=StudyTrial)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class Axes:
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
         return np.maximum(low, near_low), np.minimum(high, near_high)
 
-    @property
+    @cached_property
     def levels(self) -> NDArray[np.int_]:
         """The number of levels of each axis, (D,); 0 if the axis is a number rather than a choice."""
         return np.array([len(limits) if isinstance(limits, range) else 0 for limits in self.limits.values()])
@@ -364,6 +369,24 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
     nothing, quiet = fit_surrogate(nowhere, np.zeros(1)), fit_divergence(nowhere, np.zeros(1, bool))
     radius = float(np.clip(RADIUS * CLOSER ** (tried if rates.any() else -tried), CLOSEST, WIDEST))
     return Region(lowered, radius, nothing, quiet, 0, low, high, features, np.asarray(~nowhere.any(0)))
+
+
+def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:
+    """Return the trials with a result in the order in which they ended, their points (n, D) in octaves, and their
+    losses (n,)."""
+    found = [trial for trial in trials if trial.state in RESULTS and trial.octaves is not None]
+    found.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
+    points = [[(trial.octaves or {}).get(path, 0.0) for path in axes.limits] for trial in found]
+    return (
+        found,
+        np.array(points).reshape(len(found), len(axes.limits)),
+        np.array([loss_of(trial) for trial in found]),
+    )
+
+
+def loss_of(trial: StudyTrial) -> float:
+    """Return the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
+    return math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
 
 
 def without_outliers(losses: Array) -> Array:

@@ -3,14 +3,11 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.answer import CONFIRMATIONS, RERUNS
+from leaven.tuning.service.trial_log import Evaluation
 from leaven.tuning.study_document import covered
-
-if TYPE_CHECKING:
-    from leaven.tuning.service.search_plan import Evaluation
 
 RESERVED = 1 / 8  # the largest share of the budget that is reserved for confirmation
 FEW = 24  # runs: a smaller budget runs only one finalist, once
@@ -56,7 +53,7 @@ class Budget:
     def _finals(self) -> tuple[tuple[int, int], ...]:
         return FINALS[:2] if self.size < FEW else FINALS
 
-    def finals(self, runs: Sequence["Evaluation"], now: float) -> tuple[int, int]:
+    def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
         """Return (finalists, runs of each) for the confirmation.
 
         The result is the most expensive of the ``FINALS`` that both the reserved and the remaining budget allow.
@@ -64,25 +61,25 @@ class Budget:
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
 
-    def reserved(self, runs: Sequence["Evaluation"] = (), now: float = 0.0) -> int:
+    def reserved(self, runs: Sequence[Evaluation] = (), now: float = 0.0) -> int:
         """Return how many runs are reserved for confirmation."""
         affordable = min(RESERVED * limit / cost for limit, _, cost in self._limits(runs, now))
         costs = {runs_to_confirm(*final) for final in self._finals}
-        if any(run.rerun_for not in {"", self.label} for run in runs):
+        if any(run.budget not in {"", self.label} for run in runs):
             # A smaller budget has confirmed other finalists. Even a single new finalist is compared with them.
             costs.add(runs_to_confirm(1, RERUNS) + 2 * CONFIRMATIONS)
         return max(cost for cost in costs if cost <= affordable)
 
-    def left(self, runs: Sequence["Evaluation"], now: float) -> float:
+    def left(self, runs: Sequence[Evaluation], now: float) -> float:
         """Return how many more runs the budget allows."""
         return min((limit - used) / cost for limit, used, cost in self._limits(runs, now))
 
-    def _limits(self, runs: Sequence["Evaluation"], now: float) -> Iterator[tuple[float, float, float]]:
+    def _limits(self, runs: Sequence[Evaluation], now: float) -> Iterator[tuple[float, float, float]]:
         """Yield (limit, amount used, cost of one run) for each limit, in the unit of the limit."""
         if self.trials is not None:
             yield self.trials, len(runs), 1
         if self.flops is not None:
-            spent = [run.record.flops for run in runs if run.finished]
+            spent = [run.flops for run in runs if run.finished]
             whole = [flops for flops in spent if flops > 0]
             if not whole and any(run.state == "complete" for run in runs):
                 raise InputError(
@@ -101,6 +98,6 @@ def runs_to_confirm(finalists: int, each: int) -> int:
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 
-def busy(runs: Sequence["Evaluation"], now: float) -> float:
+def busy(runs: Sequence[Evaluation], now: float) -> float:
     """Return the seconds in which at least one run was active. A run without an end counts until ``now``."""
-    return covered((run.began, now if run.ended is None else run.ended) for run in runs if run.began is not None)
+    return covered((run.began, now if run.until is None else run.until) for run in runs if run.began is not None)

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial
 
-from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes
-from leaven.tuning.service.search_plan import JOB, Evaluation, ended_runs, points_and_losses, runs_of
+from leaven.tuning.algorithm.trust_region import RADIUS, Array, Axes, results
+from leaven.tuning.service.trial_log import JOB, Evaluation, runs_of
 
 Distributions = dict[str, BaseDistribution]
 
@@ -55,16 +54,30 @@ def distributions(axes: Axes) -> Distributions:
     }
 
 
-def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
-    """Return the Optuna sampler that proposes points, set up for many dimensions and few trials.
+class SeededSampler(BaseSampler):
+    """The Optuna sampler of a method. It samples a growing box, and gives each proposal its own seed, made from the
+    proposal's index in the search.
 
-    CMA-ES is separable, because a few hundred trials do not determine a full covariance in 90 dimensions. Its start
-    and initial width equal the trust region's. A trust-region search proposes points itself, without this sampler. A
-    grid search samples at random after all points of the grid have run (``search_plan.py``).
+    With a single random stream, two commands with the same seed would repeat each other's proposals, and so would a
+    command that resumes. The store contains the whole space, but the sampler gets only the box, which is a function
+    of the finished trials.
+
+    For CMA-ES, which stays near the start by itself, the box covers the whole space, symmetric around the start. Its
+    start and initial width equal the trust region's. It is separable, because a few hundred trials do not determine a
+    full covariance in 90 dimensions. It does not support choices: in each proposal, a choice takes the level of the
+    best trial with probability 1/2, and otherwise a random level.
+
+    A trust-region search proposes points itself, without this sampler. A grid search samples at random after all
+    points of the grid have run (``search_plan.py``).
     """
 
-    def optunas(seed: int) -> BaseSampler:
-        match method:
+    def __init__(self, method: str, axes: Axes, seed: int) -> None:
+        self._method, self._axes, self._seed = method, axes, seed
+        self._everywhere = method == "cma"
+        self._number, self._sampler = -1, self._optunas(seed)
+
+    def _optunas(self, seed: int) -> BaseSampler:
+        match self._method:
             case "tpe":
                 return optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
             case "gp":
@@ -75,41 +88,23 @@ def sampler(method: str, axes: Axes, seed: int) -> BaseSampler:
                     warnings.simplefilter("ignore", FutureWarning)
                     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
                     return optuna.samplers.CmaEsSampler(
-                        x0=dict(axes.start),
-                        sigma0=RADIUS / (2 * _farthest(axes)),  # share of the box
+                        x0=dict(self._axes.start),
+                        sigma0=RADIUS / (2 * _farthest(self._axes)),  # share of the box
                         seed=seed,
-                        use_separable_cma=int((axes.levels == 0).sum()) > 1,
+                        use_separable_cma=int((self._axes.levels == 0).sum()) > 1,
                         warn_independent_sampling=False,  # choices are left to sample_independent
                     )
             case _:
                 return optuna.samplers.RandomSampler(seed=seed)
 
-    return SeededSampler(optunas, seed, axes, everywhere=method == "cma")
-
-
-class SeededSampler(BaseSampler):
-    """An Optuna sampler that samples a growing box. Each proposal has its own seed, made from its index in the
-    search.
-
-    With a single random stream, two commands with the same seed would repeat each other's proposals, and so would a
-    command that resumes. The store contains the whole space, but the sampler gets only the box, which is a function
-    of the finished trials. If ``everywhere`` is true, the box covers the whole space, symmetric around the start.
-    This is for CMA-ES, which stays near the start by itself. CMA-ES does not support choices: in each proposal, a
-    choice takes the level of the best trial with probability 1/2, and otherwise a random level.
-    """
-
-    def __init__(self, make: Callable[[int], BaseSampler], seed: int, axes: Axes, *, everywhere: bool) -> None:
-        self._make, self._seed, self._axes, self._everywhere = make, seed, axes, everywhere
-        self._number, self._sampler = -1, make(seed)
-
     def _of(self, trial: FrozenTrial) -> BaseSampler:
         if trial.number != self._number:
             seed = np.random.SeedSequence([self._seed, run_index(trial)]).generate_state(1)[0]
-            self._number, self._sampler = trial.number, self._make(int(seed))
+            self._number, self._sampler = trial.number, self._optunas(int(seed))
         return self._sampler
 
-    def _ended(self, study: optuna.Study) -> list[Evaluation]:
-        return ended_runs(runs_of(study.get_trials(deepcopy=False), self._axes))
+    def _results(self, study: optuna.Study) -> tuple[list[Evaluation], Array, Array]:
+        return results(runs_of(study.get_trials(deepcopy=False), self._axes), self._axes)
 
     def _box(self, study: optuna.Study) -> Distributions:
         axes = self._axes
@@ -119,7 +114,8 @@ class SeededSampler(BaseSampler):
                 name: FloatDistribution(axes.start[name] - far * scale, axes.start[name] + far * scale)
                 for name, scale in zip(axes.start, axes.scale.tolist(), strict=True)
             }
-        low, high = map(axes.params, box(*points_and_losses(self._ended(study), axes), axes))
+        _, points, losses = self._results(study)
+        low, high = map(axes.params, box(points, losses, axes))
         return {
             name: limits if isinstance(limits, CategoricalDistribution) else FloatDistribution(low[name], high[name])
             for name, limits in distributions(axes).items()
@@ -141,9 +137,10 @@ class SeededSampler(BaseSampler):
     ) -> Any:
         limits = param_distribution if self._everywhere else self._box(study)[param_name]
         drawn = self._of(trial).sample_independent(study, trial, param_name, limits)
-        if self._everywhere and isinstance(limits, CategoricalDistribution) and (ended := self._ended(study)):
+        if self._everywhere and isinstance(limits, CategoricalDistribution):
+            runs, _, losses = self._results(study)
             rng = np.random.default_rng([self._seed, run_index(trial), list(self._axes.start).index(param_name)])
-            return min(ended, key=lambda run: run.loss).last.params[param_name] if rng.random() < 1 / 2 else drawn
+            return runs[int(np.argmin(losses))].params[param_name] if runs and rng.random() < 1 / 2 else drawn
         return self._inside(param_name, drawn)
 
     def _inside(self, name: str, value: float) -> float:

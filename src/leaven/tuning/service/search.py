@@ -15,10 +15,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from leaven.recipe.errors import InputError
 from leaven.tuning.algorithm.noise import interval_of_mean
 from leaven.tuning.algorithm.prior import EarlierTrials
-from leaven.tuning.algorithm.trust_region import Axes
+from leaven.tuning.algorithm.trust_region import Axes, loss_of, results
 from leaven.tuning.service.budget import Budget
-from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver, check_search, join_study
-from leaven.tuning.service.search_plan import SearchPlan, ended_runs, known_runs
+from leaven.tuning.service.join import check_search, join_study
+from leaven.tuning.service.search_loop import HUGE, Objective, SearchLoop, SearchObserver
+from leaven.tuning.service.search_plan import SearchPlan, known_runs
 from leaven.tuning.service.stores import open_store
 
 OCTAVES = 1000.0  # the largest log2 multiplier, because 2**1024 overflows
@@ -156,24 +157,21 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     loop = SearchLoop(plan, study, store, objective, given.workers, stop, watch, given.lease_seconds)
     runs = loop.run()
     chosen, (noise, degrees) = plan.chosen(runs), plan.noise_of(runs)
-    interval = (-math.inf, math.inf)
-    if noise is not None and chosen.fresh:
-        interval = interval_of_mean(chosen.losses, noise, degrees)
     found = [
         SearchTrial(
-            number=run.last.number,
-            params=dict(run.last.params),
-            loss=run.loss,
-            finalist=run.finalist if run.rerun_for == budget.label else None,
-            purpose=run.record.purpose,
-            seed=run.record.seed,
+            number=run.number,
+            params=dict(run.params),
+            loss=loss_of(run),
+            finalist=run.finalist if run.budget == budget.label else None,
+            purpose=run.purpose,
+            seed=run.seed,
         )
-        for run in ended_runs(runs)
+        for run in results(runs, axes)[0]
     ]
     return SearchResult(
         params=plan.params_of(runs, chosen.point),
         loss=chosen.loss,
-        interval=interval,
+        interval=interval_of_mean(chosen.losses if chosen.fresh else (), noise, degrees),
         fresh=chosen.fresh,
         noise=noise,
         stalled=not stop() and plan.ended_early(runs, time.time()),

@@ -1,12 +1,12 @@
-"""Run a search: join its study in a store, run the trials that the plan (``search_plan.py``) asks for in threads, and
-write their results to the store.
+"""Run a search: run the trials that the plan (``search_plan.py``) asks for in threads, and write their results to the
+store.
 
 All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. So any
 number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
 starts one:
 
 - The command that creates the study stores its settings. Every command that joins the study compares its own settings
-  with the stored ones (:func:`join_study`).
+  with the stored ones (``join.py``).
 - Each trial is created with its owner (a command) and its ``job``, a name for the work that it does. There is no
   queue: the next job follows from the existing trials, so a crash cannot lose a job. If two commands create a trial
   for the same job at once, the trial with the lower number runs and the other one is closed as a duplicate.
@@ -15,7 +15,7 @@ starts one:
 - A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run
   has failed. A trial that its owner released (Ctrl-C) does not count as dead.
 - A run that diverged is stored with a mark, and with the worst finite loss so far for Optuna's samplers. leaven reads
-  its loss as infinite (``search_plan.py``).
+  its loss as infinite (``trial_log.py``).
 """
 
 import math
@@ -24,25 +24,20 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from difflib import get_close_matches
-from types import MappingProxyType
 from typing import Any, Protocol, cast
 
-import numpy as np
 import optuna
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import TrialState, create_trial
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.recipe import Recipe, differences
 from leaven.training.outcome import Baseline, Outcome
-from leaven.training.recipe_changes import describe_changes
-from leaven.tuning.algorithm.prior import EarlierTrials
-from leaven.tuning.algorithm.trust_region import Axes
 from leaven.tuning.service.leases import Leases
-from leaven.tuning.service.samplers import METHODS, distributions, sampler
-from leaven.tuning.service.search_plan import (
+from leaven.tuning.service.samplers import distributions
+from leaven.tuning.service.search_plan import SearchPlan
+from leaven.tuning.service.stores import StoreGone
+from leaven.tuning.service.trial_log import (
     BEGAN,
     DIVERGED,
     ENDED,
@@ -54,22 +49,14 @@ from leaven.tuning.service.search_plan import (
     RETRY_OF,
     SEED,
     Evaluation,
-    SearchPlan,
     TrialRequest,
     jobs_of,
     runs_of,
 )
-from leaven.tuning.service.stores import StoreGone
 
 HUGE = 1e50  # the largest loss: the surrogate computes its fourth power, which must be finite
 NEVER_ENDED = 1e6  # the stored loss of a diverged run before there is any finite loss
 POLL = 0.5  # seconds between looks at the trials of this and of other commands
-
-ABOUT = "leaven:about"  # an attribute of a study: its settings (recipe, space, method and so on) by name
-EXPECTED, EARLIER = "expected", "earlier"  # the settings with knowledge from before the search
-OPTIONS = {EXPECTED: "--prior (or expected)", EARLIER: "--from-study (or earlier)"}
-LONGEST = 512  # characters of a study's name in Optuna's tables
-PATIENCE = 5.0  # seconds to wait for the settings of a study that another command has just created
 
 
 class Proposal(dict[str, float]):
@@ -252,7 +239,7 @@ class SearchLoop:
             self._close(proposal.number)
         except BaseException as error:
             self._close(proposal.number, released=True)
-            if not isinstance(error, Exception):  # SystemExit, say
+            if not isinstance(error, Exception):  # for example SystemExit
                 raise
             if not isinstance(error, TrialReleased):
                 self._error = error
@@ -274,7 +261,7 @@ class SearchLoop:
         if outcome.diverged:
             # Optuna's samplers need a finite number: the worst finite loss, so that it does not dominate the others.
             others = runs_of(self._study.get_trials(deepcopy=False), self._plan.axes)
-            loss = max((run.loss for run in others if run.state in {"complete", "stopped"}), default=NEVER_ENDED)
+            loss = max((run.loss for run in others if run.loss is not None), default=NEVER_ENDED)
         if outcome.stopped:
             # Optuna's samplers use the last intermediate value of a pruned trial, and its step.
             self._store.set_trial_intermediate_value(trial_id, len(outcome.curve), loss)
@@ -312,140 +299,3 @@ def _outcome(result: object) -> Outcome:
             f"the objective returned {outcome.loss!r:.60}; return a loss (a number) or an Outcome"
         ) from None
     return replace(outcome, loss=loss if abs(loss) <= HUGE else math.inf)
-
-
-def check_search(method: str, axes: Axes, name: str) -> None:
-    """Raise InputError if the method does not exist or ignores the prior knowledge in ``axes``, or if the name of the
-    study is empty or too long for a store."""
-    if method not in METHODS:
-        close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
-    if method != "trust-region" and (axes.expected or axes.earlier):
-        raise InputError(
-            f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, "
-            "or use method trust-region"
-        )
-    if not (isinstance(name, str) and 0 < len(name) <= LONGEST):
-        raise InputError(f"the study's name is {name!r:.60}; give it a text of 1 to {LONGEST} characters")
-
-
-def check_recipe(there: Recipe, here: Recipe, what: str) -> None:
-    """Raise InputError if the recipe of a study (``there``) differs from the recipe of this command (``here``)."""
-    if changes := differences(there, here):
-        raise InputError(f"{what} has another recipe: {describe_changes(changes)}; use another --study")
-
-
-def join_study(
-    store: BaseStorage,
-    name: str,
-    what: str,
-    instead: str,
-    *,
-    method: str,
-    axes: Axes,
-    seed: int,
-    noise: float | None,
-    own_noise: bool = True,
-    recipe: Recipe | None = None,
-    shared: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[optuna.Study, Axes, float | None]:
-    """Return (study, axes, noise) of the study called ``name``, which is created if it does not exist.
-
-    A new study gets this command's settings and prior knowledge. A stored study keeps the knowledge with which it was
-    created, because laws and the earlier study may have changed since then; the returned axes contain it.
-
-    Args:
-        what: the name of the study in messages.
-        instead: what to do if the study has other settings, in messages.
-        own_noise: whether ``noise`` must equal the noise of the stored study. If false, a study that was created with
-            the trials of an earlier study keeps its stored noise.
-        recipe: the recipe that all commands on the study must share.
-        shared: further settings that all commands on the study must share.
-
-    Raises:
-        InputError: if the study was created by another program, with other settings, or without the kind of prior
-            knowledge that this command gives.
-    """
-    here: dict[str, Any] = {
-        "method": method,
-        "space": {
-            key: ["choice", len(limits), axes.start[key]] if isinstance(limits, range) else [*limits, axes.start[key]]
-            for key, limits in axes.limits.items()
-        },
-        "scales": dict(zip(axes.limits, axes.scale.tolist(), strict=True)),
-        "seed": seed,
-        "noise": noise,
-    }
-    if axes.near:
-        here["near"] = {key: list(both) for key, both in axes.near.items()}
-    here |= shared
-    created = dict(here)
-    if axes.expected:
-        created[EXPECTED] = {key: list(both) for key, both in axes.expected.items()}
-    if axes.earlier is not None:
-        created[EARLIER] = {"points": axes.earlier.points.tolist(), "losses": axes.earlier.losses.tolist()}
-        created[EARLIER]["noise"] = axes.earlier.noise
-    if recipe is not None:
-        created["recipe"] = recipe.model_dump(mode="json")
-    study = optuna_study(store, name, sampler(method, axes, seed), created, what)
-    there = study.user_attrs[ABOUT]
-    if recipe is not None and "recipe" in there:
-        check_recipe(Recipe.model_validate(there["recipe"]), recipe, what)
-    if EARLIER in there and not own_noise:
-        here["noise"] = noise = there["noise"]
-    for key, value in here.items():
-        if key not in there:
-            raise InputError(f"{what} was created by another program, because it has no {key}; {instead}")
-        if there[key] != value:
-            raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
-    for key, option in OPTIONS.items():
-        if key in created and key not in there:
-            raise InputError(f"{what} was created without {option}; leave this option out, or use another study")
-    expected = {key: (low, high) for key, (low, high) in there.get(EXPECTED, {}).items()}
-    earlier = there.get(EARLIER)
-    if earlier is not None:
-        earlier = EarlierTrials(np.array(earlier["points"]), np.array(earlier["losses"]), earlier["noise"])
-    return study, replace(axes, expected=expected, earlier=earlier), noise
-
-
-def optuna_study(
-    store: BaseStorage, name: str, sampler: optuna.samplers.BaseSampler, settings: dict[str, Any], what: str
-) -> optuna.Study:
-    """Return the Optuna study called ``name``, which is created with these settings if it does not exist.
-
-    The study is looked up first, because a failed attempt to create it adds a line to a journal. If several commands
-    start at once, one of them creates the study and then writes its settings. If this command dies before it has
-    written them, another command writes its own.
-    """
-
-    def load() -> optuna.Study:
-        return optuna.load_study(study_name=name, storage=store, sampler=sampler)
-
-    try:
-        study = load()
-    except KeyError:
-        with suppress(DuplicatedStudyError):  # another command was quicker
-            optuna.create_study(study_name=name, storage=store).set_user_attr(ABOUT, settings)
-        study = load()
-    until = time.monotonic() + PATIENCE
-    while not study.user_attrs and not study.get_trials(deepcopy=False) and time.monotonic() < until:
-        time.sleep(0.02)
-    if ABOUT not in study.user_attrs:
-        if study.user_attrs or study.get_trials(deepcopy=False):
-            raise InputError(
-                f"{what} was created by an older version of leaven or by another program; use another name or folder"
-            )
-        study.set_user_attr(ABOUT, settings)
-    return study
-
-
-def _difference(there: Any, here: Any) -> str:
-    there, here = ("none" if value is None else value for value in (there, here))
-    if not (isinstance(there, dict) and isinstance(here, dict)):
-        return f"{there} there, {here} here"
-    parts = [f"{n} {there[n]} there, {here[n]} here" for n in there if n in here and there[n] != here[n]]
-    for kept, other, where in ((there, here, "there"), (here, there, "here")):
-        alone = [n for n in kept if n not in other]
-        parts += [f"{', '.join(alone)} only {where}"] if alone else []
-    return "; ".join(parts)

@@ -3,8 +3,7 @@
 What ``leaven tune`` does from start to end:
 
 1. :class:`Study` checks the arguments and narrows the search space. On entering, it opens the store, which contains
-   all trials (an Optuna journal or a database, ``stores.py``), and joins or creates the study in it (``join_study``
-   in ``search_loop.py``).
+   all trials (an Optuna journal or a database, ``stores.py``), and joins or creates the study in it (``join.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
    plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
    or the best points again. It trains the run in a worker process (``training/trial.py``). A trial ends early if it
@@ -58,18 +57,12 @@ from leaven.tuning.algorithm.trust_region import RADIUS
 from leaven.tuning.earlier_study import earlier_trials
 from leaven.tuning.point import BATCH, COOLDOWN, DECAY, TOKENS, WARM_UP, recipe_at
 from leaven.tuning.service.budget import Budget
+from leaven.tuning.service.join import check_recipe, check_search, join_study
 from leaven.tuning.service.samplers import ped_anova
-from leaven.tuning.service.search_loop import (
-    Proposal,
-    SearchLoop,
-    TrialReleased,
-    WorkerDied,
-    check_recipe,
-    check_search,
-    join_study,
-)
-from leaven.tuning.service.search_plan import Evaluation, NothingFound, SearchPlan, known_runs, region_of, runs_of
+from leaven.tuning.service.search_loop import Proposal, SearchLoop, TrialReleased, WorkerDied
+from leaven.tuning.service.search_plan import NothingFound, SearchPlan, known_runs
 from leaven.tuning.service.stores import StoreGone, exists, open_store
+from leaven.tuning.service.trial_log import Evaluation, region_of, runs_of
 from leaven.tuning.space import Space
 from leaven.tuning.study_document import UNDER_WAY, StudyDocument, front, signed
 
@@ -368,7 +361,7 @@ class Study:
 
     def _remove_checkpoints(self) -> None:
         """Remove the checkpoints of runs that have ended."""
-        ended = {f"{run.origin.number:06d}" for run in self._runs() if run.state not in UNDER_WAY}
+        ended = {f"{run.origin:06d}" for run in self._runs() if run.state not in UNDER_WAY}
         for folder in (self.out / CHECKPOINTS).glob("*-*"):
             if folder.name.partition("-")[0] in ended:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -401,9 +394,8 @@ class Study:
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
         over = self._over or bool(self._study.user_attrs.get(ANSWERED))
         runs = self._runs()
-        records = [run.record for run in runs]
         found = answer(
-            records,
+            runs,
             space.dimensions,
             self._noise,
             over=over,
@@ -411,12 +403,12 @@ class Study:
             optunas=ped_anova,
             earlier=space.earlier,
         )
-        trials = tuple(replace(trial, values=space.values(trial.octaves or {})) for trial in records)
+        trials = tuple(replace(run, values=space.values(run.octaves or {})) for run in runs)
         radius = None
         if by_surrogate:
             radius = region_of(runs, axes, self._noise).radius if any(run.finished for run in runs) else RADIUS
         return StudyDocument(
-            **vars(found) | {"best": found.best if over else None, "dimensions": space.dimensions, "trials": trials},
+            **vars(found) | {"best": found.best if over else None, "trials": trials},
             name=self._study.study_name,
             method=self.method,
             space=space.paths,

@@ -1,0 +1,152 @@
+"""The trial log: read the runs of a search from the trials in its store.
+
+A run is one training at one point with one seed. It has several trials in the store if its process died.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from optuna.trial import FrozenTrial, TrialState
+
+from leaven.training.outcome import curve_of
+from leaven.tuning.algorithm.trust_region import RESULTS, Axes, Region, region, results
+from leaven.tuning.study_document import StudyTrial
+
+# Names of user attributes of a trial. Others are the fields of an Outcome.
+PURPOSE, SEED, RETRY_OF, FINALIST, DIVERGED = "purpose", "seed", "retry_of", "finalist", "diverged"
+OWNER, JOB, FINAL, RELEASED, CONFIRMS = "owner", "job", "final", "released", "confirms"
+BEGAN, ENDED = "began", "ended"  # Unix time by the owner's clock, seconds
+PREDICTED = "expected"  # the predicted final loss of a pruned trial
+LIVES = 2  # attempts of a run before it has failed
+
+Params = dict[str, float]  # log2 multipliers by name
+
+
+@dataclass(frozen=True)
+class TrialRequest:
+    """A run to start."""
+
+    purpose: str  # search | noise | rerun
+    name: str  # of the job, by which commands find out whether the run was started already
+    seed: int = 0
+    point: Params | None = None  # None if the study's Optuna sampler proposes it
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(StudyTrial):
+    """A run of a search, with its retry if there was one. The fields of a :class:`StudyTrial` are those of the last
+    attempt, with empty ``values``, which :meth:`Study.state` adds."""
+
+    params: Params  # log2 multipliers
+    origin: int  # number of the first attempt
+    job: str | None = None  # name of the request that started the first attempt
+    budget: str = ""  # label of the budget for which this run reruns or confirms a finalist; empty for other runs
+    finalist: int | None = None  # index of the finalist that this run reruns
+    finals: tuple[int, int] | None = None  # of the first rerun: how many finalists there are, and runs of each
+    began: float | None = None  # Unix time at which the last attempt began
+    until: float | None = None  # Unix time at which it ended or was found dead
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has a result: it has a loss, diverged, or was pruned."""
+        return self.state in RESULTS
+
+    @property
+    def retry(self) -> TrialRequest:
+        """The request that retries the run."""
+        attributes: dict[str, Any] = {RETRY_OF: self.origin}
+        if self.budget:
+            attributes |= {FINALIST: [self.budget, self.finalist]}
+        if self.confirms:
+            attributes |= {CONFIRMS: True}
+        return TrialRequest(self.purpose, f"retry:{self.number}", self.seed, dict(self.params), attributes)
+
+
+def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
+    """Return the runs, ordered by the number of each run's first trial.
+
+    Trials whose process died before all values were drawn, and trials without an owner (from another program), are
+    left out.
+    """
+    jobs = jobs_of(trials)
+    found = []
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        job = trial.user_attrs.get(JOB)
+        begins = job is None or (jobs[job] is trial and not job.startswith("retry:"))
+        drawn = len(trial.params) == len(axes.start) or trial.state is TrialState.RUNNING
+        if not (begins and drawn and OWNER in trial.user_attrs):
+            continue
+        last, deaths = trial, 0
+        while last.state is TrialState.FAIL:
+            deaths += not last.user_attrs.get(RELEASED, False)
+            following = jobs.get(f"retry:{last.number}")
+            if following is None:
+                break
+            last = following
+        found.append(_evaluation(trial, last, deaths, axes))
+    return found
+
+
+def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
+    """Return the run with these first and last attempts. ``deaths`` is the number of attempts whose process died."""
+    ran, state, loss = last.user_attrs, "running", None
+    if last.state is TrialState.FAIL:
+        state = "failed" if deaths >= LIVES else "waiting"
+    elif last.state in {TrialState.COMPLETE, TrialState.PRUNED}:
+        state = "complete" if last.state is TrialState.COMPLETE else "stopped"
+        loss = ran.get(PREDICTED) if last.value is None else last.value
+        if ran.get(DIVERGED):
+            state, loss = "diverged", None
+    seconds, tokens = ran.get("seconds"), ran.get("tokens", 0)
+    drawn = len(last.params) == len(axes.start)
+    until = ran.get(ENDED)
+    if until is None and state != "running" and last.datetime_complete:
+        until = last.datetime_complete.timestamp()
+    budget, finalist = origin.user_attrs.get(FINALIST, ("", None))
+    return Evaluation(
+        number=last.number,
+        state=state,
+        loss=loss,
+        values={},
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else None,
+        octaves=dict(zip(axes.start, axes.octaves(last.params).tolist(), strict=True)) if drawn else None,
+        purpose=str(ran.get(PURPOSE, "search")),
+        confirms=bool(ran.get(CONFIRMS)),
+        seed=int(ran.get(SEED, 0)),
+        tokens=tokens,
+        flops=float(ran.get("flops", 0.0)),
+        curve=curve_of(ran.get("curve", ())),
+        branches=curve_of(ran.get("branches", ())),
+        worker=ran.get("worker"),
+        ended=ran.get(ENDED),
+        params=last.params,
+        origin=origin.number,
+        job=origin.user_attrs.get(JOB),
+        budget=budget,
+        finalist=finalist,
+        finals=origin.user_attrs.get(FINAL),
+        began=ran.get(BEGAN),
+        until=until,
+    )
+
+
+def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
+    """Return the trial of each job, by the name of the job.
+
+    If two commands created a trial for the same job at once, the trial with the lowest number counts.
+    """
+    jobs: dict[str, FrozenTrial] = {}
+    for trial in sorted(trials, key=lambda trial: trial.number):
+        if JOB in trial.user_attrs:
+            jobs.setdefault(trial.user_attrs[JOB], trial)
+    return jobs
+
+
+def region_of(runs: Sequence[Evaluation], axes: Axes, noise: float | None = None) -> Region:
+    """Return the trust region after the runs with a result."""
+    ended, points, losses = results(runs, axes)
+    return region(axes, points, losses, noise, np.array([run.seed for run in ended], np.int64))
