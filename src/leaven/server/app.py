@@ -190,7 +190,7 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
     if size and not size[0].isdigit():
         return plan_run(find_run(size).id, gpus, layout), size
     request = StarterRequest(size, parse_quantity(size), parse_quantity(given["tokens"]), proxy=0)
-    recipe = starter(replace(request, gpus=parse_cluster(gpus).gpus)).recipe
+    recipe = starter(replace(request, gpus=parse_cluster(gpus).gpus)).target
     return plan_recipe(recipe, gpus, layout), f"{size} on {given['tokens']} tokens"
 
 

@@ -364,9 +364,8 @@ def changeable(path: str) -> bool:
 
 
 def describe_changes(changes: list[Difference]) -> str:
-    """Return a line of text that lists the differences between the recipe of a run ("there") and a new recipe
-    ("here")."""
-    return "; ".join(f"{path} {_brief(there)} there, {_brief(here)} here" for path, there, here in changes)
+    """Return the values of a run or study that a new recipe changes, as one line with the old and the new value."""
+    return "; ".join(f"{path} was {_brief(before)}, is now {_brief(now)}" for path, before, now in changes)
 
 
 def _documents(path: Path, key: str) -> list[dict[str, Any]]:

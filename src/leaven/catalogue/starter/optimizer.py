@@ -5,7 +5,7 @@ from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
-from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import Evidence, StarterDraft, StarterScale
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.shape import BRANCH_ENDS

@@ -5,8 +5,9 @@ The sentences of the reasons are in ``catalogue/messages.toml``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from leaven.catalogue.laws import evaluate
@@ -15,7 +16,7 @@ from leaven.catalogue.neighbours import Neighbours, Votes, middle
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
-from leaven.documents.planning import DerivationRow
+from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
@@ -157,13 +158,29 @@ class StarterDraft:
 
 
 @dataclass(frozen=True)
-class Derivation:
-    """A recipe, the steps of its derivation, and the advice whether to tune a smaller model (a proxy) first."""
+class StarterRecipes:
+    """The recipes that ``leaven new`` writes, with the steps that derived them."""
 
-    recipe: Recipe
-    steps: tuple[DerivationRow, ...]
-    tuning: TuningAdvice
+    target: Recipe
+    steps: tuple[DerivationRow, ...]  # how the target was derived
+    tuning: TuningAdvice  # whether to tune a smaller model (a proxy) first
+    proxy: Recipe | None = None
+    compared: tuple[ComparedRow, ...] = ()  # values of the target compared with published runs
 
-    def add(self, title: str, lines: Sequence[str]) -> "Derivation":
-        """Return the derivation with one more step that sets no value."""
-        return replace(self, steps=(*self.steps, derivation_step(len(self.steps) + 1, title, lines)))
+    def document(self, path: Path, proxy_path: Path, next: list[str], fit: TimeFit | None = None) -> NewRecipe:
+        """Return the document of ``leaven new``.
+
+        ``next`` are the commands to type next. ``fit`` is given if the user chose a training time instead of a size.
+        """
+        return NewRecipe(
+            path=str(path),
+            proxy_path=str(proxy_path) if self.proxy else None,
+            params=self.target.model.params,
+            tokens=self.target.data.tokens,
+            steps=list(self.steps),
+            proxy=self.tuning.proxy,
+            tuning=self.tuning.reason,
+            compared=list(self.compared),
+            fit=fit,
+            next=next,
+        )
