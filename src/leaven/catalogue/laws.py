@@ -17,6 +17,7 @@ from leaven.catalogue.noise_scale import surge_lr
 from leaven.documents.catalogue import BeyondRange, LawRow, LrAtBatch, OptimumRow
 from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
+from leaven.recipe.shape import ModelShape
 
 ParamsDefinition = Literal["all", "non-embedding", "without input embedding"]
 BatchKind = Literal["optimal", "critical"]
@@ -258,6 +259,12 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
             )
         )
     return results
+
+
+def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
+    """Return the values of all laws for a run of a model; of a law with several forms, only the main form."""
+    rows = evaluate(model.params, tokens, params_non_embedding=model.params_non_embedding)
+    return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:

@@ -1,7 +1,6 @@
 """Define the command ``leaven show``."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +8,13 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
-from leaven.documents.runs import RuleDocument, ShowDocument, WorthRow
+from leaven.documents.runs import CautionRow, RuleDocument, ShowDocument, WorthRow
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, RuleName
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
-from leaven.scaling.tested_ranges import Caution, warnings
+from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import recipe_screen, rule_table
 
@@ -43,11 +42,10 @@ def show(
 
 
 def resolved(
-    recipe: Recipe, found: list[Caution], following: list[str], worth: Sequence[WorthRow] = ()
+    recipe: Recipe, found: list[CautionRow], following: list[str], worth: Sequence[WorthRow] = ()
 ) -> ShowDocument:
     """Return the document of a recipe's resolved values, and print the warnings ``found`` on standard error."""
     warn(each.message for each in found)
-    cautions = [asdict(each) for each in found]
     return ShowDocument(
-        **describe(recipe, flops_per_token(recipe.model)), warnings=cautions, worth=list(worth), next=following
+        **describe(recipe, flops_per_token(recipe.model)), warnings=found, worth=list(worth), next=following
     )

@@ -320,7 +320,7 @@ def differences(a: Recipe, b: Recipe) -> list[Difference]:
 
     Name, reasons, layout and search settings are not compared, because the loss does not depend on them.
     """
-    return _differences(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
+    return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
@@ -328,10 +328,11 @@ def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
 
     They change only the order in which numbers are summed, and so only the last bits of the loss.
     """
-    return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
+    return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Return the values in which two nested mappings differ; a missing value is None."""
     flat_a, flat_b = flatten(a), flatten(b)
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

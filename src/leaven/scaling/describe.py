@@ -9,9 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from leaven.catalogue.messages import sentence
-from leaven.recipe.init_std import COMPARED, INITS
+from leaven.recipe.init_std import COMPARED, INITS, usual_std
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import Parameter
 from leaven.scaling.apply import AT_BASE
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, ramp_factors
 
@@ -36,8 +35,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     for rows in by_module.values():
         lines = []
         for row in rows:
-            parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
-            published = {name: init.std(parameter, depth, recipe.model.gated) for name, init in COMPARED.items()}
+            published = {name: init.std(row, depth, recipe.model.gated) for name, init in COMPARED.items()}
             layer = "" if row.layer is None else str(row.layer)
             lines.append(ModuleStart(row.module, layer, row.init_std, published))
         if len({(line.std, *line.published.values()) for line in lines}) > 1:
@@ -64,11 +62,6 @@ def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
     """Yield the rows of parameters with random initial values: all except gains and biases."""
     return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
-
-
-def usual_std(width: int) -> float:
-    """Return sqrt(1 / (3 d)), the initial std of MT-NLG 530B and BLOOM-176B, with which large stds are compared."""
-    return math.sqrt(1 / (3 * width))
 
 
 def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.laws import evaluate
+from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle
 from leaven.catalogue.run import PublishedRun
@@ -41,10 +41,8 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return the values of all laws at this scale. If a law has several forms, only its main form is included."""
-        model = self.model
-        found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
-        return [law for law in found if law.form_of is None]
+        """Return the values of all laws at this scale, of a law with several forms only the main form."""
+        return main_laws(self.model, self.tokens)
 
     def evidence(
         self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
