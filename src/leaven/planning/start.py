@@ -136,7 +136,7 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
 
     hidden, embedding = (Role.HIDDEN_WEIGHT,), (Role.EMBEDDING, Role.TIED_EMBEDDING)
     lrs = near.values(lambda run: run.peak_lr)
-    stds = near.values(lambda run: run.init_std and run.arch.d_model and run.init_std * math.sqrt(run.arch.d_model))
+    stds = near.values(lambda run: run.init_scale)
     decays = near.values("hyperparameters.weight_decay")
     shrink = {run: lrs[run] * decays[run] for run in lrs if decays.get(run)}
     lr, decay, std = of("lr", *hidden), of("weight_decay", *hidden), of("init_std", *hidden)

@@ -79,14 +79,9 @@ def transfer(
             a size is impossibly large, or if the run is too short for Adam's moments.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
-    given |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
-    for option, count in given.items():
-        if count is not None and count < 1:
-            raise InputError(
-                f"--{option} {count}: give 1 or more, or leave the option out to keep the recipe's value"
-            )
-        largest, reason = _LARGEST.get(option, (count, ""))
-        if count is not None and largest is not None and count > largest:
+    for option, (largest, reason) in _LARGEST.items():
+        count = given[option]
+        if count is not None and count > largest:
             raise InputError(
                 f"--{option} {format_quantity(count)}: {reason}; give {format_quantity(largest)} or less"
             )

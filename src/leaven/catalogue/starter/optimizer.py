@@ -188,11 +188,7 @@ def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
         message = "hyperparameters.init_std"
         std, residual = usual_std(width), (2 * depth) ** -0.5
         rules = _init_rules(model.d_model)
-        scaled = {
-            run.id: run.init_std * math.sqrt(run.arch.d_model)
-            for run in at.near.runs
-            if run.init_std and run.arch.d_model
-        }
+        scaled = {run.id: run.init_scale for run in at.near.runs if run.init_scale}
         smallest = rules["mt-nlg sqrt(1/(3d))"]
         facts = {
             "width": width,
