@@ -180,9 +180,7 @@ class Law(Sourced):
 
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
-    lr_batch: int | None = (
-        None  # the batch in tokens for which the lr is valid; None: the batch that the law predicts
-    )
+    lr_batch: int | None = None  # batch in tokens for which the lr is valid; None: the batch that the law predicts
     lr_batch_exponent: float | None = None  # in the law's data the best lr grows with this power of the batch
     batch: Power | None = None  # batch in tokens
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time

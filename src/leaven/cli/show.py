@@ -8,7 +8,7 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
-from leaven.documents.runs import CautionRow, RuleDocument, ShowDocument, WorthRow
+from leaven.documents.runs import CautionRow, ShowDocument, WorthRow
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, RuleName
@@ -30,7 +30,7 @@ def show(
 ) -> None:
     """Also compare the init stds with published initialisations, and say how the optimizer applies weight decay."""
     if rule is not None:
-        document = RuleDocument(**RULES[rule].document())
+        document = RULES[rule].document()
         print_document(document, rule_table(document), json_output)
         return
     if recipe is None:
@@ -46,6 +46,4 @@ def resolved(
 ) -> ShowDocument:
     """Return the document of a recipe's resolved values, and print the warnings ``found`` on standard error."""
     warn(each.message for each in found)
-    return ShowDocument(
-        **describe(recipe, flops_per_token(recipe.model)), warnings=found, worth=list(worth), next=following
-    )
+    return describe(recipe, flops_per_token(recipe.model), found, following, worth)
