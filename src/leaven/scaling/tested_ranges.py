@@ -117,8 +117,7 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if eps / sqrt(v) of a matrix in a block is too large. The estimated ratio is a lower bound.
 
-    It assumes that the gradient norm is 1 (or the clipping limit) and spread evenly over all parameters. Real
-    gradients
+    It assumes that the gradient norm is 1 (or the clipping limit), spread evenly over all parameters. Real gradients
     in blocks are smaller: most of the norm is in the unembedding, and after the warm-up the norm is mostly below 1.
     """
     clip = recipe.hyperparameters.grad_clip

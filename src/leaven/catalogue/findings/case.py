@@ -26,8 +26,8 @@ Suggestion = Mapping[str, Any]
 
 VOTES = 5
 """A finding names at most this many lineages (groups of runs that copied each other's learning rate)."""
-# A run within all these factors of the recipe counts as alike. If a run alike has the unusual value too, it is a note
-# only.
+# A run within all these factors of the recipe counts as alike. If such a run has the unusual value, too, the finding
+# is only a note.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 

@@ -118,8 +118,10 @@ class StarterDraft:
     document: dict[str, Any] = field(default_factory=dict)  # the recipe so far, as nested mappings
     why: dict[str, str] = field(default_factory=dict)  # the reason for each decided value, by path
     steps: list[DerivationRow] = field(default_factory=list)
-    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)  # how much the sources of a value differ
-    _open: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of messages, by path, since the last step
+    # How much the sources of a value differ: fields of the messages in the section "uncertain", by title.
+    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)
+    # The values decided since the last step, by path, each with the fields of its message.
+    _open: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def batches(self) -> BatchSchedule:
