@@ -13,7 +13,8 @@ from leaven.catalogue.laws import (
 )
 from leaven.recipe.errors import InputError
 
-# Parameters and FLOPs of arXiv 2203.15556: table 3 for approach 1, table A3 for the other two.
+# Parameters and FLOPs of arXiv 2203.15556: table 3 for approach 1, table A3 for the other two. Table A3 prints
+# 1.26e24 FLOPs for approach 3 at 175B, a tenth of 6 N D for its own 12.0T tokens.
 SIZES = (400e6, 1e9, 10e9, 67e9, 175e9, 280e9, 520e9, 1e12, 10e12)
 TABLES = {
     "Chinchilla approach 1": (1.92e19, 1.21e20, 1.23e22, 5.76e23, 3.85e24, 9.90e24, 3.43e25, 1.27e26, 1.30e28),
@@ -42,19 +43,6 @@ def test_the_printed_constants_of_approach_3_do_not_give_its_sizes() -> None:
     assert printed is not None
     assert printed.optimal_params(1.71e24) == pytest.approx(53e9, rel=0.01)  # the table says 67B
     assert printed.optimal_params(GOPHER) < 33e9  # figure 4 says 40B
-
-
-def test_misprint_of_table_a3() -> None:
-    """Approach 3 at 175B is printed with 1.26e24 FLOPs. That is a tenth of 6 N D for its own 12.0T tokens."""
-    printed, own = 1.26e24, 6 * 175e9 * 12.0e12
-    assert own == pytest.approx(10 * printed)
-    assert APPROACH_3.optimal_params(printed) < 60e9
-
-
-def test_approach_3_does_not_give_the_sizes_of_approach_2() -> None:
-    """A copy of table A3 has the FLOPs of approach 2 twice."""
-    for params, flops in list(zip(SIZES, TABLES["Chinchilla approach 2"], strict=True))[2:]:
-        assert APPROACH_3.optimal_params(flops) != pytest.approx(params, rel=0.2)
 
 
 def test_exponents_as_published() -> None:

@@ -64,8 +64,7 @@ def _batch(run: PublishedRun) -> dict[str, Any]:
         return {}
     samples, tokens, seq_len = run.batch.global_batch_samples, run.batch.global_batch_tokens, run.data.seq_len
     steps = run.schedule.total_steps if run.schedule else None
-    constant = run.batch.rampup is not None and run.batch.rampup.kind == "none"
-    known = steps and tokens and run.tokens and constant and run.data.note is None
+    known = steps and tokens and run.tokens and run.constant_batch and run.data.note is None
     return {
         "batch.global_batch_tokens": samples and tokens and seq_len and samples * seq_len != tokens,
         "data.tokens_total": known and not math.isclose((steps or 0) * (tokens or 0), run.tokens or 0, rel_tol=0.02),
@@ -89,12 +88,11 @@ def _ramp(run: PublishedRun) -> dict[str, Any]:
 
 
 def _schedule(run: PublishedRun) -> dict[str, Any]:
-    schedule, data, batch = run.schedule, run.data, run.batch
+    schedule, data = run.schedule, run.data
     if schedule is None or data is None:
         return {}
     peak, low, ratio = schedule.peak_lr, schedule.min_lr, schedule.min_lr_ratio
-    constant = batch is not None and batch.rampup is not None and batch.rampup.kind == "none"
-    step = (run.batch_tokens if constant else None) or math.nan
+    step = (run.batch_tokens if run.constant_batch else None) or math.nan
     warmups = [
         schedule.warmup_tokens,
         schedule.warmup_samples and schedule.warmup_samples * (data.seq_len or math.nan),

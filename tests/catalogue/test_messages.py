@@ -1,10 +1,7 @@
-"""Message templates: their formats; every template is used, and its fields exist."""
+"""The formats of fields in message templates."""
 
 from leaven.catalogue.messages import filled
 from leaven.catalogue.neighbours import Votes
-
-B = 10**9
-RARE = 11  # templates that no request below needs
 
 
 def test_field_formats() -> None:

@@ -14,7 +14,7 @@ from leaven.catalogue.neighbours import middle, neighbours, size_ratio
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.catalogue.starter.batch import BATCH_TOKENS_EXPONENT, LEAST_STEPS, batch_ramps
-from leaven.catalogue.starter.decisions import Derivation
+from leaven.catalogue.starter.draft import StarterRecipes
 from leaven.catalogue.starter.optimizer import LR_SIZE_EXPONENT
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import starter, untuned
@@ -30,7 +30,7 @@ from leaven.recipe.units import parse_quantity
 B, T = 10**9, 10**12
 
 
-def new(params: float, tokens: float, **request: object) -> Derivation:
+def new(params: float, tokens: float, **request: object) -> StarterRecipes:
     """Return a starter without a proxy, so that every value is chosen at this size."""
     return starter(replace(StarterRequest("wheat", int(params), int(tokens), proxy=0), **request))  # type: ignore[arg-type]
 
@@ -50,7 +50,7 @@ def comparable(params: float) -> list[PublishedRun]:
 def test_every_size_and_length_gets_a_sensible_recipe(params: float, tokens_per_param: float) -> None:
     tokens = params * tokens_per_param
     derived = new(params, tokens)
-    recipe = derived.recipe
+    recipe = derived.target
     model, batch = recipe.model, recipe.batch.tokens
     assert model.params == pytest.approx(params, rel=0.03)
     assert (model.d_model % model.n_heads, model.n_heads % model.n_kv_heads, model.d_ff % 64) == (0, 0, 0)
@@ -92,7 +92,7 @@ def test_values_are_near_those_of_published_runs(
 ) -> None:
     """The bounds are those of published runs of this size and length. At 70B the upper one is LLaMA's lr of 1.5e-4,
     moved by the square root from its batch of 4M to the 6.3M here."""
-    recipe, run = new(params, tokens).recipe, find_run(like)
+    recipe, run = new(params, tokens).target, find_run(like)
     assert lr[0] <= recipe.hyperparameters.lr <= lr[1]
     assert batch[0] <= recipe.batch.tokens <= batch[1]
     assert run.arch.d_model
@@ -134,12 +134,12 @@ def test_weights_of_votes_fall_to_zero_at_the_edge() -> None:
 
 
 def test_a_ramp_of_published_proportions() -> None:
-    recipe = new(70 * B, 1.4 * T).recipe
+    recipe = new(70 * B, 1.4 * T).target
     ramp = recipe.batch.ramp
     assert ramp
     assert recipe.batch.tokens % ramp.start_tokens == 0
     assert 0.025 < ramp.over_tokens / recipe.data.tokens < 0.055  # GLM-130B 2.5%, BLOOM-176B 5.5%
-    assert new(B, 20 * B).recipe.batch.ramp is None
+    assert new(B, 20 * B).target.batch.ramp is None
     starts, lengths = batch_ramps()
     assert starts["bloom-176b"] == pytest.approx(192 / 2048)
     assert lengths["glm-130b"] == 0.025
@@ -154,7 +154,7 @@ def test_the_option_that_an_error_names_works(asked: dict[str, object]) -> None:
     for option, value in named:
         size = parse_quantity(value)
         wanted = StarterRequest("wheat", 20_000_000, int(8.4 * B))
-        model = starter(replace(wanted, **(asked | {option: size}))).recipe.model  # type: ignore[arg-type]
+        model = starter(replace(wanted, **(asked | {option: size}))).target.model  # type: ignore[arg-type]
         assert model.params == pytest.approx(size if option == "params" else wanted.params, rel=0.05)
 
 
@@ -193,7 +193,7 @@ def test_a_starter_on_a_cluster_can_be_trained_from_its_first_batch() -> None:
         ),
         (StarterRequest("ramped", 70_000_000_000, 1_400_000_000_000, gpus=512), "512xH100-80GB"),
     ):
-        recipe = laid_out(starter(asked), parse_cluster(gpus)).recipe
+        recipe = laid_out(starter(asked), parse_cluster(gpus)).target
         assert len(recipe.batch.sizes) > 1
         require_trainable(recipe, recipe.layout.ranks)
     few = StarterRequest("few", 125_000_000, 125_000_000, gpus=4_096)
@@ -210,7 +210,7 @@ def test_a_target_that_does_not_fit_is_told_to_use_more_gpus_not_fewer() -> None
 def at_own_scale(id: str) -> Recipe:
     """Return the recipe of `leaven new --from` at the run's own size and length."""
     run = find_run(id)
-    return new(run.params_total, run.tokens or 0, reference=id, proxy=None).recipe
+    return new(run.params_total, run.tokens or 0, reference=id, proxy=None).target
 
 
 @pytest.mark.parametrize("id", ["gpt3-13b", "smollm2-135m", "openelm-3b"])
@@ -218,7 +218,7 @@ def test_the_values_of_a_reference_stay_together(id: str) -> None:
     run = find_run(id)
     assert run.batch_tokens
     assert run.optim
-    recipe = new(run.params_total / 2, 300 * B, reference=id, proxy=None).recipe
+    recipe = new(run.params_total / 2, 300 * B, reference=id, proxy=None).target
     assert recipe.hyperparameters.lr == run.peak_lr
     assert recipe.batch.tokens == pytest.approx(run.batch_tokens, rel=1e-3)
     assert recipe.hyperparameters.weight_decay == run.optim.weight_decay
@@ -249,7 +249,7 @@ def test_the_ramp_of_a_reference_is_repeated() -> None:
     bloom = at_own_scale("bloom-176b")
     assert bloom.batch.ramp == Ramp(start_tokens=192 * 2048, increment_tokens=16 * 2048, over_tokens=20 * B)
     assert bloom.schedule.warmup_tokens == pytest.approx(375e6, rel=1e-3)
-    shared = new(176 * B, 366 * B, reference="bloom-176b", proxy=None, gpus=64).recipe.batch
+    shared = new(176 * B, 366 * B, reference="bloom-176b", proxy=None, gpus=64).target.batch
     assert all(size % (64 * 2048) == 0 for _, size in shared.sizes)
 
 
@@ -262,7 +262,7 @@ def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:
     llama = at_own_scale("llama3-405b").schedule.warmup_tokens
     assert llama == pytest.approx(252e6 + (8_000 - 63) * 8e6, rel=1e-3)
     # The bounds on the warm-ups of neighbours do not apply, but a warm-up longer than the run is refused.
-    assert new(B, 10 * B, reference="olmo2-7b", proxy=None).recipe.schedule.warmup_tokens == pytest.approx(
+    assert new(B, 10 * B, reference="olmo2-7b", proxy=None).target.schedule.warmup_tokens == pytest.approx(
         8.39e9, rel=1e-3
     )
     with pytest.raises(InputError, match=r"the warm-up of --from olmo2-7b alone takes 8.39 B; give more"):
@@ -270,7 +270,7 @@ def test_warm_up_and_cooldown_of_a_reference_are_repeated() -> None:
 
 
 def test_an_untuned_recipe_has_the_values_of_leaven_new_for_its_size_and_batch() -> None:
-    new = starter(StarterRequest("wheat", 300_000_000, 6_000_000_000, proxy=0)).recipe
+    new = starter(StarterRequest("wheat", 300_000_000, 6_000_000_000, proxy=0)).target
     plain = new.replace({"hyperparameters": {"lr": 1.0, "init_std": 1.0}, "schedule": {}})
     assert untuned(plain).hyperparameters == new.hyperparameters
     assert untuned(plain).schedule == new.schedule

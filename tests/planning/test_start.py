@@ -75,7 +75,7 @@ def test_proxy_and_target_are_one_recipe_at_two_scales(
     assert moved.beta1 == pytest.approx(0.9, abs=0.02)
     if size in SIZES[:2]:  # a forced proxy costs more than leaven advises
         return
-    proposed = started.derivation.tuning.proxy
+    proposed = started.tuning.proxy
     assert proposed
     assert proposed.shape.params >= SMALLEST
     flops, run_flops = (
@@ -93,14 +93,14 @@ def test_where_tuning_costs_more_than_it_gains_the_published_values_are_used(par
     found = findings(started.target, lambda one: parameter_table(one).rows)
     assert [one.check for one in found if one.severity != "note"] == []
     assert warnings(started.target) == []
-    assert "tuning was found to gain at most 24%" in started.derivation.tuning.reason
+    assert "tuning was found to gain at most 24%" in started.tuning.reason
     target = started.target
     assert (target.base.width, target.base.tokens) == (target.model.d_model, target.data.tokens)
     assert all(row.lr == target.hyperparameters.lr for row in parameter_table(target).rows)
 
 
 def test_an_expensive_search_gets_fewer_trials() -> None:
-    tuning = new("1B", "20B").derivation.tuning
+    tuning = new("1B", "20B").tuning
     assert tuning.proxy
     assert tuning.proxy.trials == 32
     assert tuning.proxy.cost <= SHARE < WORTH
@@ -117,7 +117,7 @@ def test_the_target_is_compared_with_published_runs_of_its_size() -> None:
     assert (lr.low, lr.high) == (1.2e-4, 2e-3)  # gpt3-table's bloom-7b1, dclm-7b-2x
     assert compared["beta1"].value == pytest.approx(0.9, abs=0.01)
     small = new("1M", "20M")
-    assert "nothing to compare with" in " ".join(small.derivation.steps[-1].lines)
+    assert "nothing to compare with" in " ".join(small.steps[-1].lines)
 
 
 def test_a_proxy_of_a_given_size() -> None:

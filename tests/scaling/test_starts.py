@@ -28,8 +28,8 @@ def test_one_entry_for_each_module_or_two_if_its_blocks_differ(tiny: Recipe) -> 
 
 def test_the_document_states_which_init_applies(tiny: Recipe) -> None:
     named = tiny.replace({"hyperparameters.init": "mt-nlg", "hyperparameters.init_std": None})
-    assert describe(tiny, 0)["init"]["why"] == "rule: init_std 0.1 at the base, scaled by complete-d-p"
-    found = describe(named, 0)["init"]
+    assert describe(tiny, 0).init["why"] == "rule: init_std 0.1 at the base, scaled by complete-d-p"
+    found = describe(named, 0).init
     assert "arXiv 2201.11990" in found["why"]
     assert found["name"] == "mt-nlg"
     assert found["usual_std"] == pytest.approx(math.sqrt(1 / 48))

@@ -82,7 +82,7 @@ def test_the_same_rewind_command_resumes_the_run(run: RunFolder) -> None:
     assert [event["event"] for event in run.events()].count("rewind") == 1
     assert train(LOWER, text(), run.path, back=back) == went_on
     assert train(LOWER, text(), run.path) == went_on
-    with pytest.raises(InputError, match=r"hyperparameters.lr 0.002 there, 0.01 here; .*--rewind-to"):
+    with pytest.raises(InputError, match=r"hyperparameters.lr was 0.002, is now 0.01; .*--rewind-to"):
         train(RUN, text(), run.path)
 
 
@@ -128,8 +128,8 @@ def test_data_skipped_by_a_rollback_stay_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model__dropout": 0.1}, r"model.dropout 0.0 there, 0.1 here; a run can change only \[schedule\]"),
-        ({"hyperparameters__init_std": 0.2}, r"hyperparameters.init_std 0.1 there, 0.2 here"),
+        ({"model__dropout": 0.1}, r"model.dropout was 0.0, is now 0.1; a run can change only \[schedule\]"),
+        ({"hyperparameters__init_std": 0.2}, r"hyperparameters.init_std was 0.1, is now 0.2"),
     ],
 )
 def test_a_rewind_refuses_changes_that_a_run_cannot_make(

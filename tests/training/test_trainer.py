@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_continue_the_run_is_refused_and_left_alone(
             short.replace({"hyperparameters.lr": 0.02}),
             tokens,
             folder.path,
-            "hyperparameters.lr 0.01 there, 0.02 here",
+            "hyperparameters.lr was 0.01, is now 0.02",
         ),
         (short, replace(tokens, fingerprint="other"), folder.path, "was trained on other text"),
         (short, tokens, stranger, r"is not empty and holds no recipe.toml"),

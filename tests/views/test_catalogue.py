@@ -6,6 +6,7 @@ import plotly.graph_objects as go
 import pytest
 
 from leaven.catalogue.runs import find_run, load_runs
+from leaven.catalogue.terms import read
 from leaven.views.catalogue_page import (
     CHARTS,
     CatalogueChart,
@@ -27,10 +28,10 @@ def test_every_known_value_is_a_point_with_its_source(quantity: CatalogueChart) 
         if trace.hovertext is not None
         for x, y, hover in zip(trace.x, trace.y, trace.hovertext, strict=True)
     }
-    known = {run.id: (run.params_total, getattr(run, quantity.value)) for run in RUNS if getattr(run, quantity.value)}
+    known = {run.id: (run.params_total, value) for run in RUNS if (value := read(run, quantity.path))}
     assert {id: point[:2] for id, point in drawn.items()} == {id: pytest.approx(point) for id, point in known.items()}
     for id, (_, _, said) in drawn.items():
-        group, field = quantity.source
+        group, field = quantity.path.split(".")
         known = getattr(find_run(id), group).provenance(field)
         flowing = said.replace("<br>", " ").replace("&amp;", "&")
         for source in known.sources:

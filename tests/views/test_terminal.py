@@ -15,7 +15,6 @@ from written import proxy, target
 
 from leaven.cli import main
 from leaven.documents.checks import CheckDocument
-from leaven.documents.runs import ShowDocument
 from leaven.recipe.files import read_recipe
 from leaven.scaling.describe import describe
 from leaven.scaling.table import parameter_table
@@ -83,7 +82,7 @@ def test_a_screen_fits_80_columns(read: Read, tiny_file: Path, command: str) -> 
 
 def test_the_parameter_table_has_units_and_one_line_per_group() -> None:
     recipe = target(proxy().replace({"hyperparameters.depth": {}}))
-    shown = ShowDocument(**describe(recipe, 0), warnings=[], next=[])
+    shown = describe(recipe, 0)
     lines = printed(recipe_screen(shown), 80)
     text = "\n".join(lines)
     assert "width x3 depth x2 batch x4" in text

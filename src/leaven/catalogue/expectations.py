@@ -12,7 +12,7 @@ from leaven.catalogue.findings.case import Case
 from leaven.catalogue.laws import power_lines_tau
 from leaven.catalogue.neighbours import neighbours
 from leaven.catalogue.starter.batch import batch_evidence
-from leaven.catalogue.starter.decisions import StarterScale
+from leaven.catalogue.starter.draft import StarterScale
 from leaven.catalogue.starter.optimizer import lr_evidence
 
 

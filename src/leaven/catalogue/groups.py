@@ -93,9 +93,8 @@ class PublishedArchitecture(PublishedGroup):
     rope_theta: float | None = None
     tied_embeddings: bool | None = None
     qk_norm: bool | None = None
-    qk_norm_width: Literal["head", "model"] = (
-        "head"  # head: all heads share a gain of size d_head; model: one gain over all heads together
-    )
+    # head: all heads share a gain of size d_head; model: one gain over all heads together
+    qk_norm_width: Literal["head", "model"] = "head"
     bias: bool | None = None
     norm_bias: bool | None = None  # only if it differs from bias
     qkv_bias: bool | None = None  # only if it differs from bias

@@ -17,6 +17,7 @@ from leaven.catalogue.noise_scale import surge_lr
 from leaven.documents.catalogue import BeyondRange, LawRow, LrAtBatch, OptimumRow
 from leaven.recipe.base import Part
 from leaven.recipe.errors import InputError
+from leaven.recipe.shape import ModelShape
 
 ParamsDefinition = Literal["all", "non-embedding", "without input embedding"]
 BatchKind = Literal["optimal", "critical"]
@@ -179,9 +180,7 @@ class Law(Sourced):
 
     params_definition: ParamsDefinition
     lr: Power | LogLinear | None = None  # peak learning rate of AdamW
-    lr_batch: int | None = (
-        None  # the batch in tokens for which the lr is valid; None: the batch that the law predicts
-    )
+    lr_batch: int | None = None  # batch in tokens for which the lr is valid; None: the batch that the law predicts
     lr_batch_exponent: float | None = None  # in the law's data the best lr grows with this power of the batch
     batch: Power | None = None  # batch in tokens
     batch_kind: BatchKind | None = None  # optimal: the best batch; critical: a larger batch saves little time
@@ -258,6 +257,12 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
             )
         )
     return results
+
+
+def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
+    """Return the values of all laws for a run of a model; of a law with several forms, only the main form."""
+    rows = evaluate(model.params, tokens, params_non_embedding=model.params_non_embedding)
+    return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:

@@ -23,11 +23,11 @@ FACTOR = 4.0
 NEAREST = 3
 """At least this many lineages vote, even if they are not near, so that no lineage decides alone."""
 EDGE = 1.5
-"""If fewer than `NEAREST` lineages are near, the weight of a vote falls to 0 at this factor x the farthest size
-ratio."""
+"""If fewer than `NEAREST` lineages are near, farther runs vote, too: the weight of a vote then falls to 0 at this
+factor x the size ratio of the farthest of these runs."""
 LEAST_WEIGHT = 1e-6
 """Smallest weight of a vote; it is not 0, so that a single vote still counts."""
-# Weight of log2(tokens) in a distance, relative to log2(parameters): published choices hardly depend on the tokens.
+# Weight of log2(tokens) in a distance; log2(parameters) has weight 1. Published values hardly depend on the tokens.
 _TOKEN_WEIGHT = 0.125
 
 

@@ -236,6 +236,11 @@ class PublishedRun(Part):
         return self.init.std if self.init else None
 
     @property
+    def init_scale(self) -> float | None:
+        """Return init std x sqrt(d_model), which can be compared between widths."""
+        return self.init_std * math.sqrt(self.arch.d_model) if self.init_std and self.arch.d_model else None
+
+    @property
     def residual_init_std(self) -> float | None:
         """Return the init std of the matrices that write to the residual stream.
 

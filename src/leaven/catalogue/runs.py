@@ -13,6 +13,7 @@ from pathlib import Path
 from leaven.catalogue.run import PublishedRun
 from leaven.documents.catalogue import DifferenceRow
 from leaven.recipe.errors import InputError
+from leaven.recipe.recipe import differing
 
 FOLDER = Path(__file__).parent / "runs"
 
@@ -51,12 +52,10 @@ def listed(names: Sequence[str]) -> str:
 
 def diff(run_a: PublishedRun, run_b: PublishedRun) -> list[DifferenceRow]:
     """Return the values in which two runs differ, one row for each dotted path; an unknown value is None."""
-    a, b = run_a.flat(), run_b.flat()
-    paths = [*a, *(path for path in b if path not in a)]
     return [
-        DifferenceRow(path=path, a=a.get(path), b=b.get(path))
-        for path in paths
-        if path != "id" and a.get(path) != b.get(path)
+        DifferenceRow(path=path, a=own, b=other)
+        for path, own, other in differing(run_a.flat(), run_b.flat())
+        if path != "id"
     ]
 
 

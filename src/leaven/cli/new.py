@@ -146,7 +146,7 @@ def new(
     if fit is not None:
         first = next_commands.plan_of_new(output, cluster)
         following = [first, *(each for each in following if each != first)]
-    document = started.document(output, proxy_output).model_copy(update={"fit": fit})
+    document = started.document(output, proxy_output, fit)
     print_document(document, derived(document, files), json_output, following)
 
 

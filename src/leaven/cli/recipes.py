@@ -126,15 +126,15 @@ def nearest_runs(
     if params is None or tokens is None:
         raise InputError("no size is given; type --params COUNT --tokens COUNT, or --like RECIPE")
     own = Stack("pre", recipe.model.qk_norm, recipe.hyperparameters.optimizer) if recipe else Stack()
-    asked = Stack(
+    wanted = Stack(
         norm_placement or own.norm_placement,
         own.qk_norm if qk_norm is None else qk_norm,
         optimizer or own.optimizer,
     )
-    found = nearest(params, tokens, limit=limit, factor=factor, stack=asked, kind=kind)
-    rows = [near_run(run, away, params, factor, asked) for run, away in found]
+    found = nearest(params, tokens, limit=limit, factor=factor, stack=wanted, kind=kind)
+    rows = [near_run(run, away, params, factor, wanted) for run, away in found]
     l2 = recipe is not None and terms(recipe)["hyperparameters.optimizer"] == L2_DECAY
-    _rows(rows, nearest_screen(rows, params, factor, asked.text, l2), json_output, csv_output)
+    _rows(rows, nearest_screen(rows, params, factor, wanted.text, l2), json_output, csv_output)
 
 
 @app.command("diff")

@@ -1,7 +1,6 @@
 """Define the command ``leaven show``."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,13 +8,13 @@ import typer
 
 from leaven.cli import next_commands
 from leaven.cli.common import JsonOption, SetOption, load_recipe, print_document
-from leaven.documents.runs import RuleDocument, ShowDocument, WorthRow
+from leaven.documents.runs import CautionRow, ShowDocument, WorthRow
 from leaven.planning.flops import flops_per_token
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe, RuleName
 from leaven.scaling.describe import describe
 from leaven.scaling.rules import RULES
-from leaven.scaling.tested_ranges import Caution, warnings
+from leaven.scaling.tested_ranges import warnings
 from leaven.views.terminal.console import warn
 from leaven.views.terminal.recipe import recipe_screen, rule_table
 
@@ -31,7 +30,7 @@ def show(
 ) -> None:
     """Also compare the init stds with published initialisations, and say how the optimizer applies weight decay."""
     if rule is not None:
-        document = RuleDocument(**RULES[rule].document())
+        document = RULES[rule].document()
         print_document(document, rule_table(document), json_output)
         return
     if recipe is None:
@@ -42,8 +41,7 @@ def show(
     print_document(shown, recipe_screen(shown), json_output, next_commands.after_show(recipe, overrides or ()))
 
 
-def resolved(recipe: Recipe, found: list[Caution], worth: Sequence[WorthRow] = ()) -> ShowDocument:
+def resolved(recipe: Recipe, found: list[CautionRow], worth: Sequence[WorthRow] = ()) -> ShowDocument:
     """Return the document of a recipe's resolved values, and print the warnings ``found`` on standard error."""
     warn(each.message for each in found)
-    cautions = [asdict(each) for each in found]
-    return ShowDocument(**describe(recipe, flops_per_token(recipe.model)), warnings=cautions, worth=list(worth))
+    return describe(recipe, flops_per_token(recipe.model), found, worth)

@@ -229,7 +229,7 @@ class ProxyRow(Entry):
     """The small proxy model on which a recipe is tuned."""
 
     params: int
-    tokens: int
+    tokens: int  # of one trial
     batch_tokens: int
     trials: int  # number of trials
     cost: float  # FLOPs of all trials / FLOPs of the recipe's run

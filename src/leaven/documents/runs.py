@@ -6,10 +6,12 @@ from leaven.documents import Document, Entry, Number
 
 
 class CautionRow(Entry):
-    about: str  # name of the value that the warning is about
+    """A warning that a value is beyond a limit."""
+
+    about: str  # name of the value that the warning is about, such as width ratio
     value: Number
     limit: Number  # the limit that value is beyond
-    message: str
+    message: str  # what is beyond the limit, why it matters and what to do
 
 
 class ParameterValues(Entry):

@@ -185,8 +185,8 @@ def no_layout(seen: Exploration) -> InputError:
         message = _nothing_fits(seen.misfits[0])
     elif fewer := _fewer_gpus(job):
         message = (
-            f"{job.cluster}: no layout splits {job.model.n_layers} layers and a batch of "
-            f"{job.batch.tokens // job.model.seq_len:,} sequences over that many GPUs; {fewer:,} GPUs would work"
+            f"no layout splits {job.model.n_layers} layers and a batch of "
+            f"{job.batch.tokens // job.model.seq_len:,} sequences over {job.cluster}; {fewer:,} GPUs would work"
         )
     else:
         message = str(

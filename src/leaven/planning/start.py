@@ -4,16 +4,15 @@ The target is the run that the user wants. The proxy is a smaller run on which h
 """
 
 import math
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from statistics import median
 
 from leaven.catalogue.messages import constants, parts, sentence
 from leaven.catalogue.neighbours import Neighbours, neighbours
-from leaven.catalogue.starter.decisions import Derivation, derivation_step
+from leaven.catalogue.starter.draft import StarterRecipes, derivation_step
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.starter.starter import LEAST_HELD_OUT, MOST_EVALUATED, starter
-from leaven.documents.planning import ComparedRow, NewRecipe, ProxyRow
+from leaven.documents.planning import ComparedRow
 from leaven.planning.hardware import Cluster
 from leaven.planning.layouts import Job
 from leaven.planning.memory import GIB
@@ -32,73 +31,36 @@ _ROUNDING = 1.02  # differences up to this factor may come from the rounding of 
 FAR = 1.25
 
 
-@dataclass(frozen=True)
-class StarterRecipes:
-    """The recipes that ``leaven new`` writes, with the steps that derived them."""
-
-    derivation: Derivation  # the target and the steps that derived it
-    proxy: Recipe | None
-    compared: tuple[ComparedRow, ...]  # values of the target compared with published runs
-
-    @property
-    def target(self) -> Recipe:
-        return self.derivation.recipe
-
-    def document(self, path: Path, proxy_path: Path) -> NewRecipe:
-        """Return the document of ``leaven new``."""
-        tuning, target = self.derivation.tuning, self.target
-        proxy = tuning.proxy
-        return NewRecipe(
-            path=str(path),
-            proxy_path=str(proxy_path) if self.proxy else None,
-            params=target.model.params,
-            tokens=target.data.tokens,
-            steps=list(self.derivation.steps),
-            proxy=None
-            if proxy is None
-            else ProxyRow(
-                params=proxy.shape.params,
-                tokens=proxy.tokens,
-                batch_tokens=proxy.batch_tokens,
-                trials=proxy.trials,
-                cost=proxy.cost,
-                evidence=proxy.evidence,
-            ),
-            tuning=tuning.reason,
-            compared=list(self.compared),
-        )
-
-
 def start(request: StarterRequest, cluster: Cluster | None = None) -> StarterRecipes:
     """Return the target and its proxy for a request, and the target's comparison with published runs.
 
     Raises:
         InputError: if the size or the duration is out of range, or the target does not fit the cluster.
     """
-    derived = starter(request)
+    started = starter(request)
     if cluster:
-        derived = laid_out(derived, cluster)
-    target = derived.recipe
+        started = laid_out(started, cluster)
+    target = started.target
     near = neighbours(target.model.params, target.data.tokens)
     compared = _compared(target, near)
     if near.close:
         moved = [one.what for one in compared if one.outside and not one.what.startswith("init")]
         lines = [line for one in compared for line in parts("target", _line(one), {"one": one})]
-        if derived.tuning.proxy and moved:
+        if started.tuning.proxy and moved:
             lines += parts("target", "two readings", {"moved": " and ".join(moved)})
     else:
         lines = parts("target", "nothing near", {})
-    derived = derived.add("at the target", lines)
-    return StarterRecipes(derived, _proxy(derived), compared)
+    comparison = derivation_step(len(started.steps) + 1, "at the target", lines)
+    return replace(started, steps=(*started.steps, comparison), proxy=_proxy(started), compared=compared)
 
 
-def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
-    """Return the derivation with the fastest layout that fits on the cluster.
+def laid_out(started: StarterRecipes, cluster: Cluster) -> StarterRecipes:
+    """Return the target with the fastest layout that fits on the cluster.
 
     Raises:
         InputError: if nothing fits or no layout divides the batch; the message says what would work.
     """
-    recipe = derivation.recipe
+    recipe = started.target
     try:
         found = plan(Job(recipe.model, recipe.batch, cluster), recipe.data.tokens)
     except InputError as error:
@@ -133,14 +95,14 @@ def laid_out(derivation: Derivation, cluster: Cluster) -> Derivation:
         )
         if "precision.compute" in step.values
         else step
-        for step in derivation.steps
+        for step in started.steps
     )
-    return replace(derivation, recipe=placed, steps=steps)
+    return replace(started, target=placed, steps=steps)
 
 
-def _proxy(derived: Derivation) -> Recipe | None:
+def _proxy(started: StarterRecipes) -> Recipe | None:
     """Return the recipe of the proxy, which is the target scaled down to one process; None if there is no proxy."""
-    proxy, target = derived.tuning.proxy, derived.recipe
+    proxy, target = started.tuning.proxy, started.target
     if proxy is None:
         return None
     one = {f"layout.{key}": value for key, value in Layout().model_dump().items()} | {"batch.micro_batch": "auto"}
@@ -173,7 +135,7 @@ def _compared(target: Recipe, near: Neighbours) -> tuple[ComparedRow, ...]:
 
     hidden, embedding = (Role.HIDDEN_WEIGHT,), (Role.EMBEDDING, Role.TIED_EMBEDDING)
     lrs = near.values(lambda run: run.peak_lr)
-    stds = near.values(lambda run: run.init_std and run.arch.d_model and run.init_std * math.sqrt(run.arch.d_model))
+    stds = near.values(lambda run: run.init_scale)
     decays = near.values("hyperparameters.weight_decay")
     shrink = {run: lrs[run] * decays[run] for run in lrs if decays.get(run)}
     lr, decay, std = of("lr", *hidden), of("weight_decay", *hidden), of("init_std", *hidden)

@@ -42,9 +42,8 @@ class Data(Part):
     # packed: documents are concatenated, and each token sees all earlier tokens of its sequence;
     # isolated: attention, positions and loss do not cross the end of a document.
     documents: Literal["packed", "isolated"] = "packed"
-    corrupt_share: float = Field(
-        default=0.001, ge=0, le=1
-    )  # the run stops if a larger share of a source's lines or files is unreadable
+    # The run stops if a larger share of a source's lines or files is unreadable.
+    corrupt_share: float = Field(default=0.001, ge=0, le=1)
 
     @model_validator(mode="after")
     def _validate_weights(self) -> "Data":

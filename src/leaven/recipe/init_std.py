@@ -87,6 +87,11 @@ class Init:
         return self.formula(parameter, gated).std(MatrixPlace(width, n_layers, parameter.layer or 0, into, out))
 
 
+def usual_std(width: int) -> float:
+    """Return sqrt(1 / (3 d)), the init std of MT-NLG 530B and BLOOM-176B, with which other stds are compared."""
+    return math.sqrt(1 / (3 * width))
+
+
 _GPT2 = Formula("0.02", lambda at: 0.02)
 _SMALL = Formula("sqrt(2 / (5 d))", lambda at: math.sqrt(2 / (5 * at.d)))
 _MT_NLG = Formula("sqrt(1 / (3 d))", lambda at: math.sqrt(1 / (3 * at.d)))

@@ -57,9 +57,8 @@ class Scaling(Part):
     rule: RuleName = "complete-d-p"
     # Each residual branch is multiplied by depth^-alpha, and the lr inside the blocks by depth^(alpha-1).
     alpha: float = Field(default=1.0, ge=0.5, le=1)
-    token_exponent: float = Field(
-        default=0.5, ge=0, le=1
-    )  # t: the lr is proportional to (training tokens)^-t; published values are 0.3 to 0.5
+    # t: the lr is proportional to (training tokens)^-t; published values are 0.3 to 0.5.
+    token_exponent: float = Field(default=0.5, ge=0, le=1)
     # 95% interval of token_exponent, measured by ``leaven check duration``; outside it, ``leaven transfer`` warns.
     token_exponent_interval: tuple[float, float] | None = Field(default=None, strict=False)
     # Multiplies the weight decay of hidden weights by depth^(1-alpha). If alpha < 1, their lr falls with depth, and
@@ -95,12 +94,10 @@ class Stability(Part):
     rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
     checkpoint_every_tokens: int | None = Field(default=None, gt=0)  # None: a tenth of the run
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
-    keep_every_tokens: int | None = Field(
-        default=None, gt=0
-    )  # the first checkpoint of each interval is never deleted
-    noise_scale_every_tokens: int | None = Field(
-        default=None, gt=0
-    )  # interval between measurements of the gradient noise scale
+    # The first checkpoint of each interval of this length is never deleted.
+    keep_every_tokens: int | None = Field(default=None, gt=0)
+    # Interval between measurements of the gradient noise scale; None: it is not measured.
+    noise_scale_every_tokens: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _validate_rollback_lr(self) -> "Stability":
@@ -320,7 +317,7 @@ def differences(a: Recipe, b: Recipe) -> list[Difference]:
 
     Name, reasons, layout and search settings are not compared, because the loss does not depend on them.
     """
-    return _differences(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
+    return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
@@ -328,10 +325,11 @@ def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
 
     They change only the order in which numbers are summed, and so only the last bits of the loss.
     """
-    return _differences(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
+    return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Return the values in which two nested mappings differ; a missing value is None."""
     flat_a, flat_b = flatten(a), flatten(b)
     paths = dict.fromkeys([*flat_a, *flat_b])
     return [(path, flat_a.get(path), flat_b.get(path)) for path in paths if flat_a.get(path) != flat_b.get(path)]

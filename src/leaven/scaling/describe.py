@@ -1,5 +1,4 @@
-"""Describe a recipe and its parameter table as data for ``leaven show``, and compare its init with published
-inits."""
+"""Describe the values of a recipe's parameters for ``leaven show``, and compare its init with published ones."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from leaven.catalogue.messages import sentence
-from leaven.recipe.init_std import COMPARED, INITS
+from leaven.documents.runs import CautionRow, ParameterValues, ShowDocument, Totals, WorthRow
+from leaven.recipe.init_std import COMPARED, INITS, usual_std
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import Parameter
 from leaven.scaling.apply import AT_BASE
 from leaven.scaling.table import ParameterRow, ParameterTable, parameter_table, ramp_factors
 
@@ -36,8 +35,7 @@ def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
     for rows in by_module.values():
         lines = []
         for row in rows:
-            parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
-            published = {name: init.std(parameter, depth, recipe.model.gated) for name, init in COMPARED.items()}
+            published = {name: init.std(row, depth, recipe.model.gated) for name, init in COMPARED.items()}
             layer = "" if row.layer is None else str(row.layer)
             lines.append(ModuleStart(row.module, layer, row.init_std, published))
         if len({(line.std, *line.published.values()) for line in lines}) > 1:
@@ -66,13 +64,13 @@ def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
     return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
 
 
-def usual_std(width: int) -> float:
-    """Return sqrt(1 / (3 d)), the initial std of MT-NLG 530B and BLOOM-176B, with which large stds are compared."""
-    return math.sqrt(1 / (3 * width))
-
-
-def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
-    """Return the document of ``leaven show --json`` and of ``leaven transfer --json``."""
+def describe(
+    recipe: Recipe,
+    flops_per_token: float,
+    warnings: Sequence[CautionRow] = (),
+    worth: Sequence[WorthRow] = (),
+) -> ShowDocument:
+    """Return the document of ``leaven show`` and ``leaven transfer``: the values that a recipe's parameters get."""
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip
     first, _ = ramp_factors(recipe, 0)
@@ -81,26 +79,26 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
     def why(message: str, **facts: Any) -> str:
         return sentence("show", message, facts, Path(__file__).parent)
 
-    return {
-        "name": recipe.name,
-        "start": recipe.start.weights,
-        "scale": {
+    return ShowDocument(
+        name=recipe.name,
+        start=recipe.start.weights,
+        scale={
             "width": model.d_model,
             "depth": model.n_layers,
             "batch_tokens": recipe.batch.tokens,
             "tokens": recipe.data.tokens,
             "base": recipe.base.model_dump(exclude_none=True),
         },
-        "rule": table.rule.name,
-        "ratios": asdict(table.ratios),
-        "totals": {
-            "params": model.params,
-            "params_non_embedding": model.params_non_embedding,
-            "flops_per_token": flops_per_token,
-        },
-        "attention_scale": table.attention_scale,
-        "optimizer": {"name": tuned.optimizer, "why": why(tuned.optimizer)},
-        "init": {
+        rule=table.rule.name,
+        ratios=asdict(table.ratios),
+        totals=Totals(
+            params=model.params,
+            params_non_embedding=model.params_non_embedding,
+            flops_per_token=flops_per_token,
+        ),
+        attention_scale=table.attention_scale,
+        optimizer={"name": tuned.optimizer, "why": why(tuned.optimizer)},
+        init={
             "name": tuned.init,
             "why": why(
                 "init",
@@ -115,12 +113,14 @@ def describe(recipe: Recipe, flops_per_token: float) -> dict[str, Any]:
             "starts": [asdict(start) for start in found],
             "published": {name: {"std": init.text, "source": init.source} for name, init in COMPARED.items()},
         },
-        "clip": clip.model_dump() | {"why": why(f"clip {clip.mode}" if clip.limit else "clip off", limit=clip.limit)},
-        "ramp": {
+        clip=clip.model_dump() | {"why": why(f"clip {clip.mode}" if clip.limit else "clip off", limit=clip.limit)},
+        ramp={
             "rule": recipe.batch.rule,
             "why": None
             if first == AT_BASE
             else why("ramp", batch=recipe.batch.sizes[0][1], first=first, rule=table.rule.name),
         },
-        "parameters": [asdict(row) for row in table.rows],
-    }
+        parameters=[ParameterValues(**asdict(row)) for row in table.rows],
+        warnings=list(warnings),
+        worth=list(worth),
+    )

@@ -21,8 +21,8 @@ eps must fall, too. The difference is small as long as eps is much smaller than 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
+from leaven.documents.runs import CellRow, RuleDocument
 from leaven.recipe.shape import Role
 from leaven.scaling.cells import LETTERS, Cell
 
@@ -39,9 +39,8 @@ class Rule:
     residual: Cell  # multiplies each residual branch
     attention: Cell  # multiplies the scale of the attention logits, 1 / sqrt(d_head)
     half_life: Cell  # multiplies the half-life of Adam's moments in steps; to first order it divides 1 - beta
-    columns: Mapping[str, Cell] = field(
-        default_factory=dict
-    )  # factors for batch and tokens, by quantity; they multiply the cells of all roles
+    # Factors for batch and tokens, by quantity; they multiply the cells of all roles.
+    columns: Mapping[str, Cell] = field(default_factory=dict)
 
     def of(self, quantity: str, role: Role) -> tuple[Cell, ...]:
         """Return the cells that are multiplied to get the factor on a quantity for a role."""
@@ -54,15 +53,19 @@ class Rule:
         columns = {f"{quantity} (all rows)": cell for quantity, cell in self.columns.items()}
         return columns | {"residual": self.residual, "attention": self.attention, "half_life": self.half_life}
 
-    def document(self) -> dict[str, Any]:
-        """Return the table of this rule as plain data, each cell with its source."""
-        return {
-            "rule": self.name,
-            "source": self.source,
-            "roles": {role: {quantity: vars(self.cells[quantity][role]) for quantity in QUANTITIES} for role in Role},
-            "shared": {name: vars(cell) for name, cell in self.shared.items()},
-            "letters": LETTERS,
-        }
+    def document(self) -> RuleDocument:
+        """Return the document of ``leaven show --rule``: the table of this rule, each cell with its source."""
+
+        def row(cell: Cell) -> CellRow:
+            return CellRow(text=cell.text, source=cell.source)
+
+        return RuleDocument(
+            rule=self.name,
+            source=self.source,
+            roles={role: {quantity: row(self.cells[quantity][role]) for quantity in QUANTITIES} for role in Role},
+            shared={name: row(cell) for name, cell in self.shared.items()},
+            letters=LETTERS,
+        )
 
 
 _HIDDEN_GAINS = (Role.HIDDEN_NORM, Role.QK_NORM)

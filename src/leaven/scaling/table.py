@@ -23,15 +23,10 @@ _GAINS = {Role.EMBEDDING_NORM, Role.HIDDEN_NORM, Role.QK_NORM, Role.FINAL_NORM}
 _LAYER = re.compile(r"layers\.\d+\.")
 
 
-@dataclass(frozen=True)
-class ParameterRow:
-    """The values of one parameter: initial distribution, optimizer settings, forward multiplier."""
+@dataclass(frozen=True, kw_only=True)
+class ParameterRow(Parameter):
+    """A parameter with its values: initial distribution, optimizer settings, forward multiplier."""
 
-    name: str
-    shape: tuple[int, ...]  # (fan out, fan in) for a matrix
-    role: Role
-    module: str  # name under which it is tuned
-    layer: int | None  # index of the block; None outside the blocks
     init_mean: float  # initial values are normal with this mean
     init_std: float
     lr: float  # at the peak of the schedule
@@ -76,11 +71,11 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
     """Return the parameter table of a recipe, in the order of ``recipe.model.parameters()``."""
     rule, at, model = RULES[recipe.scaling.rule], ratios(recipe), recipe.model
     free = exponents(recipe.scaling)
-    base_shapes = {_label(parameter.name): parameter.shape for parameter in recipe.base_shape.parameters()}
+    base_shapes = {label(parameter.name): parameter.shape for parameter in recipe.base_shape.parameters()}
     head = model.d_head / recipe.base_shape.d_head
     rows = []
     for parameter in model.parameters():
-        base_shape = base_shapes[_label(parameter.name)]
+        base_shape = base_shapes[label(parameter.name)]
         scales = tensor_ratios(parameter.role, parameter.shape, base_shape, at, head)
         rows.append(
             parameter_row(
@@ -163,11 +158,7 @@ def parameter_row(
         start = named.std(parameter, n_layers, gated) if named else base.init_std or 0.0
         std = start * multiplier("init_std") * moved.init_std
     return ParameterRow(
-        name=parameter.name,
-        shape=parameter.shape,
-        role=role,
-        module=parameter.module,
-        layer=parameter.layer,
+        **vars(parameter),
         init_mean=1.0 if role in _GAINS else 0.0,
         init_std=std,
         lr=base.lr * multiplier("lr") * moved.lr,
@@ -224,6 +215,6 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     return {name: factor for name, factor in both.items() if name in names and factor != 1}
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
     """Return a parameter's name without the prefix of its block."""
     return _LAYER.sub("", name)

@@ -3,30 +3,20 @@
 import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from leaven.catalogue.findings import CHECKS
 from leaven.catalogue.findings.case import farthest
-from leaven.catalogue.laws import batches, critical_batch, evaluate, power_lines_tau
+from leaven.catalogue.laws import batches, critical_batch, main_laws, power_lines_tau
 from leaven.catalogue.messages import sentence
+from leaven.documents.runs import CautionRow
+from leaven.recipe.init_std import usual_std
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import Role
 from leaven.scaling.apply import factors
-from leaven.scaling.describe import matrices, usual_std
+from leaven.scaling.describe import matrices
 from leaven.scaling.table import ParameterTable, exponents, parameter_table
-
-
-@dataclass(frozen=True)
-class Caution:
-    """A warning that a value is beyond a limit."""
-
-    about: str  # what the value is, such as "width ratio"
-    value: float
-    limit: float
-    message: str  # what is beyond the limit, why it matters and what to do
-
 
 TESTED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
     Path(__file__).with_name("tested_ranges.toml").read_text(encoding="utf-8")
@@ -45,7 +35,7 @@ LARGE_INIT = 3.0
 LARGE_LOGITS = 1.5
 
 
-def warnings(recipe: Recipe) -> list[Caution]:
+def warnings(recipe: Recipe) -> list[CautionRow]:
     """Return all warnings about a recipe: large ratios to its base, and values that are risky at its scale."""
     table = parameter_table(recipe)
     return [
@@ -60,20 +50,21 @@ def warnings(recipe: Recipe) -> list[Caution]:
     ]
 
 
-def dropped(before: Recipe, after: Recipe) -> list[Caution]:
+def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
     """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
-def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> Caution:
+def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
     """Return a warning. ``message`` is the key of its text in ``messages.toml``, by default ``about``."""
     facts |= {"value": value, "limit": limit}
-    return Caution(about, value, limit, sentence("warnings", message or about, facts, Path(__file__).parent))
+    text = sentence("warnings", message or about, facts, Path(__file__).parent)
+    return CautionRow(about=about, value=value, limit=limit, message=text)
 
 
-def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about ratios to the base that are outside the tested range.
 
     The batch was tested at a fixed number of tokens, so that it changed the number of steps. There is no warning
@@ -95,14 +86,13 @@ def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
         yield _caution(f"{axis} ratio", ratio, high if ratio > high else low, "ratio", tested=tested, **facts)
 
 
-def _critical_batch(recipe: Recipe) -> Iterator[Caution]:
-    model, batch = recipe.model, recipe.batch.tokens
-    laws = evaluate(model.params, recipe.data.tokens, params_non_embedding=model.params_non_embedding)
+def _critical_batch(recipe: Recipe) -> Iterator[CautionRow]:
+    batch, laws = recipe.batch.tokens, main_laws(recipe.model, recipe.data.tokens)
     if batch > (limit := critical_batch(laws)):
         yield _caution("critical batch", batch, limit, laws=batches(laws, "critical"))
 
 
-def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
+def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
     base, shape = recipe.base, recipe.base_shape
     before, after = base.tokens / shape.params, recipe.data.tokens / recipe.model.params
     factor, far = after / before, TOKENS_PER_PARAMETER_FACTOR
@@ -112,7 +102,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[Caution]:
         yield _caution("tokens per parameter", after, limit, before=before, factor=factor, decay=decay)
 
 
-def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about a token exponent (the lr falls as tokens^-t) outside the interval of ``leaven check duration``."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
@@ -124,11 +114,10 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
         yield _caution("token exponent", used, high if used > high else low, **facts)
 
 
-def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn if eps / sqrt(v) of a matrix in a block is too large. The estimated ratio is a lower bound.
 
-    It assumes that the gradient norm is 1 (or the clipping limit) and spread evenly over all parameters. Real
-    gradients
+    It assumes that the gradient norm is 1 (or the clipping limit), spread evenly over all parameters. Real gradients
     in blocks are smaller: most of the norm is in the unembedding, and after the warm-up the norm is mostly below 1.
     """
     clip = recipe.hyperparameters.grad_clip
@@ -140,7 +129,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
         yield _caution("eps", share, EPS_SHARE, **facts)
 
 
-def _betas(table: ParameterTable) -> Iterator[Caution]:
+def _betas(table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about betas outside the range in which runs have trained well, as `leaven recipes check` does."""
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(table.rows, check.hidden, check.trained)):
@@ -150,7 +139,7 @@ def _betas(table: ParameterTable) -> Iterator[Caution]:
             yield _caution(name, beta, high if beta > high else low, "beta", **facts)
 
 
-def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about weight decay with the optimizer ``adam`` (L2 in the loss), because the rules are for AdamW's decay.
 
     The rule multiplies the decay by the width, while the gradient falls: measured over width 64 to 512, the L2 term
@@ -166,7 +155,7 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
         yield _caution("optimizer", moved[module], 1.0, rule=table.rule.name, module=module)
 
 
-def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[Caution]:
+def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about large initial logits, and about a matrix in a block with an initial std far above sqrt(1 / (3 d)).
 
     The std includes the multiplier of the branch that the matrix ends. The final norm gives activations of RMS 1, so

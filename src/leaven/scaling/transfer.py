@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from leaven.catalogue.messages import sentence, templates
+from leaven.catalogue.terms import read
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import explain
 from leaven.recipe.recipe import Recipe
@@ -78,14 +79,9 @@ def transfer(
             a size is impossibly large, or if the run is too short for Adam's moments.
     """
     given = {"width": width, "depth": depth, "batch-tokens": batch_tokens, "tokens": tokens}
-    given |= {"d-ff": d_ff, "d-head": d_head, "kv-heads": n_kv_heads}
-    for option, count in given.items():
-        if count is not None and count < 1:
-            raise InputError(
-                f"--{option} {count}: give 1 or more, or leave the option out to keep the recipe's value"
-            )
-        largest, reason = _LARGEST.get(option, (count, ""))
-        if count is not None and largest is not None and count > largest:
+    for option, (largest, reason) in _LARGEST.items():
+        count = given[option]
+        if count is not None and count > largest:
             raise InputError(
                 f"--{option} {format_quantity(count)}: {reason}; give {format_quantity(largest)} or less"
             )
@@ -128,8 +124,7 @@ def transfer(
         "scaling.base": _pinned(recipe, shape),
     }
     for path in _INTERVALS:
-        section, key = path.split(".")
-        every = getattr(getattr(recipe, section), key)
+        every = read(recipe, path)
         if every is not None:
             changes[path] = max(round(every * longer), 1)
     try:
@@ -175,10 +170,10 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
         "batch.tokens": target.batch.tokens / _start_batch(tuned, target),
     }
     # If a searched value, moved to the target, is the target's own value, the target keeps its value and its reason.
-    kept_counts = {path for path, factor in counts.items() if round(_at(target, path) / factor) == _at(tuned, path)}
+    kept_counts = {path for path, factor in counts.items() if round(read(target, path) / factor) == read(tuned, path)}
     searched = {path for path in studied - kept_counts if not path.startswith("hyperparameters.")}
     for path in searched:
-        changes[path] = max(round(_at(tuned, path) * counts[path]), 1) if path in counts else _at(tuned, path)
+        changes[path] = max(round(read(tuned, path) * counts[path]), 1) if path in counts else read(tuned, path)
     if "batch.tokens" in searched:
         sequences = changes.pop("batch.tokens") / target.model.seq_len
         changes["batch"] = moved_batch(target, max(round(sequences), 1) * target.model.seq_len)
@@ -296,10 +291,5 @@ def _reasons(before: Recipe, after: Recipe) -> dict[str, str]:
     return {
         path: sentence("transfer", path, facts, _MESSAGES)
         for path in templates(_MESSAGES)["transfer"]
-        if path in always or _at(before, path) != _at(after, path)
+        if path in always or read(before, path) != read(after, path)
     }
-
-
-def _at(recipe: Recipe, path: str) -> Any:
-    section, key = path.split(".")
-    return getattr(getattr(recipe, section), key)

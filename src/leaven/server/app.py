@@ -189,8 +189,8 @@ def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
     size, gpus, layout = given["size"], given["gpus"], given["layout"] or None
     if size and not size[0].isdigit():
         return plan_run(size, gpus, layout), size
-    params, tokens, ranks = parse_quantity(size), parse_quantity(given["tokens"]), parse_cluster(gpus).gpus
-    recipe = starter(StarterRequest(size, params, tokens, gpus=ranks, proxy=0)).recipe
+    request = StarterRequest(size, parse_quantity(size), parse_quantity(given["tokens"]), proxy=0)
+    recipe = starter(replace(request, gpus=parse_cluster(gpus).gpus)).target
     return plan_recipe(recipe, gpus, layout), f"{size} on {given['tokens']} tokens"
 
 

@@ -26,9 +26,8 @@ def changeable(path: str) -> bool:
 
 
 def describe_changes(changes: list[Difference]) -> str:
-    """Return a line of text that lists the differences between the recipe of a run ("there") and a new recipe
-    ("here")."""
-    return "; ".join(f"{path} {brief(there)} there, {brief(here)} here" for path, there, here in changes)
+    """Return the values of a run or study that a new recipe changes, as one line with the old and the new value."""
+    return "; ".join(f"{path} was {brief(before)}, is now {brief(now)}" for path, before, now in changes)
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from markupsafe import Markup, escape
 from leaven.catalogue.findings.case import Case
 from leaven.catalogue.laws import evaluate
 from leaven.catalogue.run import PublishedRun
+from leaven.catalogue.terms import read
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
 from leaven.views import charts, numbers
@@ -41,8 +42,7 @@ class CatalogueChart:
     note: str  # text below the title
     unit: str  # title of the y axis
     hover: str  # pattern of the value in a point's tooltip
-    value: str  # attribute of a run that is drawn
-    source: tuple[str, str]  # group and name of the recorded value; its source is shown in the tooltip
+    path: str  # path of the drawn value in a run; its source is shown in the tooltip
     lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # takes sizes, returns the points of each line
 
 
@@ -84,23 +84,23 @@ _AT_20 = f"at {TOKENS_PER_PARAMETER:g} tokens per parameter; dotted outside thei
 CHARTS = (
     CatalogueChart(
         key="lr", title="Peak learning rate", note=f"Thin lines: laws {_AT_20}.", unit="peak lr",
-        hover="peak lr {}", value="peak_lr", source=("schedule", "peak_lr"), lines=partial(_laws, predicted="lr"),
+        hover="peak lr {}", path="schedule.peak_lr", lines=partial(_laws, predicted="lr"),
     ),
     CatalogueChart(
         key="batch", title="Batch", note="The batch size at the end of the run. Thin lines: optimal and critical "
         f"batch sizes by laws {_AT_20}.",
-        unit="tokens per step", hover="batch {} tokens", value="batch_tokens",
-        source=("batch", "global_batch_tokens"), lines=partial(_laws, predicted="batch_tokens"),
+        unit="tokens per step", hover="batch {} tokens", path="batch.global_batch_tokens",
+        lines=partial(_laws, predicted="batch_tokens"),
     ),
     CatalogueChart(
         key="tokens", title="Duration", note="Tokens of the whole run. Thin line: the compute-optimal number by "
         "Chinchilla.",
-        unit="tokens", hover="{} tokens", value="tokens", source=("data", "tokens_total"), lines=_chinchilla,
+        unit="tokens", hover="{} tokens", path="data.tokens_total", lines=_chinchilla,
     ),
     CatalogueChart(
         key="init", title="Init std", note="Of matrices that read the residual stream. Thin lines: rules that depend "
         f"on the width, at d_model = {ASPECT:g} n_layers.", unit="standard deviation", hover="init std {}",
-        value="init_std", source=("init", "std"), lines=_inits,
+        path="init.std", lines=_inits,
     ),
 )  # fmt: skip
 
@@ -170,7 +170,7 @@ def scatter(
 
     The recipe ``own`` is drawn as a star at its size and ``own_value``.
     """
-    points = [(run, value) for run in runs if (value := getattr(run, quantity.value))]
+    points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
     if own and own_value:
         sizes, values = [*sizes, own.model.params], [*values, own_value]
@@ -231,7 +231,7 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
         lines.append(f"with {run.optimizer}")
     if run.schedule and run.schedule.parametrisation:
         lines.append(run.schedule.parametrisation)
-    group, field = quantity.source
+    group, field = quantity.path.split(".")
     if values := getattr(run, group):
         known = values.provenance(field)
         lines += [f"{source} ({known.confidence})" for source in known.sources]

@@ -15,16 +15,24 @@ from leaven.documents.runs import ParameterValues
 from leaven.recipe.errors import InputError
 from leaven.recipe.init_std import INITS
 from leaven.recipe.recipe import Recipe
-from leaven.recipe.shape import BRANCH_ENDS, Parameter
+from leaven.recipe.shape import BRANCH_ENDS
 from leaven.scaling.cells import Cell
 from leaven.scaling.rules import Rule
-from leaven.scaling.table import ParameterRow, ParameterTable, exponents
+from leaven.scaling.table import ParameterRow, ParameterTable, exponents, label
 from leaven.scaling.transfer import transfer
 from leaven.views.numbers import value
 
-QUANTITIES = ("init_std", "lr", "weight_decay", "beta1", "beta2", "eps", "multiplier")
+HEADERS = {
+    "init_std": "init std",
+    "lr": "peak lr",
+    "weight_decay": "weight decay",
+    "beta1": "β1",
+    "beta2": "β2",
+    "eps": "ε",
+    "multiplier": "multiplier",
+}
+"""The values of a parameter that are displayed, with their headers on pages."""
 _SUBSCRIPTS = {"I": "in", "O": "out", "H": "head"}
-LAYER = re.compile(r"layers\.\d+\.")
 AnyRow = TypeVar("AnyRow", ParameterRow, ParameterValues)  # of the parameter table, or the document of leaven show
 
 
@@ -51,17 +59,17 @@ def by_label(rows: Iterable[AnyRow]) -> dict[str, list[AnyRow]]:
     """
     found: dict[str, list[AnyRow]] = {}
     for row in rows:
-        found.setdefault(LAYER.sub("", row.name).removesuffix(".weight"), []).append(row)
+        found.setdefault(label(row.name).removesuffix(".weight"), []).append(row)
     return found
 
 
 def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
     """Group the rows of the parameter table, so that neighbouring layers with equal values form one group."""
     found = []
-    for label, members in by_label(rows).items():
-        for _, alike in groupby(members, key=lambda row: [getattr(row, name) for name in ("shape", *QUANTITIES)]):
+    for name, members in by_label(rows).items():
+        for _, alike in groupby(members, key=lambda row: [getattr(row, field) for field in ("shape", *HEADERS)]):
             layers = list(alike)
-            found.append(LayerGroup(label, layers[0].layer, layers[-1].layer, layers[0]))
+            found.append(LayerGroup(name, layers[0].layer, layers[-1].layer, layers[0]))
     return found
 
 
@@ -97,8 +105,7 @@ def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: s
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:
-        parameter = Parameter(row.name, row.shape, row.role, row.module, row.layer)
-        return f"{init}: {INITS[init].formula(parameter, recipe.model.gated).text}"
+        return f"{init}: {INITS[init].formula(row, recipe.model.gated).text}"
     cells = _cells(table.rule, row, quantity)
     factor = math.prod(cell.factor(row.ratios, exponents(recipe.scaling)) for cell in cells)
     if quantity == "weight_decay" and not (row.role.is_matrix or recipe.hyperparameters.decay_norm_and_bias):

@@ -8,17 +8,8 @@ from leaven.recipe.hyperparameters import DepthProfile, Multipliers
 from leaven.recipe.recipe import Recipe, flatten
 from leaven.scaling.table import ParameterRow, parameter_table
 from leaven.views import numbers
-from leaven.views.parameters import LayerGroup, by_label, reason
+from leaven.views.parameters import HEADERS, LayerGroup, by_label, reason
 
-HEADERS = {
-    "init_std": "init std",
-    "lr": "peak lr",
-    "weight_decay": "weight decay",
-    "beta1": "β1",
-    "beta2": "β2",
-    "eps": "ε",
-    "multiplier": "multiplier",
-}
 KINDS = HEADERS | {"lr": "lr", "residual": "residual"}  # displayed names of the values that a multiplier can change
 
 

@@ -10,10 +10,12 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal
 
+from leaven.catalogue.laws import main_laws
 from leaven.catalogue.neighbours import neighbours, ratio, size_ratio
 from leaven.catalogue.run import PublishedRun, Stack
 from leaven.catalogue.runs import load_runs
 from leaven.catalogue.terms import read
+from leaven.documents.catalogue import LawRow
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
@@ -24,8 +26,8 @@ Suggestion = Mapping[str, Any]
 
 VOTES = 5
 """A finding names at most this many lineages (groups of runs that copied each other's learning rate)."""
-# A run within all these factors of the recipe counts as alike. If a run alike has the unusual value too, it is a note
-# only.
+# A run within all these factors of the recipe counts as alike. If such a run has the unusual value, too, the finding
+# is only a note.
 _ALIKE = {"params": 1.25, "lr": 1.25, "batch": 1.5}
 
 
@@ -119,6 +121,11 @@ class Case:
     @cached_property
     def batch(self) -> int:
         return self.recipe.batch.tokens
+
+    @cached_property
+    def laws(self) -> list[LawRow]:
+        """Return the values of all laws for the recipe, of a law with several forms only the main form."""
+        return main_laws(self.recipe.model, self.tokens)
 
     @cached_property
     def runs(self) -> tuple[PublishedRun, ...]:

@@ -10,12 +10,14 @@ from functools import cache
 from operator import attrgetter
 from statistics import median
 
+from leaven.catalogue import laws
 from leaven.catalogue.findings.case import Case, Check
-from leaven.catalogue.laws import batches, evaluate, find_law, power_lines_tau
+from leaven.catalogue.laws import find_law, power_lines_tau
 from leaven.catalogue.neighbours import FACTOR, ratio, size_ratio
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import find_run, load_runs
 from leaven.recipe.data import STDLIB_TOKENS
+from leaven.recipe.init_std import usual_std
 from leaven.recipe.shape import BRANCH_ENDS, Role
 
 _CHINCHILLA = 20  # tokens per parameter
@@ -49,9 +51,8 @@ def lr(check: Check, case: Case) -> Check | None:
     lrs = [row.lr for row in case.rows if row.role in (Role.HIDDEN_WEIGHT, Role.EMBEDDING, Role.TIED_EMBEDDING)]
     value = case.hidden("lr")
     value = min(middle, max(value, *lrs)) if value < middle else max(middle, min(value, *lrs))
-    results = evaluate(case.params, case.tokens, params_non_embedding=case.recipe.model.params_non_embedding)
-    laws = [result.lr for result in results if result.lr and not result.form_of]
-    facts = {"middle": middle, "times": value / middle, "least": min(laws), "most": max(laws)}
+    lrs_by_law = [law.lr for law in case.laws if law.lr]
+    facts = {"middle": middle, "times": value / middle, "least": min(lrs_by_law), "most": max(lrs_by_law)}
     facts |= {"lowest": known[0], "highest": known[-1]}
     facts |= {"lower": min(known[0], middle / 3), "upper": max(known[-1], 3 * middle)}
     return replace(check, value=value, suggestions=[case.at_base("lr", middle)], runs=case.neighbours, facts=facts)
@@ -239,8 +240,8 @@ def batch(check: Check, case: Case) -> Check | None:
 
 
 @cache
-def _critical_batches(params: float, tokens: float, non_embedding: float | None = None) -> dict[str, float]:
-    return batches(evaluate(params, tokens, params_non_embedding=non_embedding), "critical")
+def _critical_batch(params: float, tokens: float) -> float:
+    return laws.critical_batch(laws.evaluate(params, tokens))
 
 
 def critical_batch(check: Check, case: Case) -> Check:
@@ -252,16 +253,15 @@ def critical_batch(check: Check, case: Case) -> Check:
     def of_run(run: PublishedRun) -> float | None:
         if not (run.batch_tokens and run.tokens):
             return None
-        return run.batch_tokens / median(_critical_batches(run.params_total, run.tokens).values())
+        return run.batch_tokens / _critical_batch(run.params_total, run.tokens)
 
-    laws = _critical_batches(case.params, case.tokens, case.recipe.model.params_non_embedding)
-    middle = median(laws.values())
+    middle = laws.critical_batch(case.laws)
     return replace(
         check,
         value=case.batch / middle,
         of_run=of_run,
         suggestions=[case.with_batch(middle), case.with_batch(0.9 * middle)],
-        facts={"laws": laws, "batch": case.batch},
+        facts={"laws": laws.batches(case.laws, "critical"), "batch": case.batch},
     )
 
 
@@ -349,7 +349,7 @@ def init_std(check: Check, case: Case) -> Check | None:
     The largest usual formula, 1 / sqrt(d_model), gives 1.73 times this std. BigScience's 104B model diverged at 3.7
     times.
     """
-    tuned, std, unit = case.recipe.hyperparameters, case.init_std, math.sqrt(1 / (3 * case.recipe.model.d_model))
+    tuned, std, unit = case.recipe.hyperparameters, case.init_std, usual_std(case.recipe.model.d_model)
     if not std:
         return None
     named = tuned.init != "rule"
@@ -357,7 +357,7 @@ def init_std(check: Check, case: Case) -> Check | None:
     return replace(
         check,
         value=std / unit,
-        of_run=lambda run: run.init_std and run.arch.d_model and run.init_std * math.sqrt(3 * run.arch.d_model),
+        of_run=lambda run: run.init_std and run.arch.d_model and run.init_std / usual_std(run.arch.d_model),
         suggestions=[{"hyperparameters.init": "mt-nlg"} if named else written],
         path="hyperparameters.init" if named else check.path,
         facts={"std": std, "unit": unit, "width": case.recipe.model.d_model},

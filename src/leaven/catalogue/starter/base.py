@@ -11,7 +11,7 @@ from typing import Any
 
 from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import neighbours
-from leaven.catalogue.starter.decisions import StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import StarterDraft, StarterScale
 from leaven.catalogue.starter.proxy import SMALL_FACTOR, TuningAdvice, choose_proxy
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.recipe.errors import InputError
@@ -51,7 +51,7 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
         tuning = choose_proxy(at.model, batch, at.tokens, len(at.near.close), request.proxy)
     proxy = tuning.proxy
     found = None if at.near.close else tuned_base(at.model, at.tokens)
-    facts: dict[str, Any] = {"why": tuning.reason, "params": proxy.shape.params if proxy else None}
+    facts: dict[str, Any] = {"why": tuning.reason, "params": proxy.params if proxy else None}
     if found:
         tuned, shape = found
         draft.step("proxy", message="tuned base", name=tuned.name, **facts)
@@ -59,7 +59,7 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
     if proxy is None:
         draft.step("proxy", message="no proxy", **facts)
         return StarterBase(at, batch, tuning)
-    scale = StarterScale(neighbours(proxy.shape.params, proxy.tokens), proxy.shape, proxy.tokens)
+    scale = StarterScale(neighbours(proxy.params, proxy.tokens), proxy.shape, proxy.tokens)
     facts |= {"proxy": proxy, "each": scale.tokens_per_parameter}
     facts |= {"steps": proxy.tokens // proxy.batch_tokens, "target_steps": at.tokens // batch}
     draft.step("proxy", ["arXiv 2512.22382"], **facts)

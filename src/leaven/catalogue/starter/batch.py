@@ -9,7 +9,7 @@ from leaven.catalogue.messages import sentence
 from leaven.catalogue.neighbours import middle, of_size
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
-from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import Evidence, StarterDraft, StarterScale
 from leaven.recipe.batch import Ramp
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import flatten

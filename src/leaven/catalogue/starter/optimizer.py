@@ -5,9 +5,9 @@ from typing import Any
 
 from leaven.catalogue.laws import critical_batch, lr_at_batch, power_lines_tau
 from leaven.catalogue.neighbours import middle, most_common
-from leaven.catalogue.starter.decisions import Evidence, StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import Evidence, StarterDraft, StarterScale
 from leaven.recipe.errors import InputError
-from leaven.recipe.init_std import INITS
+from leaven.recipe.init_std import INITS, usual_std
 from leaven.recipe.shape import BRANCH_ENDS
 from leaven.recipe.units import format_quantity
 
@@ -166,7 +166,7 @@ def choose_adam(draft: StarterDraft, at: StarterScale, batch: int, lr: float) ->
 def _init_rules(width: int) -> dict[str, float]:
     """Return the init std of the matrices inside the blocks by each usual formula, by the formula's name."""
     return {
-        "mt-nlg sqrt(1/(3d))": math.sqrt(1 / (3 * width)),
+        "mt-nlg sqrt(1/(3d))": usual_std(width),
         "small-init sqrt(2/(5d))": math.sqrt(2 / (5 * width)),
         "fan-in 1/sqrt(d)": math.sqrt(1 / width),
         "gpt2": 0.02,
@@ -186,13 +186,9 @@ def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
         residual = (2 * depth) ** -0.5 if known is None else (known or std) / std
     else:
         message = "hyperparameters.init_std"
-        std, residual = math.sqrt(1 / (3 * width)), (2 * depth) ** -0.5
+        std, residual = usual_std(width), (2 * depth) ** -0.5
         rules = _init_rules(model.d_model)
-        scaled = {
-            run.id: run.init_std * math.sqrt(run.arch.d_model)
-            for run in at.near.runs
-            if run.init_std and run.arch.d_model
-        }
+        scaled = {run.id: run.init_scale for run in at.near.runs if run.init_scale}
         smallest = rules["mt-nlg sqrt(1/(3d))"]
         facts = {
             "width": width,

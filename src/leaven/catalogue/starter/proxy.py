@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from leaven.catalogue.messages import sentence
+from leaven.documents.planning import ProxyRow
 from leaven.recipe.errors import InputError
 from leaven.recipe.shape import ModelShape
 from leaven.recipe.units import format_quantity
@@ -52,16 +53,10 @@ ENOUGH_LINEAGES = 3
 _Size = tuple[int, int, int]  # parameters, width and depth
 
 
-@dataclass(frozen=True)
-class Proxy:
-    """A smaller model to tune in place of the target."""
+class Proxy(ProxyRow):
+    """A smaller model to tune in place of the target, with its shape."""
 
     shape: ModelShape
-    batch_tokens: int
-    tokens: int  # of one trial
-    trials: int
-    cost: float  # of all trials, as a share of the target's training FLOPs
-    evidence: str  # a sentence: what is known about proxies of this size
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,7 @@ def choose_proxy(
         proxies.append(proxy)
     if not proxies:
         return _advice(None, "few sequences", sequences=batch_tokens // model.seq_len)
-    smallest = min(proxies, key=lambda proxy: proxy.shape.params)
+    smallest = min(proxies, key=lambda proxy: proxy.params)
     if smallest.cost > WORTH:
         return replace(_advice(smallest, "too expensive", worth=WORTH, known=known), proxy=None)
     return _advice(
@@ -118,8 +113,8 @@ def choose_proxy(
 
 def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
     if proxy:
-        hours = proxy.trials * 6 * proxy.shape.params * proxy.tokens / GPU_FLOPS / 3600
-        facts |= {"trials": proxy.trials, "params": proxy.shape.params, "cost": proxy.cost}
+        hours = proxy.trials * 6 * proxy.params * proxy.tokens / GPU_FLOPS / 3600
+        facts |= {"trials": proxy.trials, "params": proxy.params, "cost": proxy.cost}
         facts["spent"] = sentence("tuning", "cost", facts | {"hours": hours if hours >= 1 else None})
     return TuningAdvice(proxy, sentence("tuning", message, facts))
 
@@ -184,7 +179,15 @@ def _proxy(model: ModelShape, shape: ModelShape, batch_tokens: int, tokens: int)
     trials = trials_worth(each)
     known = "safe" if shape.params >= SAFE * 0.8 else "smallest" if shape.params >= SMALLEST * 0.8 else "below"
     evidence = sentence("tuning", f"evidence: {known}", {"smallest": SMALLEST})
-    return Proxy(shape, sequences * shape.seq_len, length, trials, trials * each, evidence)
+    return Proxy(
+        shape=shape,
+        params=shape.params,
+        tokens=length,
+        batch_tokens=sequences * shape.seq_len,
+        trials=trials,
+        cost=trials * each,
+        evidence=evidence,
+    )
 
 
 def _no_shape(shapes: Iterable[_Size], size: float) -> str:

@@ -13,7 +13,7 @@ from leaven.catalogue.laws import batches, evaluate
 from leaven.catalogue.neighbours import Neighbours, Votes, first_of_each, middle, neighbours, of_size
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.runs import load_runs
-from leaven.catalogue.starter.decisions import StarterDraft
+from leaven.catalogue.starter.draft import StarterDraft
 from leaven.catalogue.starter.request import StarterRequest
 from leaven.catalogue.terms import terms
 from leaven.recipe.errors import InputError

@@ -23,7 +23,7 @@ from leaven.catalogue.neighbours import FACTOR, Neighbours, neighbours, size_rat
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.base import StarterBase, choose_base, take_tuned
 from leaven.catalogue.starter.batch import batch_ramps, choose_batch, choose_ramp, repeated_growth
-from leaven.catalogue.starter.decisions import Derivation, StarterDraft, StarterScale
+from leaven.catalogue.starter.draft import StarterDraft, StarterRecipes, StarterScale
 from leaven.catalogue.starter.optimizer import choose_adam, choose_lr, choose_schedule
 from leaven.catalogue.starter.request import StarterRequest, find_reference
 from leaven.catalogue.starter.shape import choose_shape, decide_shape
@@ -51,10 +51,10 @@ slower."""
 _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
-def starter(request: StarterRequest) -> Derivation:
-    """Return the recipe that `leaven new` writes for a request, and how it was derived.
+def starter(request: StarterRequest) -> StarterRecipes:
+    """Return the target of a request, with a layout for one process, and how it was derived.
 
-    The recipe has a layout for one process.
+    :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
 
     Raises:
         InputError: if size or duration are out of range, or if the reference run cannot be used.
@@ -97,7 +97,7 @@ def starter(request: StarterRequest) -> Derivation:
     # The reasons for values that neither laws nor neighbours decide.
     written, defaults = flatten(recipe.model_dump(mode="json", exclude_none=True)), constants("defaults")
     others = {path: defaults[path] for path in written if path in defaults and path not in draft.why}
-    return Derivation(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning)
+    return StarterRecipes(recipe.replace({"why": draft.why | others}), tuple(draft.steps), base.tuning)
 
 
 def untuned(recipe: Recipe) -> Recipe:

@@ -5,7 +5,7 @@ from statistics import median
 
 from rich.console import RenderableType
 
-from leaven.catalogue.laws import TRUST, best_tokens_per_param
+from leaven.catalogue.laws import TRUST, BatchKind, batches, best_tokens_per_param, critical_batch
 from leaven.catalogue.noise_scale import steps_over_least, tokens_over_least
 from leaven.documents.catalogue import LawRow, OptimumRow
 from leaven.recipe.units import format_quantity
@@ -13,7 +13,7 @@ from leaven.views import numbers
 from leaven.views.numbers import quantity, scientific
 from leaven.views.tables import Column, Facts, Table
 
-_KINDS = ("optimal", "critical")  # of batch sizes
+_KINDS: tuple[BatchKind, ...] = ("optimal", "critical")  # of batch sizes
 _COUNTED = {
     "all": "N all parameters",
     "non-embedding": "N without embeddings",
@@ -122,8 +122,8 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
     losses = [loss for each in rows for loss in (each.loss, each.loss_replication) if loss is not None]
     yield Facts(
         [
-            ("params", _spread([(each.params, each.in_range) for each in rows], format_quantity)),
-            ("tokens", _spread([(each.tokens, each.in_range) for each in rows], format_quantity)),
+            ("params", _spread(rows, "params", format_quantity)),
+            ("tokens", _spread(rows, "tokens", format_quantity)),
             (
                 "loss",
                 (
@@ -138,9 +138,9 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
     """Describe a batch size: as a multiple of each law's batch size, its cost, and the valid rules for the lr."""
     multiples = {
-        kind: [f"{batch_tokens / batch:.2g}x {law.law}" for law, batch in _batches(laws, kind)] for kind in _KINDS
+        kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
-    critical = median(batch for _, batch in _batches(laws, "critical"))
+    critical = critical_batch(laws)
     more, longer = tokens_over_least(batch_tokens, critical), steps_over_least(batch_tokens, critical)
     cost = (
         f"with the median critical batch of {format_quantity(critical)}: {more:.2f}x the fewest possible tokens",
@@ -153,13 +153,6 @@ def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
         "above the critical batch, no rule is valid: the best lr is about constant",
     )
     return Facts([*((f"{kind} batch", parts) for kind, parts in multiples.items()), ("cost", cost), ("rules", rules)])
-
-
-def _batches(laws: Sequence[LawRow], kind: str) -> list[tuple[LawRow, float]]:
-    """Return (law, batch size in tokens) for each main law that predicts a batch size of this ``kind``."""
-    return [
-        (law, law.batch_tokens) for law in laws if law.batch_kind == kind and law.batch_tokens and not law.form_of
-    ]
 
 
 def _spreads(
@@ -175,9 +168,9 @@ def _spreads(
     If a law has several forms, only the main form counts.
     """
     own = [law for law in laws if law.form_of is None]
-    batches = {kind: [(batch, law.in_range) for law, batch in _batches(laws, kind)] for kind in _KINDS}
+    by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
     best = best_tokens_per_param(6 * params * tokens)
-    lr, batch = median(law.lr for law in own if law.lr), median(each for each, _ in batches["optimal"])
+    lr, batch = median(law.lr for law in own if law.lr), median(batches(laws, "optimal").values())
     if batch_tokens is not None:
         lr, batch = median(each.at_batch.square_root for each in own if each.at_batch), batch_tokens
     tau = next(law.tau for law in own if law.tau)
@@ -188,27 +181,26 @@ def _spreads(
     head = [law.law for law in laws if law.params_definition == "without input embedding"]
     smaller_n = f"{format_quantity(counted)} without embeddings{missing}: {', '.join(smaller)}"
     head_n = f"{format_quantity(params)} without the input embedding (taken as all parameters): {', '.join(head)}"
-    losses = _spread([(law.loss, law.in_range) for law in own if law.loss], _loss)
     compute_optimal = f"compute-optimal {min(best):.3g} .. {max(best):.3g} (laws --flops)"
     return Facts(
         [
             ("N", (smaller_n, head_n)),
-            ("loss", (*losses, "nats per token, of Chinchilla's text")),
+            ("loss", (*_spread(own, "loss", _loss), "nats per token, of Chinchilla's text")),
             ("tokens a parameter", (f"{tokens / params:.3g}", compute_optimal)),
-            *((f"{kind} batch", (*_spread(found, quantity), "tokens")) for kind, found in batches.items()),
+            *((f"{kind} batch", (*_spread(found, "batch_tokens", quantity), "tokens")) for kind, found in by_kind),
             ("weight decay", (decay,)),
-            (
-                "peak lr",
-                (*_spread([(law.lr, law.in_range) for law in own if law.lr], scientific), "tune at small scale"),
-            ),
+            ("peak lr", (*_spread(own, "lr", scientific), "tune at small scale")),
         ]
     )
 
 
-def _spread(values: Sequence[tuple[float, bool | None]], show: Callable[[float], str]) -> list[str]:
-    """Describe the values of several laws: the median and range, and the range of laws inside their fitted range."""
-    found = [value for value, _ in values]
-    inside = [value for value, within in values if within]
+def _spread(rows: Sequence[LawRow | OptimumRow], key: str, show: Callable[[float], str]) -> list[str]:
+    """Describe the values that laws predict for ``key``: median, range, and range of laws inside their fitted range.
+
+    Laws that do not predict the value are left out.
+    """
+    found = [value for row in rows if (value := getattr(row, key))]
+    inside = [value for row in rows if row.in_range and (value := getattr(row, key))]
     parts = [
         f"median {show(median(found))} of {len(found)} laws",
         f"{show(min(found))} .. {show(max(found))}, a spread of {max(found) / min(found):.3g}x",

@@ -5,17 +5,18 @@ The sentences of the reasons are in ``catalogue/messages.toml``.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from leaven.catalogue.laws import evaluate
+from leaven.catalogue.laws import main_laws
 from leaven.catalogue.messages import parts, sentence
 from leaven.catalogue.neighbours import Neighbours, Votes, middle
 from leaven.catalogue.run import PublishedRun
 from leaven.catalogue.starter.proxy import TuningAdvice
 from leaven.documents.catalogue import LawRow
-from leaven.documents.planning import DerivationRow
+from leaven.documents.planning import ComparedRow, DerivationRow, NewRecipe, TimeFit
 from leaven.recipe.batch import Batch, BatchSchedule
 from leaven.recipe.recipe import Recipe, set_path
 from leaven.recipe.shape import ModelShape
@@ -40,10 +41,8 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return the values of all laws at this scale. If a law has several forms, only its main form is included."""
-        model = self.model
-        found = evaluate(model.params, self.tokens, params_non_embedding=model.params_non_embedding)
-        return [law for law in found if law.form_of is None]
+        """Return the values of all laws at this scale, of a law with several forms only the main form."""
+        return main_laws(self.model, self.tokens)
 
     def evidence(
         self, laws: Mapping[str, float], of_run: Callable[[PublishedRun], float | None], own: float | None
@@ -119,8 +118,10 @@ class StarterDraft:
     document: dict[str, Any] = field(default_factory=dict)  # the recipe so far, as nested mappings
     why: dict[str, str] = field(default_factory=dict)  # the reason for each decided value, by path
     steps: list[DerivationRow] = field(default_factory=list)
-    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)  # how much the sources of a value differ
-    _open: dict[str, dict[str, Any]] = field(default_factory=dict)  # fields of messages, by path, since the last step
+    # How much the sources of a value differ: fields of the messages in the section "uncertain", by title.
+    uncertain: dict[str, dict[str, float]] = field(default_factory=dict)
+    # The values decided since the last step, by path, each with the fields of its message.
+    _open: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def batches(self) -> BatchSchedule:
@@ -157,13 +158,28 @@ class StarterDraft:
 
 
 @dataclass(frozen=True)
-class Derivation:
-    """A recipe, the steps of its derivation, and the advice whether to tune a smaller model (a proxy) first."""
+class StarterRecipes:
+    """The recipes that ``leaven new`` writes, with the steps that derived them."""
 
-    recipe: Recipe
-    steps: tuple[DerivationRow, ...]
-    tuning: TuningAdvice
+    target: Recipe
+    steps: tuple[DerivationRow, ...]  # how the target was derived
+    tuning: TuningAdvice  # whether to tune a smaller model (a proxy) first
+    proxy: Recipe | None = None
+    compared: tuple[ComparedRow, ...] = ()  # values of the target compared with published runs
 
-    def add(self, title: str, lines: Sequence[str]) -> "Derivation":
-        """Return the derivation with one more step that sets no value."""
-        return replace(self, steps=(*self.steps, derivation_step(len(self.steps) + 1, title, lines)))
+    def document(self, path: Path, proxy_path: Path, fit: TimeFit | None = None) -> NewRecipe:
+        """Return the document of ``leaven new``.
+
+        ``fit`` is given if the user chose a training time instead of a size.
+        """
+        return NewRecipe(
+            path=str(path),
+            proxy_path=str(proxy_path) if self.proxy else None,
+            params=self.target.model.params,
+            tokens=self.target.data.tokens,
+            steps=list(self.steps),
+            proxy=self.tuning.proxy,
+            tuning=self.tuning.reason,
+            compared=list(self.compared),
+            fit=fit,
+        )
