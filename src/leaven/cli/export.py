@@ -16,8 +16,9 @@ from leaven.cli.common import (
     load_recipe,
     print_document,
 )
-from leaven.documents.runs import ConfigDocument, LossRow, WeightsDocument
+from leaven.documents.runs import ConfigDocument, WeightsDocument
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import require_free
 from leaven.views.terminal.console import say_damaged, warn
 from leaven.views.terminal.files import exported_config, exported_weights
 
@@ -114,7 +115,6 @@ def config(
 
     If the other code cannot express some values, the command lists them and writes nothing, unless --lossy is given.
     """
-    from leaven.interop.architectures import require_free
     from leaven.interop.configs.export import default_path, target, write
     from leaven.interop.configs.export import export as export_recipe
 
@@ -130,7 +130,6 @@ def config(
             f"{recipe}: {to} cannot express {count} (see the list above); add --lossy to write the other values"
         )
     write(export, path)
-    lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
     following = next_commands.after_export_config(to, path)
-    document = ConfigDocument(path=str(path), lost=lost, notes=export.notes, next=following)
+    document = ConfigDocument(path=str(path), lost=export.losses, notes=export.notes, next=following)
     print_document(document, exported_config(document), json_output)

@@ -25,10 +25,10 @@ from leaven.interop.architectures import (
     holding,
     read_config,
     read_json,
-    written_folder,
 )
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import written_folder
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterTable, folding

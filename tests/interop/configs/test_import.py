@@ -202,7 +202,7 @@ def test_round_trip_through_megatron(values: dict[str, Any], family: str, decay:
     more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
     recipe = megatron_like(base().replace(FAMILIES[family] | values | more))
     exported = export("megatron", recipe)
-    assert exported.losses == ()
+    assert exported.losses == []
     found = from_megatron.read(exported.files[""], "args.sh", "tiny").recipe
     assert_same(recipe, found, {"batch.ramp", "batch.stages"})
     assert [each.batch_tokens for each in found.batches.segments] == [
@@ -226,7 +226,7 @@ def test_round_trip_through_transformers(
         more["data.tokens"] = 40 * 256
     recipe = base().replace(FAMILIES[family] | values | more)
     exported = export("transformers", recipe)
-    assert exported.losses == ()
+    assert exported.losses == []
     folder = tmp_path_factory.mktemp("hf") / "out"
     write(exported, folder)
     found = from_transformers.read(folder, "tiny")
