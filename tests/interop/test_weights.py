@@ -49,7 +49,7 @@ def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> t
 
 def random_model(recipe: Recipe, table: ParameterTable) -> Transformer:
     """Return a model with random parameters, including gains and biases, so that a missing one is noticed."""
-    model = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale)
+    model = Transformer(recipe.model, table.multipliers, table.attention_scale)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)

@@ -48,34 +48,12 @@ def weights(
 
     Its README.md is a model card with the recipe, the reasons for its values, the validation loss and the data.
     """
-    from leaven.interop.architectures import holding
-    from leaven.interop.model_card import model_card
-    from leaven.interop.weights import write_huggingface
+    from leaven.training.export import export_run
     from leaven.training.load import load_run
-    from leaven.training.run_folder import RunFolder
 
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
-    there = RunFolder(run.expanduser())
-    card = model_card(
-        loaded.recipe,
-        there.recipe_file.read_text(encoding="utf-8"),
-        architecture=holding(loaded.recipe.model).name,
-        tokens=loaded.tokens,
-        dtype=dtype,
-        events=there.events(),
-        licence=data_license,
-    )
-    architecture = write_huggingface(
-        folder,
-        loaded.recipe.model,
-        loaded.table,
-        loaded.weights,
-        tokenizer=loaded.tokenizer_json,
-        end_of_text=(str(loaded.tokenizer.id_to_token(loaded.end_of_text)), loaded.end_of_text),
-        card=card,
-        dtype=dtype,
-    )
+    architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
         path=str(folder),
         architecture=architecture.name,
