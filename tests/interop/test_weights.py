@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.errors import refused
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -248,10 +249,8 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 )
 def test_unsupported_configs_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
     change(tmp_path, name, **changes)
-    with pytest.raises(InputError) as refused:
+    with refused(says, str(tmp_path)):
         read_huggingface(tmp_path)
-    assert says in str(refused.value)
-    assert str(tmp_path) in str(refused.value)
 
 
 def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Path) -> None:
@@ -317,9 +316,8 @@ def test_a_shape_without_an_architecture_is_refused_with_the_keys_to_change(
 ) -> None:
     recipe = tiny.replace({f"model.{key}": value for key, value in shape.items()})
     model = random_model(recipe)
-    with pytest.raises(InputError) as refused:
+    with refused(says):
         export(tmp_path / "out", recipe, model, tokenizer_file)
-    assert says in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,6 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The data is in ``architectures.toml``. The end of this file reads the JSON files of a model's folder.
+The data is in ``architectures.toml``. :func:`read_config` reads the config.json of a model's folder.
 """
 
 import json

@@ -10,6 +10,7 @@ from hypothesis import given as sampled
 from hypothesis import settings
 from hypothesis import strategies as st
 from tests.conftest import TINY
+from tests.errors import refused
 from tests.interop.configs.recipes import FAMILIES, megatron_like
 
 from leaven.interop.configs import from_megatron, from_transformers
@@ -118,11 +119,8 @@ def test_steps_and_fractions_become_tokens() -> None:
     ],
 )
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
-    with pytest.raises(InputError) as refused:
+    with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
-    assert says in str(refused.value)
-    assert str(refused.value).startswith("args.sh: ")
-    assert "\n" not in str(refused.value)
 
 
 def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
@@ -322,7 +320,5 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
 )
 def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
     path = folder(tmp_path, config, arguments)
-    with pytest.raises(InputError) as refused:
+    with refused(says):
         from_transformers.read(path if config else path / "training_args.json", "x")
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)
