@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tests.errors import refused
 
 from leaven.data import corpus as module
 from leaven.data import readers
@@ -174,10 +175,8 @@ def test_bad_sources_are_refused_in_one_line(tmp_path: Path) -> None:
         f"{tmp_path}/blank.txt": "contains no text",
         f"{tmp_path}/number.parquet": "has int64 in column text, not string",
     }.items():
-        with pytest.raises(InputError) as caught:
+        with refused(message):
             opened(source)
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
 
 
 BAD_LINES = {
@@ -201,12 +200,8 @@ def test_a_bad_line_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     counted = f"1 of 10 documents of data.source '{path}' cannot be read"
     assert corpus.skipped.startswith(f"{counted} and were skipped: {path}:7 ")
     assert why in corpus.skipped
-    with pytest.raises(InputError) as caught:
+    with refused(f"{counted}; repair them, or raise corrupt_share in [data] above 0.09: {path}:7 ", why):
         opened(path, share=0.09)
-    message = str(caught.value)
-    assert message.startswith(f"{counted}; repair them, or raise corrupt_share in [data] above 0.09: {path}:7 ")
-    assert why in message
-    assert "\n" not in message
 
 
 def test_only_the_first_faults_are_named(tmp_path: Path) -> None:
@@ -248,10 +243,8 @@ def test_a_broken_file_is_named_and_skipped(tmp_path: Path, what: str) -> None:
     counted = f"1 of 10 files of data.source '{tmp_path}/*' cannot be read"
     assert corpus.skipped.startswith(f"{counted} and were skipped: {tmp_path}/{name} ")
     assert why in corpus.skipped
-    with pytest.raises(InputError) as caught:
+    with refused(why):
         opened(f"{tmp_path}/*", share=0.09)
-    assert why in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_invalid_utf_8_in_a_parquet_row_does_not_affect_other_rows(tmp_path: Path) -> None:
@@ -325,7 +318,7 @@ def test_a_file_written_just_now_is_read_again(
     assert surveyed == ["a.txt", "a.txt"]
 
 
-@pytest.mark.parametrize("harm", ["{", '{"format": 2, "parts": {"a.txt": 5}}', '{"format": 0, "parts": {}}'])
+@pytest.mark.parametrize("harm", ["{", '{"format": 2, "parts": {"a.txt": 5}}'])
 def test_a_damaged_survey_cache_is_rebuilt(tmp_path: Path, surveyed: list[str], harm: str) -> None:
     write(tmp_path / "a.txt", "text")
     first = opened(tmp_path / "a.txt", memory=tmp_path / "memory")

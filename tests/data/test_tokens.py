@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.errors import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from leaven.data.corpus import Corpus, Meter, open_corpora
@@ -14,7 +15,6 @@ from leaven.data.tokenizer import END_OF_TEXT, training_sample
 from leaven.data.tokens import TokenSet
 from leaven.data.tokens import prepare as prepare_data
 from leaven.recipe.data import Data, DataSource
-from leaven.recipe.errors import InputError
 
 
 def prepare(source: str, tokenizer: str, vocab_size: int, *where: Any, **how: Any) -> TokenSet:
@@ -177,10 +177,8 @@ def bad_arguments(folder: Path) -> Iterator[tuple[str, int, str]]:
 
 def test_bad_tokenizers_are_refused_before_anything_is_written(source: str, tmp_path: Path) -> None:
     for tokenizer, vocab_size, message in bad_arguments(tmp_path):
-        with pytest.raises(InputError) as caught:
+        with refused(message):
             prepare(source, tokenizer, vocab_size, tmp_path / "cache")
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
 

@@ -8,17 +8,18 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.errors import refused
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from leaven.data.tokens import prepare
-from leaven.distributed.pieces import Piece, piece_of
+from leaven.distributed.pieces import piece_of
 from leaven.interop.weights import SHARD_BYTES, read_huggingface, recipe_from, start_from, write_huggingface
 from leaven.model.transformer import Transformer
 from leaven.recipe.data import Data
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
-from leaven.scaling.table import ParameterTable, parameter_table
+from leaven.scaling.table import parameter_table
 from leaven.scaling.transfer import transfer
 
 GPT = {"norm": "layernorm", "activation": "gelu", "n_kv_heads": 2, "qk_norm": False}
@@ -35,21 +36,23 @@ OUT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def whole(model: Transformer) -> list[Piece]:
-    return [piece_of(name, parameter) for name, parameter in model.named_parameters()]
+def start(model: Transformer, recipe: Recipe, folder: Path) -> None:
+    """Load the weights of a folder into a model."""
+    pieces = [piece_of(name, parameter) for name, parameter in model.named_parameters()]
+    start_from(pieces, recipe.model, parameter_table(recipe), folder)
 
 
-def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> tuple[Recipe, ParameterTable]:
+def scaled(tiny: Recipe, shape: dict[str, Any], rule: str = "complete-d-p") -> Recipe:
     """Return a recipe at four times the width and three times the depth of its base, with larger heads."""
     changes = {f"model.{key}": value for key, value in shape.items()}
     stated = tiny.replace(changes | {"scaling.rule": rule, "hyperparameters.residual": 0.7})
-    recipe = transfer(stated, width=64, depth=6, d_head=2 * stated.model.d_head)
-    return recipe, parameter_table(recipe)
+    return transfer(stated, width=64, depth=6, d_head=2 * stated.model.d_head)
 
 
-def random_model(recipe: Recipe, table: ParameterTable) -> Transformer:
+def random_model(recipe: Recipe) -> Transformer:
     """Return a model with random parameters, including gains and biases, so that a missing one is noticed."""
-    model = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale)
+    table = parameter_table(recipe)
+    model = Transformer(recipe.model, table.multipliers, table.attention_scale)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.0, 0.3, generator=generator)
@@ -72,12 +75,16 @@ def tokenizer_file(corpus: Path, cache: Path) -> Path:
     return prepare(Data(source=f"{corpus}/*.txt", tokens=1), 320).tokenizer_path
 
 
-def export(
-    folder: Path, recipe: Recipe, table: ParameterTable, model: nn.Module, tokenizer: Path, **how: Any
-) -> Path:
-    weights = model.state_dict()
-    text = tokenizer.read_text()
-    write_huggingface(folder, recipe.model, table, weights, tokenizer=text, end_of_text=("<|endoftext|>", 0), **how)
+def export(folder: Path, recipe: Recipe, model: nn.Module, tokenizer: Path, **how: Any) -> Path:
+    write_huggingface(
+        folder,
+        recipe.model,
+        parameter_table(recipe),
+        model.state_dict(),
+        tokenizer=tokenizer.read_text(),
+        end_of_text=("<|endoftext|>", 0),
+        **how,
+    )
     return folder
 
 
@@ -86,12 +93,12 @@ def export(
 def test_exported_weights_give_the_same_logits_there_and_back(
     tiny: Recipe, tmp_path: Path, tokenizer_file: Path, theirs: str, shape: dict[str, Any], rule: str
 ) -> None:
-    recipe, table = scaled(tiny, shape, rule)
-    model = random_model(recipe, table)
+    recipe = scaled(tiny, shape, rule)
+    model = random_model(recipe)
     assert model.has_multipliers
     # completep also has a multiplier of the logits; here with small shards
     size = SHARD_BYTES if rule == "complete-d-p" else 40_000
-    folder = export(tmp_path / "out", recipe, table, model, tokenizer_file, shard_bytes=size)
+    folder = export(tmp_path / "out", recipe, model, tokenizer_file, shard_bytes=size)
     assert (folder / "model.safetensors").exists() is (rule == "complete-d-p")
     loaded, problems = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(loaded).__name__ == theirs
@@ -106,20 +113,20 @@ def test_exported_weights_give_the_same_logits_there_and_back(
     assert plain.shape == mine.model_copy(update={"bias": True} if always_biased else {})
     back = recipe.replace({"model": plain.shape.model_dump(), "scaling.base": None, "hyperparameters.residual": 1.0})
     again = Transformer(back.model)
-    start_from(whole(again), back.model, parameter_table(back), folder)
+    start(again, back, folder)
     assert_same_function(again, model)
     if not always_biased:  # under the rule whose multipliers were folded
-        unfolded = random_model(recipe, table).requires_grad_(False)
+        unfolded = random_model(recipe).requires_grad_(False)
         for parameter in unfolded.parameters():
             parameter.zero_()
-        start_from(whole(unfolded), recipe.model, table, folder)
+        start(unfolded, recipe, folder)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(unfolded.get_parameter(name), parameter.data, rtol=1e-6, atol=0)
 
 
 def test_transformers_reads_the_tokenizer_and_generates(tiny: Recipe, tmp_path: Path, tokenizer_file: Path) -> None:
-    recipe, table = scaled(tiny, {"qk_norm": False})
-    folder = export(tmp_path / "out", recipe, table, random_model(recipe, table), tokenizer_file, dtype="bf16")
+    recipe = scaled(tiny, {"qk_norm": False})
+    folder = export(tmp_path / "out", recipe, random_model(recipe), tokenizer_file, dtype="bf16")
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.from_file(str(tokenizer_file))
     text = "def function_1(x):\n    return x * 1 + é"
     assert theirs(text).input_ids == ours.encode(text).ids
@@ -180,9 +187,9 @@ def test_weights_of_transformers_give_the_same_logits(tiny: Recipe, tmp_path: Pa
     smaller["d_ff"] = 80
     for base in (None, smaller):
         recipe = tiny.replace({"model": shape.model_dump(), "scaling.base": base, "scaling.rule": "completep"})
-        model = random_model(recipe, parameter_table(recipe))
+        model = random_model(recipe)
         assert model.has_multipliers is (base is not None)
-        start_from(whole(model), recipe.model, parameter_table(recipe), tmp_path)
+        start(model, recipe, tmp_path)
         assert_same_function(model, theirs)
 
 
@@ -194,8 +201,8 @@ def test_checkpoints_of_older_versions_are_read(tiny: Recipe, tmp_path: Path) ->
     bare["h.0.attn.bias"] = torch.ones(1, 1, 32, 32)
     save_file(bare, tmp_path / "model.safetensors")
     recipe = tiny.replace({"model": read_huggingface(tmp_path).shape.model_dump()})
-    model = random_model(recipe, parameter_table(recipe))
-    start_from(whole(model), recipe.model, parameter_table(recipe), tmp_path)
+    model = random_model(recipe)
+    start(model, recipe, tmp_path)
     assert_same_function(model, theirs)
 
     config = change(tmp_path / "llama", "llama", rope_parameters=None, rope_theta=500.0, num_key_value_heads=6)
@@ -242,10 +249,8 @@ def change(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
 )
 def test_unsupported_configs_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], says: str) -> None:
     change(tmp_path, name, **changes)
-    with pytest.raises(InputError) as refused:
+    with refused(says, str(tmp_path)):
         read_huggingface(tmp_path)
-    assert says in str(refused.value)
-    assert str(tmp_path) in str(refused.value)
 
 
 def test_both_spellings_of_rope_theta_are_read_as_transformers_does(tmp_path: Path) -> None:
@@ -310,18 +315,17 @@ def test_a_shape_without_an_architecture_is_refused_with_the_keys_to_change(
     tiny: Recipe, tmp_path: Path, tokenizer_file: Path, shape: dict[str, Any], says: str
 ) -> None:
     recipe = tiny.replace({f"model.{key}": value for key, value in shape.items()})
-    model = random_model(recipe, parameter_table(recipe))
-    with pytest.raises(InputError) as refused:
-        export(tmp_path / "out", recipe, parameter_table(recipe), model, tokenizer_file)
-    assert says in str(refused.value)
+    model = random_model(recipe)
+    with refused(says):
+        export(tmp_path / "out", recipe, model, tokenizer_file)
     assert not list(tmp_path.iterdir())
 
 
 def test_an_export_is_written_whole_or_not_at_all(
     tiny: Recipe, tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, table = scaled(tiny, {})
-    model = random_model(recipe, table)
+    recipe = scaled(tiny, {})
+    model = random_model(recipe)
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
@@ -330,13 +334,13 @@ def test_an_export_is_written_whole_or_not_at_all(
     with monkeypatch.context() as patched:
         patched.setattr("leaven.interop.weights.save_file", full)
         with pytest.raises(InputError, match=r"cannot be written: No space left on device; nothing was written"):
-            export(tmp_path / "out", recipe, table, model, tokenizer_file)
+            export(tmp_path / "out", recipe, model, tokenizer_file)
     assert not list(tmp_path.iterdir())
     (tmp_path / "out").mkdir()
-    export(tmp_path / "out", recipe, table, model, tokenizer_file)  # an empty folder will do
+    export(tmp_path / "out", recipe, model, tokenizer_file)  # an empty folder will do
     before = sorted((tmp_path / "out").iterdir())
     with pytest.raises(InputError, match=r"exists already; give another name"):
-        export(tmp_path / "out", recipe, table, model, tokenizer_file)
+        export(tmp_path / "out", recipe, model, tokenizer_file)
     assert sorted((tmp_path / "out").iterdir()) == before
 
 
@@ -350,13 +354,9 @@ def test_start_weights_of_another_shape_are_refused(tiny: Recipe, tmp_path: Path
     ):
         recipe = tiny.replace({"model": shape.model_dump() | changes})
         with pytest.raises(InputError, match=says):
-            start_from(
-                whole(random_model(recipe, parameter_table(recipe))), recipe.model, parameter_table(recipe), tmp_path
-            )
+            start(random_model(recipe), recipe, tmp_path)
     foreign("llama", tmp_path / "rope")
     longer = read_huggingface(tmp_path / "rope").shape.model_dump()
     longer |= {"seq_len": 64, "rope_theta": 1e6, "dropout": 0.1}
     recipe = tiny.replace({"model": longer})
-    start_from(
-        whole(random_model(recipe, parameter_table(recipe))), recipe.model, parameter_table(recipe), tmp_path / "rope"
-    )
+    start(random_model(recipe), recipe, tmp_path / "rope")

@@ -28,7 +28,7 @@ def test_folded_weights_compute_the_same_function(tiny: Recipe, shape: dict[str,
     }
     recipe = transfer(tiny.replace(changes), width=64, depth=6, d_head=16)
     table = parameter_table(recipe)
-    made = Transformer(recipe.model, {row.name: row.multiplier for row in table.rows}, table.attention_scale).double()
+    made = Transformer(recipe.model, table.multipliers, table.attention_scale).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.3, generator=generator)

@@ -9,10 +9,11 @@ from tests.distributed.cut_up import whole_checkpoint
 
 import leaven
 from leaven.data.tokens import TokenSet, prepare
-from leaven.interop.weights import read_huggingface, recipe_from, write_huggingface
+from leaven.interop.weights import read_huggingface, recipe_from
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import read_recipe
 from leaven.recipe.recipe import Recipe
+from leaven.training.export import export_run
 from leaven.training.load import load_run
 from leaven.training.trainer import Training, train
 
@@ -95,10 +96,7 @@ def adopted(scaled_run: Path, tmp_path: Path) -> Recipe:
     """A recipe that starts from the run's weights, exported."""
     run = load_run(scaled_run)
     folder = tmp_path / "exported"
-    weights, text = run.model.state_dict(), run.tokenizer_json
-    write_huggingface(
-        folder, run.recipe.model, run.table, weights, tokenizer=text, end_of_text=("<|endoftext|>", run.end_of_text)
-    )
+    export_run(run, folder)
     recipe = recipe_from(read_huggingface(folder), "adopted", source=run.recipe.data.source, tokens=2_560)
     return recipe.replace({"batch.tokens": 256, "evaluation.tokens": 1_024})
 

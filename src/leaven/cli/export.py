@@ -16,8 +16,9 @@ from leaven.cli.common import (
     load_recipe,
     print_document,
 )
-from leaven.documents.runs import ConfigDocument, LossRow, WeightsDocument
+from leaven.documents.runs import ConfigDocument, WeightsDocument
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import require_free
 from leaven.views.terminal.console import say_damaged, warn
 from leaven.views.terminal.files import exported_config, exported_weights
 
@@ -47,34 +48,12 @@ def weights(
 
     Its README.md is a model card with the recipe, the reasons for its values, the validation loss and the data.
     """
-    from leaven.interop.architectures import holding
-    from leaven.interop.model_card import model_card
-    from leaven.interop.weights import write_huggingface
+    from leaven.training.export import export_run
     from leaven.training.load import load_run
-    from leaven.training.run_folder import RunFolder
 
     loaded = load_run(run, tokens)
     say_damaged(loaded.damaged)
-    there = RunFolder(run.expanduser())
-    card = model_card(
-        loaded.recipe,
-        there.recipe_file.read_text(encoding="utf-8"),
-        architecture=holding(loaded.recipe.model).name,
-        tokens=loaded.tokens,
-        dtype=dtype,
-        events=there.events(),
-        licence=data_license,
-    )
-    architecture = write_huggingface(
-        folder,
-        loaded.recipe.model,
-        loaded.table,
-        loaded.weights,
-        tokenizer=loaded.tokenizer_json,
-        end_of_text=(str(loaded.tokenizer.id_to_token(loaded.end_of_text)), loaded.end_of_text),
-        card=card,
-        dtype=dtype,
-    )
+    architecture = export_run(loaded, folder, dtype=dtype, licence=data_license)
     document = WeightsDocument(
         path=str(folder),
         architecture=architecture.name,
@@ -114,7 +93,6 @@ def config(
 
     If the other code cannot express some values, the command lists them and writes nothing, unless --lossy is given.
     """
-    from leaven.interop.architectures import require_free
     from leaven.interop.configs.export import default_path, target, write
     from leaven.interop.configs.export import export as export_recipe
 
@@ -130,6 +108,5 @@ def config(
             f"{recipe}: {to} cannot express {count} (see the list above); add --lossy to write the other values"
         )
     write(export, path)
-    lost = [LossRow(key=loss.key, value=loss.value, why=loss.why) for loss in export.losses]
-    document = ConfigDocument(path=str(path), lost=lost, notes=export.notes)
+    document = ConfigDocument(path=str(path), lost=export.losses, notes=export.notes)
     print_document(document, exported_config(document), json_output, next_commands.after_export_config(to, path))

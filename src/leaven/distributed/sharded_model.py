@@ -246,8 +246,7 @@ def build_stage(
     Parameters are not initialised."""
     first, last = layers
     with torch.device("meta"):
-        multipliers = {row.name: row.multiplier for row in table.rows}
-        model = Transformer(shape, multipliers, table.attention_scale)
+        model = Transformer(shape, table.multipliers, table.attention_scale)
         stage = Stage(model, first, last, dtype, splits_backward=layout.schedule == "zero-bubble")
     if layout.tp > 1:
         assert group.mesh is not None

@@ -154,9 +154,14 @@ class WeightsDocument(Document, schema="export-weights/1"):
 class LossRow(Entry):
     """A value of a recipe that an exported configuration cannot express."""
 
-    key: str
-    value: Any
-    why: str
+    key: str  # key of the recipe, or "QUANTITY of MODULES"
+    value: Any  # value in the recipe
+    why: str  # what the target would do instead, and why
+
+    @property
+    def text(self) -> str:
+        value = f"{self.value:.12g}" if isinstance(self.value, float) else f"{self.value}"
+        return f"{self.key} = {value}: {self.why}"
 
 
 class ConfigDocument(Document, schema="export-config/1"):

@@ -1,7 +1,6 @@
 """Describes Hugging Face architectures: the model shapes that they support, their config.json, and their tensors.
 
-The data is in ``architectures.toml``. The end of this file reads the JSON files of a model's folder and writes new
-folders.
+The data is in ``architectures.toml``. :func:`read_config` reads the config.json of a model's folder.
 """
 
 import json
@@ -9,7 +8,6 @@ import math
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +15,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import explain, make_folder
+from leaven.recipe.files import explain
 from leaven.recipe.shape import ModelShape
-from leaven.storage import new_folder
 
 Config = dict[str, Any]
 Model = TypeVar("Model", bound=BaseModel)
@@ -317,29 +314,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(f"{path}: not a JSON object")
     return document
-
-
-def require_free(path: Path) -> None:
-    """Check that nothing would be overwritten.
-
-    Raises:
-        InputError: if the path exists already and is not an empty folder.
-    """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} exists already; give another name")
-
-
-@contextmanager
-def written_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which becomes ``path`` if the block ends without an error.
-
-    Raises:
-        InputError: if the path exists already or cannot be written. Nothing is written.
-    """
-    require_free(path)
-    make_folder(path.absolute().parent)
-    try:
-        with new_folder(path) as temporary:
-            yield temporary
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror or error}; nothing was written") from None

@@ -19,16 +19,15 @@ from torch import Tensor
 from leaven.data.tokenizer import given_tokenizer
 from leaven.distributed.pieces import Piece, cut
 from leaven.interop.architectures import (
-    Architecture,
     HuggingFaceModel,
     Stored,
     holding,
     read_config,
     read_json,
-    written_folder,
 )
 from leaven.interop.configs.draft import TOKENS_PER_PARAMETER, Draft, likely_batch, likely_lr
 from leaven.recipe.errors import InputError
+from leaven.recipe.files import written_folder
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 from leaven.scaling.table import ParameterTable, folding
@@ -54,7 +53,7 @@ def write_huggingface(
     card: str | None = None,
     dtype: str = "fp32",
     shard_bytes: int = SHARD_BYTES,
-) -> Architecture:
+) -> None:
     """Write a model into a new folder in Hugging Face's format. If this fails, nothing is written.
 
     ``weights`` are leaven's tensors by name, ``tokenizer`` is the text of a tokenizer.json, and ``end_of_text`` is
@@ -100,7 +99,6 @@ def write_huggingface(
             except SafetensorError as error:
                 raise OSError(str(error)) from None
             (temporary / file).chmod(mode)
-    return architecture
 
 
 def _shards(stored: Iterable[Stored], limit: int) -> dict[str, list[Stored]]:

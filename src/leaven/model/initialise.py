@@ -23,11 +23,10 @@ def build_model(
 ) -> Transformer:
     """Build a model in fp32 with the multipliers and initial values that its parameter table defines."""
     with torch.device("meta"):
-        multipliers = {row.name: row.multiplier for row in table.rows}
-        model = Transformer(shape, multipliers, table.attention_scale)
+        model = Transformer(shape, table.multipliers, table.attention_scale)
     model.to_empty(device=device)
     parameters = dict(model.named_parameters())
-    assert parameters.keys() == multipliers.keys(), "the model and the table have different parameters"
+    assert parameters.keys() == table.multipliers.keys(), "the model and the table have different parameters"
     for row in table.rows:
         fill(parameters[row.name], row.name, row.init_mean, row.init_std, seed)
     return model

@@ -4,6 +4,7 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -241,6 +242,32 @@ def make_folder(path: Path) -> None:
         raise InputError(f"{path}: a file of this name exists where a folder is needed; use another name") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be created: {error.strerror}; use another folder") from None
+
+
+def require_free(path: Path) -> None:
+    """Check that nothing would be overwritten.
+
+    Raises:
+        InputError: if the path exists already and is not an empty folder.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} exists already; give another name")
+
+
+@contextmanager
+def written_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which becomes ``path`` if the block ends without an error.
+
+    Raises:
+        InputError: if the path exists already or cannot be written. Nothing is written.
+    """
+    require_free(path)
+    make_folder(path.absolute().parent)
+    try:
+        with storage.new_folder(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror or error}; nothing was written") from None
 
 
 def finite(document: Any) -> Any:

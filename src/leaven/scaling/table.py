@@ -51,6 +51,11 @@ class ParameterTable:
     def __getitem__(self, name: str) -> ParameterRow:
         return next(row for row in self.rows if row.name == name)
 
+    @property
+    def multipliers(self) -> dict[str, float]:
+        """The factor on the output of each parameter, by the parameter's name."""
+        return {row.name: row.multiplier for row in self.rows}
+
 
 def ratios(recipe: Recipe) -> Ratios:
     """Return the ratios of a recipe's width, depth, batch and tokens to those of its base."""
@@ -200,7 +205,7 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
     no such norm. The multiplier of the logits goes into the unembedding, or into the final norm if embeddings are
     tied.
     """
-    rows = {row.name: row.multiplier for row in table.rows}
+    rows = table.multipliers
     places = {"norm.final": rows.pop("embedding.weight")} if shape.tied_embeddings else {}
     if not shape.tied_embeddings:
         places["unembedding"] = rows.pop("unembedding.weight")

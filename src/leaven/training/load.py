@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class LoadedRun:
     """A run, with the weights of one of its checkpoints and its tokenizer."""
 
+    folder: RunFolder
     recipe: Recipe
     table: ParameterTable
     weights: Mapping[str, Tensor]  # the parameters by name; each is read on demand
     tokenizer: "Tokenizer"
-    tokenizer_json: str  # the text of the run's tokenizer.json
     tokens: int  # number of tokens trained up to the checkpoint
     damaged: tuple[str, ...]  # names of newer checkpoints that are damaged
 
@@ -42,8 +42,7 @@ class LoadedRun:
     def model(self) -> Transformer:
         """The model, on the CPU, in fp32 and in evaluation mode."""
         with torch.device("meta"):
-            multipliers = {row.name: row.multiplier for row in self.table.rows}
-            model = Transformer(self.recipe.model, multipliers, self.table.attention_scale)
+            model = Transformer(self.recipe.model, self.table.multipliers, self.table.attention_scale)
         model.load_state_dict(self.weights, assign=True)
         return model.eval()
 
@@ -99,18 +98,18 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         )
     from tokenizers import Tokenizer
 
-    tokenizer_json = read_text(folder.tokenizer_file)
+    text = read_text(folder.tokenizer_file)
     try:
-        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer = Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises no narrower class
         why = f"damaged ({error}); replace it by the tokenizer.json that the run was trained with"
         raise InputError(f"{folder.tokenizer_file}: {why}") from None
     return LoadedRun(
+        folder=folder,
         recipe=recipe,
         table=parameter_table(recipe),
         weights=checkpoint.model,
         tokenizer=tokenizer,
-        tokenizer_json=tokenizer_json,
         tokens=checkpoint.progress.tokens,
         damaged=tuple(path.name for path in damaged),
     )

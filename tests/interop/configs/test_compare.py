@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from tests.conftest import TINY
 from tests.interop.configs.recipes import PER_MODULE, transferred
 
-from leaven.interop.configs.compare import SAME_START, Loss, ParameterSettings, ResolvedRecipe, compare
+from leaven.documents.runs import LossRow
+from leaven.interop.configs.compare import SAME_START, ParameterSettings, ResolvedRecipe, compare
 from leaven.interop.configs.export import export
 from leaven.recipe.errors import InputError
 from leaven.recipe.files import parse_recipe
 from leaven.recipe.recipe import Recipe
 
 
-def losses_of(run: ResolvedRecipe, given: dict[str, ParameterSettings], *, plain: bool = False) -> list[Loss]:
-    return compare(run, given, None, {"*": "why"}, plain=plain)
+def losses_of(run: ResolvedRecipe, given: dict[str, ParameterSettings], *, plain: bool = False) -> list[LossRow]:
+    return compare(run, given, None, {"*": "why"}, plain=plain)[0]
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -10,6 +10,7 @@ from hypothesis import given as sampled
 from hypothesis import settings
 from hypothesis import strategies as st
 from tests.conftest import TINY
+from tests.errors import refused
 from tests.interop.configs.recipes import FAMILIES, megatron_like
 
 from leaven.interop.configs import from_megatron, from_transformers
@@ -118,11 +119,8 @@ def test_steps_and_fractions_become_tokens() -> None:
     ],
 )
 def test_unsupported_megatron_flags_are_refused(more: str, says: str) -> None:
-    with pytest.raises(InputError) as refused:
+    with refused("args.sh: ", says):
         from_megatron.read(f"{MINIMAL} --vocab-size 512 {more}", "args.sh", "x")
-    assert says in str(refused.value)
-    assert str(refused.value).startswith("args.sh: ")
-    assert "\n" not in str(refused.value)
 
 
 def test_flags_of_megatron_deepspeed_and_older_versions() -> None:
@@ -202,7 +200,7 @@ def test_round_trip_through_megatron(values: dict[str, Any], family: str, decay:
     more = {"schedule.decay": decay} | ({"batch.ramp": steps} if ramp else {})
     recipe = megatron_like(base().replace(FAMILIES[family] | values | more))
     exported = export("megatron", recipe)
-    assert exported.losses == ()
+    assert exported.losses == []
     found = from_megatron.read(exported.files[""], "args.sh", "tiny").recipe
     assert_same(recipe, found, {"batch.ramp", "batch.stages"})
     assert [each.batch_tokens for each in found.batches.segments] == [
@@ -226,7 +224,7 @@ def test_round_trip_through_transformers(
         more["data.tokens"] = 40 * 256
     recipe = base().replace(FAMILIES[family] | values | more)
     exported = export("transformers", recipe)
-    assert exported.losses == ()
+    assert exported.losses == []
     folder = tmp_path_factory.mktemp("hf") / "out"
     write(exported, folder)
     found = from_transformers.read(folder, "tiny")
@@ -322,7 +320,5 @@ def test_branch_ends_of_gpt2_start_smaller(tmp_path: Path) -> None:
 )
 def test_unsupported_transformers_files_are_refused(tmp_path: Path, config: Any, arguments: Any, says: str) -> None:
     path = folder(tmp_path, config, arguments)
-    with pytest.raises(InputError) as refused:
+    with refused(says):
         from_transformers.read(path if config else path / "training_args.json", "x")
-    assert says in str(refused.value)
-    assert "\n" not in str(refused.value)

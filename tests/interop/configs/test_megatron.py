@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tests.interop.configs.recipes import FAMILIES, NEOX, PER_MODULE, megatron_like, transferred
 
+from leaven.documents.runs import LossRow
 from leaven.interop.configs import shell
-from leaven.interop.configs.compare import Loss
 from leaven.interop.configs.export import export
 from leaven.recipe.recipe import Recipe
 from leaven.scaling.table import parameter_table
@@ -54,7 +54,7 @@ def flags_of(recipe: Recipe) -> dict[str, Any]:
     return read
 
 
-def keys(losses: tuple[Loss, ...]) -> list[str]:
+def keys(losses: list[LossRow]) -> list[str]:
     return [loss.key for loss in losses]
 
 
@@ -77,7 +77,7 @@ def test_flags_and_types_are_megatrons(tiny: Recipe, family: str, more: dict[str
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "neox"])
 def test_a_recipe_like_megatrons_own_loses_nothing(tiny: Recipe, family: str) -> None:
     recipe = megatron_like(tiny.replace(FAMILIES[family]))
-    assert export("megatron", recipe).losses == ()
+    assert export("megatron", recipe).losses == []
     flags = flags_of(recipe)
     shape = recipe.model
     assert (flags["lr"], flags["init-method-std"], flags["weight-decay"]) == (0.01, 0.1, 0.1)
@@ -113,7 +113,7 @@ def test_decoupled_lr_for_embedding_and_output_layer(tiny: Recipe) -> None:
     recipe = megatron_like(tiny)
     modules = {name: each.model_dump() for name, each in recipe.hyperparameters.modules.items()}
     recipe = recipe.replace({"hyperparameters.modules": modules | both})
-    assert export("megatron", recipe).losses == ()
+    assert export("megatron", recipe).losses == []
     flags = flags_of(recipe)
     assert (flags["decoupled-lr"], flags["decoupled-min-lr"], flags["lr"]) == (0.04, 0.004, 0.01)
     one = recipe.replace({"hyperparameters.modules": modules | {"embedding": {"lr": 4.0}}})
@@ -123,7 +123,7 @@ def test_decoupled_lr_for_embedding_and_output_layer(tiny: Recipe) -> None:
 def test_a_ramp_becomes_a_step_batch_size_schedule(tiny: Recipe) -> None:
     recipe = megatron_like(tiny.replace({"batch.ramp": RAMP}))
     exported = export("megatron", recipe)
-    assert exported.losses == ()
+    assert exported.losses == []
     assert any("ignores it" in note and "pull request 4411" in note for note in exported.notes)
     stages = [tuple(map(int, each.split(":"))) for each in flags_of(recipe)["step-batch-size-schedule"].split()]
     consumed, sizes = 0, []
@@ -168,7 +168,7 @@ def test_initial_stds_are_compared_with_a_tolerance(tiny: Recipe) -> None:
         return tiny.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
 
     near = export("megatron", starting(1.0003))
-    assert near.losses == ()
+    assert near.losses == []
     assert "init_std of attention.out, mlp.out is the recipe's within 0.1%" in near.notes
     assert not any("within 0.1%" in note for note in export("megatron", starting(1)).notes)
     (loss,) = export("megatron", starting(1.002)).losses

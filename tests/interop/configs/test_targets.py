@@ -91,7 +91,7 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
     pytest.importorskip("torchtitan.trainer")
     wide = {"model.vocab_size": 640, "model.d_head": 16, "model.d_model": 32, "model.d_ff": 128}
     recipe = tiny.replace(TITAN[name] | wide | {"data.documents": "isolated"})
-    assert export("torchtitan", recipe).losses == ()
+    assert export("torchtitan", recipe).losses == []
     module = module_of(recipe, tmp_path, f"titan_{name}")
     config = module.tiny()
     torch.manual_seed(0)
@@ -123,7 +123,7 @@ def test_torchtitan_builds_our_model_groups_and_schedule(tiny: Recipe, tmp_path:
 def test_torchtitan_starts_a_transferred_recipe_folded(tiny: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan.trainer")
     recipe = transferred(tiny.replace({"hyperparameters.grad_clip": 0.0, "data.documents": "isolated"}))
-    assert export("torchtitan", recipe).losses == ()
+    assert export("torchtitan", recipe).losses == []
     torch.manual_seed(0)
     model = module_of(recipe, tmp_path, "titan_folded").tiny().model_spec.model.build()
     model.init_states()

@@ -48,7 +48,7 @@ def test_the_model_has_our_parameters(tiny: Recipe, tmp_path: Path, family: str)
     model, _ = prepared(written(recipe, tmp_path / "out"))
     assert "import leaven" not in (tmp_path / "out" / "prepare.py").read_text()
     assert sum(parameter.numel() for parameter in model.parameters()) == recipe.model.params
-    assert export("transformers", recipe).losses == ()
+    assert export("transformers", recipe).losses == []
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -79,14 +79,14 @@ def test_prepare_gives_the_groups_and_initial_values_of_the_table(
         assert parameter.shape == row.shape
         assert float(parameter.detach().std(unbiased=False)) == pytest.approx(row.init_std, rel=0.1), row.name
         assert float(parameter.detach().mean()) == pytest.approx(row.init_mean, abs=0.3 * row.init_std + 1e-9)
-    assert export("transformers", recipe).losses == ()
+    assert export("transformers", recipe).losses == []
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_multipliers_are_folded_into_start_lr_eps_and_decay(tiny: Recipe, tmp_path: Path, family: str) -> None:
     recipe = transferred(tiny.replace(FAMILIES[family] | {"hyperparameters.grad_clip": 0.0, "model.dropout": 0.0}))
     table, exported = parameter_table(recipe), export("transformers", recipe)
-    assert exported.losses == ()
+    assert exported.losses == []
     out = table["layers.3.attention.out.weight"]
     assert out.multiplier == pytest.approx(1 / 3)
     key = {"llama": "model.layers.3.self_attn.o_proj.weight", "gpt2": "transformer.h.3.attn.c_proj.weight"}[family]

@@ -127,11 +127,11 @@ def test_clipping_is_a_loss_if_multipliers_are_folded(tiny: Recipe, name: str) -
 
 def test_nanotron_loses_nothing_of_a_plain_llama(tiny: Recipe) -> None:
     plain = tiny.replace(LLAMA)
-    assert export("nanotron", plain).losses == ()
+    assert export("nanotron", plain).losses == []
     ends = {"init_std": 1 / math.sqrt(2 * plain.model.n_layers)}
     scaled = plain.replace({"hyperparameters.modules": {"attention.out": ends, "mlp.out": ends}})
     for recipe, method in ((plain, "NONE"), (scaled, "NUM_LAYERS")):
-        assert export("nanotron", recipe).losses == ()
+        assert export("nanotron", recipe).losses == []
         assert (
             yaml.safe_load(export("nanotron", recipe).files[""])["model"]["init_method"]["scaling_method"] == method
         )
@@ -171,7 +171,7 @@ def test_litgpt_does_not_lose_an_init_equal_to_its_own(tiny: Recipe) -> None:
         "hyperparameters.modules": {"attention.out": ends, "mlp.out": ends},
         "hyperparameters.decay_norm_and_bias": True,
     }
-    assert export("litgpt", tiny.replace(start)).losses == ()
+    assert export("litgpt", tiny.replace(start)).losses == []
     keys = [loss.key for loss in export("litgpt", tiny).losses]
     assert [key.split(" of ")[0] for key in keys] == ["init_std", "init_std", "weight_decay"]
 

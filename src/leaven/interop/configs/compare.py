@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from leaven.documents.runs import LossRow
 from leaven.recipe.errors import InputError
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape, Role
@@ -25,21 +26,6 @@ SAME = 1e-6  # relative difference up to which two numbers count as equal
 # Relative difference up to which two initial stds count as equal: recipes have factors such as 1 / sqrt(2 n_layers)
 # with four digits, and the std of a million random numbers varies by 0.07%.
 SAME_START = 1e-3
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A value of the recipe that a target cannot represent."""
-
-    key: str  # key of the recipe, or "QUANTITY of MODULES"
-    value: Any  # value in the recipe
-    why: str  # what the target would do instead, and why
-    modules: int = 1  # number of modules with this loss
-
-    @property
-    def text(self) -> str:
-        value = f"{self.value:.12g}" if isinstance(self.value, float) else f"{self.value}"
-        return f"{self.key} = {value}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -148,8 +134,9 @@ def compare(
     reasons: Mapping[str, str],
     *,
     plain: bool,
-) -> list[Loss]:
-    """Return the differences between the recipe and a target: one loss for each quantity and value.
+) -> tuple[list[LossRow], int]:
+    """Return the differences between the recipe and a target: one loss for each quantity and value. Also return the
+    number of differences, which counts each module of a loss.
 
     Args:
         given: the target's settings by parameter. Parameters that the target does not have are not compared.
@@ -174,19 +161,21 @@ def compare(
             if any(not math.isclose(left, right, rel_tol=same, abs_tol=1e-300) for left, right in values):
                 found.setdefault((quantity, *distinct_texts(*zip(*values, strict=True))), []).append(module)
     losses = [
-        Loss(
-            f"{quantity} of {', '.join(modules)}",
-            mine,
-            f"would be {theirs}: {reasons.get(quantity, reasons.get('*'))}",
-            len(modules),
+        LossRow(
+            key=f"{quantity} of {', '.join(modules)}",
+            value=mine,
+            why=f"would be {theirs}: {reasons.get(quantity, reasons.get('*'))}",
         )
         for (quantity, mine, theirs), modules in found.items()
     ]
+    differences = sum(map(len, found.values()))
     scale = run.table.attention_scale
     if attention_scale is not None and not math.isclose(attention_scale, scale, rel_tol=SAME):
         mine, theirs = distinct_texts([scale], [attention_scale])
-        losses.append(Loss("attention scale", mine, f"would be {theirs}: {reasons['attention_scale']}"))
-    return losses
+        why = f"would be {theirs}: {reasons['attention_scale']}"
+        losses.append(LossRow(key="attention scale", value=mine, why=why))
+        differences += 1
+    return losses, differences
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
@@ -200,7 +189,7 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
     return text(ours, digits), text(theirs, digits)
 
 
-def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[Loss]]:
+def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
     """Return the nearest model shape that a target supports, and the losses.
 
     ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first of the
@@ -214,7 +203,8 @@ def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -
         if value not in held:
             changes[key] = None if held[0] == "d_model" else held[0]
             names = [json.dumps(each) if isinstance(each, bool) else f"{each}" for each in held]
-            losses.append(Loss(f"model.{key}", value, f"would be {names[0]}: {target} has {' or '.join(names)} only"))
+            why = f"would be {names[0]}: {target} has {' or '.join(names)} only"
+            losses.append(LossRow(key=f"model.{key}", value=value, why=why))
     if "d_attention" in changes:
         if shape.d_model % shape.n_heads:
             raise InputError(

@@ -17,11 +17,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from leaven.interop.architectures import nearest, require_free, written_folder
-from leaven.interop.configs.compare import SAME, SAME_START, Loss, ResolvedRecipe, compare, fitted
+from leaven.documents.runs import LossRow
+from leaven.interop.architectures import nearest
+from leaven.interop.configs.compare import SAME, SAME_START, ResolvedRecipe, compare, fitted
 from leaven.interop.configs.per_parameter import CANDIDATES, Candidate, identifier
 from leaven.recipe.errors import InputError
-from leaven.recipe.files import make_folder, write_text
+from leaven.recipe.files import make_folder, require_free, write_text, written_folder
 from leaven.recipe.recipe import Recipe
 from leaven.recipe.shape import ModelShape
 
@@ -55,8 +56,8 @@ class Export:
     """The result of an export: files, losses and notes."""
 
     files: Mapping[str, str]  # text by file name, "" if the target has a single file
-    losses: tuple[Loss, ...]
-    notes: tuple[str, ...]  # remarks that are not losses
+    losses: list[LossRow]
+    notes: list[str]  # remarks that are not losses
 
 
 @cache
@@ -84,7 +85,7 @@ def export(name: str, recipe: Recipe) -> Export:
         shape = ModelShape.model_validate(recipe.model.model_dump() | changes)
         why = f"all that {architecture.name} has"
         losses = [
-            Loss(f"model.{key}", getattr(recipe.model, key), f"would be {json.dumps(value)}: {why}")
+            LossRow(key=f"model.{key}", value=getattr(recipe.model, key), why=f"would be {json.dumps(value)}: {why}")
             for key, value in changes.items()
         ]
     else:
@@ -93,10 +94,10 @@ def export(name: str, recipe: Recipe) -> Export:
         (compare(run, each.given, each.attention_scale, to.reasons, plain=to.plain), each)
         for each in CANDIDATES[name](run, shape, architecture)
     ]
-    unlike, chosen = min(compared, key=lambda each: sum(loss.modules for loss in each[0]))
+    (unlike, _), chosen = min(compared, key=lambda each: each[0][1])
     known: dict[str, Any] = _context(to, run, shape, chosen)
     common = tomllib.loads((HERE / "targets/common.toml").read_text(encoding="utf-8"))
-    losses += unlike + [Loss(**row) for row in _texts((*common["lost"], *to.lost), known)]
+    losses += unlike + [LossRow(**row) for row in _texts((*common["lost"], *to.lost), known)]
     notes = [row["text"] for row in _texts((*common["notes"], *to.notes), known)]
     known["lost"], known["notes"] = [loss.text for loss in losses], notes
     comments = [f"# lost: {line}" for line in known["lost"]] + [f"# note: {line}" for line in notes]
@@ -106,7 +107,7 @@ def export(name: str, recipe: Recipe) -> Export:
         kind = Path(file or to.path).suffix
         text = environment(kind).from_string(template).render(known)
         files[file] = json.dumps(json.loads(text), indent=2) + "\n" if kind == ".json" else text
-    return Export(files, tuple(losses), tuple(notes))
+    return Export(files, losses, notes)
 
 
 def write(export: Export, path: Path) -> None:
@@ -115,14 +116,14 @@ def write(export: Export, path: Path) -> None:
     Raises:
         InputError: if the path exists already or cannot be written.
     """
-    if "" not in export.files:
-        with written_folder(path) as folder:
-            for name, text in export.files.items():
-                (folder / name).write_text(text, encoding="utf-8")
+    if "" in export.files:
+        require_free(path)
+        make_folder(path.absolute().parent)
+        write_text(path, export.files[""])
         return
-    require_free(path)
-    make_folder(path.absolute().parent)
-    write_text(path, export.files[""])
+    with written_folder(path) as folder:
+        for name, text in export.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 # Templates --------------------------------------------------------------------------------------------------------

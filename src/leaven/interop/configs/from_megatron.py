@@ -31,7 +31,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
         InputError: if a flag is missing, malformed or for an unsupported kind of model; the message names the flag.
     """
     draft = Draft(origin)
-    given = read_flags(text, draft)
+    given = _read_flags(text, draft)
     if given["optimizer"] != "adam":
         raise InputError(f"{origin}: --optimizer {given['optimizer']}: leaven supports only adam")
     for flag in ("lr", "init-method-std"):  # other values are divided by these
@@ -48,7 +48,7 @@ def read(text: str, origin: str, name: str, ranks: int | None = None) -> Importe
     return draft.finish(name, shape)
 
 
-def read_flags(text: str, draft: Draft) -> Settings:
+def _read_flags(text: str, draft: Draft) -> Settings:
     """Return the known flags of a script. Unknown flags and unset variables are added to the draft.
 
     Raises:
@@ -201,8 +201,7 @@ def _stages(given: Settings, length: int) -> list[dict[str, int]]:
 
 
 def _schedule(given: Settings, length: int, draft: Draft) -> None:
-    ours = {theirs: ours for ours, theirs in target("megatron").decays.items()}
-    decay = given.choice("lr-decay-style", ours)
+    decay = given.choice("lr-decay-style", {theirs: ours for ours, theirs in target("megatron").decays.items()})
     draft.set("schedule.decay", decay, given.why("lr-decay-style"))
     if "lr" in given:
         ratio = float(f"{given['min-lr'] / given['lr']:.12g}")

@@ -70,8 +70,7 @@ def exported_weights(export: WeightsDocument, params: int, dtype: str) -> Iterat
 
 def exported_config(export: ConfigDocument) -> Iterator[RenderableType]:
     for loss in export.lost:
-        value = f"{loss.value:.12g}" if isinstance(loss.value, float) else f"{loss.value}"
-        yield f"lost   {loss.key} = {value}: {loss.why}"
+        yield f"lost   {loss.text}"
     for note in export.notes:
         yield f"note   {note}"
     yield f"wrote {export.path}"
