@@ -147,14 +147,16 @@ def test_a_stored_study_resumes_and_refuses_other_settings(tmp_path: Path) -> No
     more = search(objective, SPACE, trials=32, seed=2, storage=str(storage))
     assert objective.calls == 25
     assert {trial.finalist for trial in more.trials[20:24]} == {None}
-    with pytest.raises(InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] there, \[-2.0, 3.0, 0.0\] here"):
+    with pytest.raises(
+        InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] in the study, \[-2.0, 3.0, 0.0\] in this command"
+    ):
         search(bowl, SPACE | {"b": (-2, 3)}, trials=20, storage=storage)
-    with pytest.raises(InputError, match="another method: trust-region there, random here"):
+    with pytest.raises(InputError, match="another method: trust-region in the study, random in this command"):
         search(bowl, SPACE, trials=20, method="random", storage=storage)
     for changed, said in (
-        ({"seed": 3}, "another seed: 2 there, 3 here"),
-        ({"noise": 0.1}, "another noise: none there, 0.1 here"),
-        ({"scales": {"b": 2.0}}, "another scales: b 1.0 there, 2.0 here; give it another name"),
+        ({"seed": 3}, "another seed: 2 in the study, 3 in this command"),
+        ({"noise": 0.1}, "another noise: none in the study, 0.1 in this command"),
+        ({"scales": {"b": 2.0}}, "another scales: b 1.0 in the study, 2.0 in this command; give it another name"),
     ):
         with pytest.raises(InputError, match=said):
             search(bowl, SPACE, storage=storage, **({"trials": 20, "seed": 2} | changed))  # type: ignore[arg-type]
@@ -497,7 +499,9 @@ def test_of_two_searches_with_different_spaces_at_once_one_is_refused() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         found = search(bowl, SPACE, trials=4, storage=Slow())
-        with pytest.raises(InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] there, \[-1.0, 1.0, 0.0\] here"):
+        with pytest.raises(
+            InputError, match=r"another space: b \[-2.0, 4.0, 0.0\] in the study, \[-1.0, 1.0, 0.0\] in this command"
+        ):
             other[0].result()
     assert len(found.trials) == 4
 

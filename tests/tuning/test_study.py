@@ -402,7 +402,10 @@ def test_a_given_noise_is_not_measured_and_belongs_to_the_study(study: Callable[
     assert "--noise 0.5" in tune_command(page, "centre.toml", ".")
     assert (state.noise_floor, state.noise_runs) == (0.5, GIVEN)
     assert read_study(tmp_path / "study").noise_floor == 0.5
-    with pytest.raises(InputError, match=r"has another noise: 0.5 there, none here"), study("trust-region"):
+    with (
+        pytest.raises(InputError, match=r"has another noise: 0.5 in the study, none in this command"),
+        study("trust-region"),
+    ):
         pass
 
 
@@ -457,7 +460,10 @@ def test_durations_are_compared_and_the_longest_is_the_loss(study: Callable[...,
     (trial,) = state.trials
     assert [tokens for tokens, _ in trial.branches] == [512, 1024]
     assert trial.loss == trial.branches[-1][1]
-    with pytest.raises(InputError, match=r"another durations: \[512, 1024\] there, \[\] here"), study(recipe=wsd):
+    with (
+        pytest.raises(InputError, match=r"another durations: \[512, 1024\] in the study, \[\] in this command"),
+        study(recipe=wsd),
+    ):
         pass
 
 
@@ -484,11 +490,11 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("another method: random there, tpe here", {"method": "tpe"}),
-    ("another space: .* only here", {"which": "global"}),
+    ("another method: random in the study, tpe in this command", {"method": "tpe"}),
+    ("another space: .* only in this command", {"which": "global"}),
     ("another recipe: hyperparameters.lr was 0.01, is now 0.02", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
-    ("another text: .* there, x here", {"text": "x"}),
+    ("another text: .* in the study, x in this command", {"text": "x"}),
     ("durations: a cosine run does not contain shorter runs", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),

@@ -160,9 +160,11 @@ def optuna_study(
 def _difference(there: Any, here: Any) -> str:
     there, here = ("none" if value is None else value for value in (there, here))
     if not (isinstance(there, dict) and isinstance(here, dict)):
-        return f"{there} there, {here} here"
-    parts = [f"{n} {there[n]} there, {here[n]} here" for n in there if n in here and there[n] != here[n]]
-    for kept, other, where in ((there, here, "there"), (here, there, "here")):
+        return f"{there} in the study, {here} in this command"
+    parts = [
+        f"{n} {there[n]} in the study, {here[n]} in this command" for n in there if n in here and there[n] != here[n]
+    ]
+    for kept, other, where in ((there, here, "in the study"), (here, there, "in this command")):
         alone = [n for n in kept if n not in other]
         parts += [f"{', '.join(alone)} only {where}"] if alone else []
     return "; ".join(parts)
