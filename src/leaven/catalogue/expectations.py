@@ -1,7 +1,7 @@
 """Predict the best lr, batch, weight decay and init std of a recipe from laws and published runs.
 
-``leaven tune --prior laws`` starts from these predictions. They come from the same runs and laws as those of ``leaven
-new``, and are compared with the values that the scaling rule gives the parameters.
+``leaven tune --prior laws`` starts from these predictions, which use the same runs and laws as ``leaven new``. A
+predicted value is compared with the recipe's value after its scaling rule, which the matrices inside the blocks get.
 """
 
 import math
@@ -18,16 +18,16 @@ from leaven.catalogue.starter.optimizer import lr_evidence
 
 @dataclass(frozen=True)
 class Expectation:
-    """The expected best value of a hyperparameter, relative to the recipe's value."""
+    """The expected best value of a hyperparameter, relative to the recipe's value after its scaling rule."""
 
     octaves: float  # log2(expected value / the recipe's value)
-    deviation: float  # standard deviation of log2 of the values by laws and runs
+    deviation: float  # standard deviation of log2(value) over the values of the laws and runs
 
 
 def expectations(case: Case) -> dict[str, Expectation]:
-    """Return the expected best learning rate, batch, weight decay and init std, by path.
+    """Return the expected best learning rate, batch, weight decay and init std, by their paths in the recipe.
 
-    Values that no run publishes, and values that are 0 in the recipe, are left out.
+    The init std is left out if no run publishes one. Hyperparameters that are 0 in the recipe are left out, too.
     """
     near = neighbours(case.params, case.tokens, qk_norm=case.recipe.model.qk_norm)
     at = StarterScale(near, case.recipe.model, case.tokens)

@@ -1,4 +1,4 @@
-"""The tables in the file of a published run, such as ``[optim]`` and ``[schedule]``. Each states its source.
+"""The tables in the file of a published run, such as ``[optim]`` and ``[schedule]``. Each table states its source.
 
 Unknown values are left out, never guessed. :class:`leaven.catalogue.run.PublishedRun` offers the values under
 leaven's names.
@@ -32,10 +32,10 @@ class Provenance(Part):
 
 
 class PublishedGroup(Provenance):
-    """Values from one source."""
+    """A table of published values that all come from one source, except the fields in ``exceptions``."""
 
     evidence: Evidence | None = None  # kind of the source
-    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # fields with another source
+    exceptions: dict[str, Provenance] = Field(default_factory=dict)  # source of each field with a different source
     derived: Texts = ()  # fields that were computed from other values
 
     def provenance(self, field: str) -> Provenance:
@@ -52,8 +52,8 @@ class Lineage(PublishedGroup):
 
 class Params(PublishedGroup):
     precision: Literal["exact", "rounded", "nominal"]
-    shape_check: str | None = None  # why the shape gives another count; "skip: ..." if the two cannot be compared
-    shape_excess: int | None = None  # the count that the shape gives, minus the published count
+    shape_check: str | None = None  # why the count by shape differs; "skip: ..." if it cannot be compared
+    shape_excess: int | None = None  # parameter count by shape, minus the published count
 
 
 class LayerwiseScaling(Part):
@@ -61,7 +61,7 @@ class LayerwiseScaling(Part):
 
     ffn_multipliers: _Pair  # d_ff / d_model of the first and the last layer
     qkv_multipliers: _Pair  # width of the queries / d_model of the first and the last layer
-    gqa_groups: int  # query heads that share a key
+    gqa_groups: int  # query heads per key-value head
     ffn_divisor: int  # every d_ff is a multiple of this number
 
 
@@ -72,7 +72,7 @@ class PublishedArchitecture(PublishedGroup):
     d_model: int | None = None
     n_heads: int | None = None
     n_kv_heads: int | None = None
-    d_head: int | None = None  # only if it differs from d_model / n_heads
+    d_head: int | None = None  # given only if it differs from d_model / n_heads
     d_ff: int | None = None
     vocab_size: int | None = None
     vocab_padded: int | None = None
@@ -96,8 +96,8 @@ class PublishedArchitecture(PublishedGroup):
     # head: all heads share a gain of size d_head; model: one gain over all heads together
     qk_norm_width: Literal["head", "model"] = "head"
     bias: bool | None = None
-    norm_bias: bool | None = None  # only if it differs from bias
-    qkv_bias: bool | None = None  # only if it differs from bias
+    norm_bias: bool | None = None  # given only if it differs from bias
+    qkv_bias: bool | None = None  # given only if it differs from bias
     attention: str | None = None
     layerwise_scaling: LayerwiseScaling | None = None
     # Experts: the first n_dense_layers layers have one MLP of width d_ff; each later layer has n_experts of width
@@ -107,7 +107,7 @@ class PublishedArchitecture(PublishedGroup):
     experts_per_token: int | None = None
     n_shared_experts: int | None = None
     d_expert: int | None = None
-    mtp_depth: int | None = None  # extra layers that predict further tokens; not in any parameter count here
+    mtp_depth: int | None = None  # extra layers for multi-token prediction; parameter counts leave them out
     # Latent attention (MLA, arXiv 2405.04434, section 2.1).
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
@@ -160,7 +160,7 @@ class BatchRamp(Part):
 class PublishedBatch(PublishedGroup):
     global_batch_samples: int | None = None
     global_batch_tokens: int | None = None
-    batch_tokens_nominal: bool = False  # the source prints a rounded number such as "4M"
+    batch_tokens_nominal: bool = False  # whether the source prints a rounded number such as "4M"
     rampup: BatchRamp | None = None
     note: str | None = None
 
@@ -188,7 +188,7 @@ class Optim(PublishedGroup):
     qk_clip_threshold: float | None = None
     dropout: float | None = None
     z_loss: float | None = None
-    z_loss_used: bool | None = None  # given if the weight of the z-loss is not published
+    z_loss_used: bool | None = None  # whether a z-loss was used; given if its weight is not published
     moe_load_balance_loss: float | None = None
     moe_router_z_loss: float | None = None
     moe_bias_update_speed: float | None = None
@@ -252,7 +252,7 @@ class PublishedInit(PublishedGroup):
 
 
 class TunedBase(PublishedGroup):
-    """The study in which leaven tuned a small model of its own, whose hyperparameters can be transferred."""
+    """The result of the study in which leaven tuned a small model, whose hyperparameters can be transferred."""
 
     rule: str  # scaling rule for which the values were tuned
     trials: int
@@ -263,8 +263,8 @@ class TunedBase(PublishedGroup):
     start_loss: float  # loss with the values from which the search started, mean over seeds
     start_runs: int
     values: dict[str, float]  # best values, by path of a recipe
-    intervals: dict[str, _Pair]  # by path: values with a loss within the noise of the best, others at their best
-    at_end: Texts = ()  # paths of values that are best at the edge of the search: the optimum may lie beyond
+    intervals: dict[str, _Pair]  # by path: range whose loss is within the noise of the best; other values are fixed
+    at_end: Texts = ()  # paths of values that are best at the edge of their search range: the optimum may lie beyond
 
 
 class PublishedPrecision(PublishedGroup):
@@ -285,7 +285,7 @@ class Parallel(PublishedGroup):
     dp: int | None = None
     cp: int | None = None
     ep: int | None = None
-    zero_stage: int | None = None  # Megatron's distributed optimizer is 1, FSDP's full shard 3
+    zero_stage: int | None = None  # Megatron-LM's distributed optimizer counts as 1, FSDP's full shard as 3
     micro_batch: int | None = None
     grad_accum: int | None = None
     shard_group: int | None = None  # accelerators that share one copy of the weights
@@ -308,7 +308,7 @@ class PublishedThroughput(PublishedGroup):
     mfu_min: float | None = None
     mfu_max: float | None = None
     mfu_without_attention: float | None = None
-    mfu_by_stage: Annotated[tuple[float, ...], Field(strict=False)] | None = None  # by stage of the ramp
+    mfu_by_stage: Annotated[tuple[float, ...], Field(strict=False)] | None = None  # of each stage of the batch ramp
     hfu: float | None = None
     convention: str | None = None
     seconds_per_step: float | None = None

@@ -44,7 +44,8 @@ class Point(NamedTuple):
 class Power(Part):
     """A power law: coefficient * (N / per)^params * (D / per)^tokens * C^compute * L^loss * unit.
 
-    N, D, C and L are the fields of :class:`Point`.
+    N is the number of parameters, D the training tokens, C the training FLOPs and L the loss. ``per`` is the unit in
+    which the law counts N and D, for example 1e6.
     """
 
     coefficient: float
@@ -56,7 +57,7 @@ class Power(Part):
     per: float = 1.0
 
     def at(self, point: Point) -> float:
-        """Return the value of the law at a point."""
+        """Return what the law predicts for a run."""
         return (
             self.coefficient
             * math.pow(point.params / self.per, self.params)
@@ -74,7 +75,7 @@ class LogLinear(Part):
     slope: float
 
     def at(self, point: Point) -> float | None:
-        """Return the value of the law at a point, or None if it would not be positive."""
+        """Return what the law predicts for a run, or None if the prediction is not positive."""
         value = self.intercept + self.slope * math.log(point.params)
         return value if value > 0 else None
 
@@ -114,10 +115,10 @@ class LossLaw(Part):
 
 
 class FrontierLine(Part):
-    """A law for the best number of parameters: ``params`` x (budget / ``flops``)^``exponent``."""
+    """A power law for the best number of parameters: ``params`` x (budget in FLOPs / ``flops``)^``exponent``."""
 
-    flops: float  # training FLOPs of a published point
-    params: float  # parameters of that point
+    flops: float  # a budget of training FLOPs for which the source states the best size
+    params: float  # the best number of parameters for this budget
     exponent: float
 
     def optimal_params(self, flops: float) -> float:
@@ -134,7 +135,10 @@ class Fitted(Part):
     tokens_per_param: Range = ANY
 
     def beyond(self, params: float, tokens: float, compute: float) -> list[BeyondRange]:
-        """Return the ranges that a run is outside of, with the factor between run and range, the largest first."""
+        """Return the ranges that do not contain a run, the most distant one first.
+
+        Each has the factor by which the run is above or below the range.
+        """
         found: list[BeyondRange] = []
         for axis, value, (lowest, highest) in (
             ("N", params, self.params),
@@ -160,7 +164,7 @@ class Sourced(Part):
     fitted: Fitted = Fitted()
 
     def common_fields(self, params: float, tokens: float, compute: float) -> dict[str, Any]:
-        """Return the fields that :class:`LawRow` and :class:`OptimumRow` share, for a run of this size and length."""
+        """Return the fields of the law that :class:`LawRow` and :class:`OptimumRow` share, for a run of this size."""
         beyond = self.fitted.beyond(params, tokens, compute)
         known = any(low > 0 for low, _ in (getattr(self.fitted, axis) for axis in Fitted.model_fields))
         return {
@@ -187,14 +191,14 @@ class Law(Sourced):
     loss: LossLaw | None = None
     tau: Power | None = None  # the best AdamW timescale, batch / (lr x weight decay x tokens): a share of the run
     says: str = ""  # for a law that predicts no number: how a value changes, such as "lr ~ N^-0.23 D^-0.32"
-    form_of: str | None = None  # name of the law of which this is another form; votes count only that law
+    form_of: str | None = None  # name of the main law if this is another form of it; only the main law has a vote
 
 
 class Frontier(Sourced):
     """A law about the best number of parameters N for a budget of 6 N D training FLOPs, where D is the tokens.
 
-    Such laws disagree: at Gopher's budget Chinchilla's first approach gives 67B, its third 40B. The fit of the third
-    did not converge; the replication by Besiroglu et al. (2024) is close to the first.
+    Such laws disagree: at Gopher's budget Chinchilla's first approach gives 67B, and its third approach 40B. The fit
+    of the third approach did not converge. Its replication by Besiroglu et al. (2024) is close to the first approach.
     """
 
     sizes: FrontierLine | LossLaw
@@ -220,10 +224,10 @@ APPROACH_3, REPLICATION = (
 
 
 def evaluate(params: float, tokens: float, *, params_non_embedding: float | None = None) -> list[LawRow]:
-    """Return the values of all laws for a run of ``tokens`` tokens with ``params`` parameters.
+    """Return what each law predicts for a run of ``tokens`` tokens with ``params`` parameters.
 
-    Laws that count N without the embeddings use ``params_non_embedding`` if it is given, else ``params``. This is a
-    good approximation above 1B, but 45% too high for GPT-2 124M.
+    Laws that count parameters without the embeddings use ``params_non_embedding`` if it is given, else ``params``.
+    Above 1B, ``params`` is a good approximation of this count, but for GPT-2 124M it is 45% too high.
 
     >>> [round(r.batch_tokens) for r in evaluate(1e9, 20e9) if r.law == "Step Law 2025"]
     [441892]
@@ -260,20 +264,23 @@ def evaluate(params: float, tokens: float, *, params_non_embedding: float | None
 
 
 def main_laws(model: ModelShape, tokens: int) -> list[LawRow]:
-    """Return the values of all laws for a run of a model; of a law with several forms, only the main form."""
+    """Return what each law predicts for a run of a model. Of a law with several forms only the main form is used."""
     rows = evaluate(model.params, tokens, params_non_embedding=model.params_non_embedding)
     return [row for row in rows if row.form_of is None]
 
 
 def power_lines_tau(params: float, tokens: float) -> float:
-    """Return the best AdamW timescale by Power Lines: batch / (lr x weight decay x tokens), a share of the run."""
+    """Return the AdamW timescale that the Power Lines law (arXiv 2505.13738) predicts as best, as a share of the run.
+
+    The timescale is batch / (lr x weight decay x tokens).
+    """
     tau = find_law("Power Lines 2025 timescale").tau
     assert tau
     return tau.at(Point(params, tokens, 1, 1))
 
 
 def batches(laws: Iterable[LawRow], kind: BatchKind) -> dict[str, float]:
-    """Return the optimal or the critical batches (``kind``) that laws predict, in tokens, by name of the law.
+    """Return the optimal or the critical batch sizes (``kind``) that laws predict, in tokens, by name of the law.
 
     If a law has several forms, only its main form is included.
     """
@@ -311,12 +318,12 @@ def lr_at_batch(law: LawRow, batch_tokens: float, noise: float) -> LrAtBatch | N
 
 
 def best_tokens_per_param(flops: float) -> list[float]:
-    """Return the best tokens per parameter for a budget of training FLOPs, one value for each frontier law."""
+    """Return the best tokens per parameter for a budget of training FLOPs, one value for each law of `FRONTIERS`."""
     return [flops / 6 / frontier.sizes.optimal_params(flops) ** 2 for frontier in FRONTIERS]
 
 
 def compute_optimal(flops: float) -> list[OptimumRow]:
-    """Return the best size and duration for a budget of training FLOPs, one row for each frontier law.
+    """Return the best parameters and tokens for a budget of training FLOPs, one row for each law of `FRONTIERS`.
 
     >>> [f"{each.params:.2g}" for each in compute_optimal(5.76e23)][:4]
     ['6.8e+10', '6.4e+10', '4e+10', '7.2e+10']

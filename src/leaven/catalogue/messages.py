@@ -1,8 +1,8 @@
 """Fill in the message templates of the files ``messages.toml`` and ``checks.toml``.
 
 A template is one part or a list of parts. A part has fields as in ``str.format``. If a field is None or unknown, the
-whole part is left out. Besides Python's formats, a field may have one of the following. The last three are for votes:
-a vote is the value of one published run or one law, with its name.
+whole part is left out. Besides Python's formats, a field may have one of these formats. ``each``, ``range`` and
+``count`` are for votes: a vote is the value of one published run or one law, with its name.
 
 - ``q``: a quantity, such as ``1.50 B``
 - ``n DIGITS``: a number with this many significant digits
@@ -107,5 +107,5 @@ def sentence(section: str, key: str, facts: Mapping[str, Any], folder: Path = Pa
 
 
 def constants(section: str) -> dict[str, str]:
-    """Return the messages of a section without fields, by key."""
+    """Return the messages of a section by key. No message of the section may have fields to fill in."""
     return dict(templates()[section])

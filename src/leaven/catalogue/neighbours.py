@@ -37,7 +37,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def size_ratio(run: PublishedRun, params: int) -> float:
-    """Return the larger of two sizes (of a run, and of a model with ``params`` parameters) divided by the smaller."""
+    """Return the factor of at least 1 by which a run's number of parameters differs from ``params``."""
     return ratio(run.params_total, params)
 
 
@@ -63,12 +63,12 @@ def nearest(
     stack: Stack | None = None,
     kind: Kind = "dense",
 ) -> list[tuple[PublishedRun, float]]:
-    """Return the published runs nearest to a model, each with its distance: 1 for a factor of 2 in parameters.
+    """Return the published runs nearest to a model, each with its distance.
 
-    Only runs within ``factor`` of the size are returned, or all runs if there are none. The order is: the nearest run
-    of each lineage, then all other runs. Within both groups, runs with the same ``stack`` (norm placement, QK-norm,
-    optimizer) come first, nearer runs before others. Only runs whose lr is comparable to that of the stack's
-    optimizer (by default AdamW) are returned; a muP lr is not.
+    A factor of 2 in parameters is a distance of 1. Only runs within ``factor`` of the model's size are returned,
+    or all runs if none is within it. Runs that fit the wanted ``stack`` (norm placement, QK-norm, optimizer) come
+    first, and nearer runs before farther ones. Then the first run of each lineage is moved to the front. A run is
+    left out if its lr cannot be compared with an lr of the stack's optimizer (by default AdamW), such as a muP lr.
 
     Raises:
         InputError: if ``params`` or ``tokens`` is not above 0, if ``factor`` is below 1, or if no run of this kind
@@ -87,7 +87,8 @@ def nearest(
     ]
     if not found:
         raise InputError(
-            f"no published {kind} run with {listed(optimizers)} has a learning rate that can be compared"
+            f"no published {kind} run with {listed(optimizers)} has a learning rate that can be compared; "
+            "give another optimizer"
         )
     within = [pair for pair in found if size_ratio(pair[0], params) <= factor]
     ranked = sorted(within or found, key=lambda pair: (bool(within) and not stack.fits(pair[0].stack), pair[1]))
@@ -134,7 +135,7 @@ def most_common(by: Mapping[str, Any]) -> Votes | None:
 
 
 def middle(by: Mapping[str, float], weights: Mapping[str, float] | None = None) -> Votes:
-    """Return the votes ``by`` together with their geometric median, which is the median of the logarithms.
+    """Return the votes ``by`` together with their geometric median, which is exp(median of the logarithms).
 
     With ``weights``, it is a weighted median: half of the total weight is below it. Half of the weight of a vote
     counts as below that vote, and the logarithms are interpolated linearly between votes. Equal weights give the
@@ -159,8 +160,8 @@ class Neighbours:
     """The neighbours of a model: the nearest run of each lineage."""
 
     params: int  # size of the model
-    ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first, and among these runs with the same stack first
-    reference: PublishedRun | None = None  # a run that alone decides every value that it publishes
+    ranked: tuple[PublishedRun, ...]  # runs within `FACTOR` first; of these, runs that fit the stack first
+    reference: PublishedRun | None = None  # run of ``--from``, which alone decides the values that it publishes
 
     @cached_property
     def close(self) -> tuple[PublishedRun, ...]:
@@ -178,7 +179,9 @@ class Neighbours:
         return {run.id: run for run in (*self.runs, *([self.reference] if self.reference else []))}
 
     def values(self, what: str | Callable[[PublishedRun], Any]) -> dict[str, Any]:
-        """Return the published values of the runs that vote, by run id; only the reference run's if it has a value.
+        """Return the published values of the runs that vote, by run id.
+
+        If the reference run publishes a value, return only this value.
 
         ``what`` is a path of a recipe such as ``hyperparameters.lr``, or a function that returns a value of a run.
         """
@@ -196,7 +199,10 @@ class Neighbours:
         return middle(by, self.weights(by))
 
     def most(self, path: str) -> Votes | None:
-        """Return the votes about a path of a recipe with the most frequent value, or the nearest run's in a tie."""
+        """Return the published values at a path of a recipe, of which the most frequent one is chosen.
+
+        In a tie, the value of the nearest run is chosen. Return None if no run publishes a value.
+        """
         return most_common(self.values(path))
 
     def weights(self, ids: Iterable[str]) -> dict[str, float]:
@@ -222,7 +228,7 @@ class Neighbours:
 def neighbours(
     params: int, tokens: int, *, qk_norm: bool | None = None, reference: PublishedRun | None = None
 ) -> Neighbours:
-    """Return the neighbours of a model: the nearest dense run of each lineage, if its lr is comparable to AdamW's.
+    """Return the neighbours of a model: of each lineage the nearest dense run with an lr comparable to AdamW's.
 
     Runs with AdamW, pre-norm and the given QK-norm come first.
     """

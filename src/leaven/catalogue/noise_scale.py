@@ -11,15 +11,16 @@ from typing import Any
 
 
 def squared_gradient(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of |G|^2 from the squared gradient norms of a small and a big batch.
+    """Return an unbiased estimate of |G|^2, the squared norm of the true gradient, from a small and a big batch.
 
-    ``small`` and ``big`` are the two batches in tokens. All arguments may be numbers, arrays or tensors.
+    ``small`` and ``big`` are the batch sizes in tokens, and the other arguments their squared gradient norms.
+    All arguments may be numbers, arrays or tensors.
     """
     return (big * big_squared - small * small_squared) / (big - small)
 
 
 def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -> Any:
-    """Return an unbiased estimate of tr(Sigma), the gradient noise of one token.
+    """Return an unbiased estimate of tr(Sigma), the variance of the gradient of one token, summed over its entries.
 
     The arguments are those of :func:`squared_gradient`.
     """
@@ -27,26 +28,26 @@ def gradient_noise(small: Any, small_squared: Any, big: Any, big_squared: Any) -
 
 
 def tokens_over_least(batch: float, critical: float) -> float:
-    """Return the tokens that ``batch`` needs to reach a loss, divided by those that a tiny batch needs (section 2.3).
+    """Return the tokens that a run with this batch size needs to reach a loss, divided by those with a tiny batch.
 
-    ``critical`` is the critical batch; both are in tokens.
+    ``critical`` is the critical batch size; both are in tokens (arXiv 1812.06162, section 2.3).
     """
     return 1 + batch / critical
 
 
 def steps_over_least(batch: float, critical: float) -> float:
-    """Return the steps that ``batch`` needs to reach a loss, divided by those that a huge batch needs (section 2.3).
+    """Return the steps that a run with this batch size needs to reach a loss, divided by those with a huge batch.
 
-    ``critical`` is the critical batch; both are in tokens.
+    ``critical`` is the critical batch size; both are in tokens (arXiv 1812.06162, section 2.3).
     """
     return 1 + critical / batch
 
 
 def surge_lr(batch: float, noise: float) -> float:
-    """Return the best lr of Adam at ``batch``, divided by the best lr at the batch ``noise``, the noise scale.
+    """Return the best lr of Adam at ``batch``, divided by its best lr at a batch as large as ``noise``.
 
-    The lr grows about as the square root of the batch up to the noise scale, and falls above it (Li et al. 2024,
-    arXiv 2405.14578).
+    ``noise`` is the gradient noise scale; both are in tokens. The lr grows about as the square root of the batch up
+    to the noise scale, and falls above it (Li et al. 2024, arXiv 2405.14578).
     """
     ratio = math.sqrt(noise / batch)
     return 2 / (ratio + 1 / ratio)

@@ -30,7 +30,10 @@ _BY_DEPTH = ("1/sqrt(2L)", "1/sqrt(number of residual layers)")
 
 
 def same_lr_meaning(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers whose learning rates can be compared with this one's: Adam and AdamW, or only itself."""
+    """Return the optimizers whose learning rates can be compared with those of ``optimizer``.
+
+    These are Adam and AdamW for each other, and for any other optimizer only itself.
+    """
     return ("adam", "adamw") if optimizer in ("adam", "adamw") else (optimizer,)
 
 
@@ -42,7 +45,7 @@ class Stack(NamedTuple):
     optimizer: Optimizer | None = None
 
     def fits(self, other: "Stack") -> bool:
-        """Return whether ``other`` has every value that is not None here; Adam and AdamW count as equal."""
+        """Return whether ``other`` has all values of this stack that are not None. Adam and AdamW count as equal."""
         return (
             self.norm_placement in (None, other.norm_placement)
             and self.qk_norm in (None, other.qk_norm)
@@ -57,7 +60,7 @@ class Stack(NamedTuple):
 
 
 class PublishedRun(Part):
-    """A published run, or a run of leaven itself (with :attr:`tuning`).
+    """A published run, or a run that leaven tuned itself (which has :attr:`tuning`).
 
     The fields contain the values as the source states them. The properties convert them to leaven's names and units;
     a property is None if its value is not known.
@@ -66,7 +69,7 @@ class PublishedRun(Part):
     id: str
     family: str
     organisation: str
-    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # month of the release or of the start
+    date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}$")]  # month of the model's release or of the run's start
     kind: Kind
     status: Literal["succeeded", "succeeded-with-interventions"]
     params_total: int
@@ -188,8 +191,8 @@ class PublishedRun(Part):
     def warmup_fraction(self) -> float | None:
         """Return the share of the run's tokens that the warm-up takes.
 
-        A warm-up in steps is multiplied by the final batch; if the batch grew, the result is the published share or
-        None.
+        A warm-up published in steps is converted with the final batch. If the batch grew, the result is the published
+        share, or None if no share is published.
         """
         schedule, tokens, batch = self.schedule, self.tokens, self.batch_tokens
         if schedule is None:
@@ -228,7 +231,7 @@ class PublishedRun(Part):
 
     @property
     def decay(self) -> Decay | None:
-        """Return the decay in leaven's terms, such as "cosine", that is nearest to the published decay."""
+        """Return the decay of a recipe's schedule, such as "cosine", that is nearest to the published decay."""
         return _DECAYS[self.schedule.shape] if self.schedule and self.schedule.shape else None
 
     @property

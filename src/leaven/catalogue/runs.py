@@ -69,5 +69,5 @@ def _read(path: Path) -> PublishedRun:
     try:
         return PublishedRun.model_validate(tomllib.loads(path.read_text(encoding="utf-8")) | {"id": path.stem})
     except ValueError as error:  # not TOML, or a wrong value
-        error.add_note(f"in {path.name}, see leaven.catalogue.groups")
+        error.add_note(f"the wrong file is {path.name}; leaven.catalogue.groups lists the allowed tables and keys")
         raise

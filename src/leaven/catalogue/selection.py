@@ -76,7 +76,8 @@ def select(runs: Sequence[PublishedRun], conditions: Iterable[Condition]) -> lis
     """Return the runs that meet all conditions, in the given order.
 
     Raises:
-        InputError: if no run has the path of a condition, or no run has the word that ``=`` requires.
+        InputError: if no run has a value at the path of a condition, or if the values there cannot be compared with
+            the text of the condition.
     """
     known = {run.id: values(run) for run in runs}
     kept = list(runs)
@@ -124,7 +125,7 @@ def values(run: PublishedRun) -> dict[str, Any]:
 
 
 def _closest_paths(path: str, known: set[str]) -> list[str]:
-    """Return the three known paths most similar to ``path``; if it has no dot, paths whose last key is similar."""
+    """Return the three known paths most similar to ``path``. If it has no dot, compare it with their last keys."""
     if "." in path:
         return closest(path, known)
     keys = closest(path, {one.rpartition(".")[2] for one in known})

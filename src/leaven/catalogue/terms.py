@@ -11,7 +11,10 @@ from leaven.recipe.recipe import Recipe, flatten
 
 
 def _sizes(recipe: Recipe) -> tuple[int, int] | tuple[None, None]:
-    """Return (first batch in tokens, tokens after which the batch has its full size), or Nones if it never grows."""
+    """Return (first batch in tokens, tokens after which the batch has its full size).
+
+    Both are None if the batch never grows.
+    """
     if recipe.batch.ramp is not None:
         return recipe.batch.ramp.start_tokens, recipe.batch.ramp.over_tokens
     sizes = recipe.batch.sizes
@@ -24,8 +27,10 @@ def _clip(recipe: Recipe) -> float | None:
 
 
 def _optimizer(recipe: Recipe) -> str:
-    """Return the optimizer's name. Adam with weight decay gets a name of its own, because ``adam`` in a recipe adds
-    the decay to the gradient, while papers that write Adam mean AdamW."""
+    """Return the optimizer's name, which is `L2_DECAY` for ``adam`` with weight decay.
+
+    In a recipe ``adam`` adds the decay to the gradient, while papers that write Adam mean AdamW.
+    """
     tuned = recipe.hyperparameters
     return L2_DECAY if tuned.optimizer == "adam" and tuned.weight_decay else tuned.optimizer
 
@@ -68,9 +73,9 @@ def diff_in_terms(
 ) -> list[RecipeDifference]:
     """Return the values in which two runs or recipes differ; an unknown value is None.
 
-    Hyperparameters of a recipe are written for its base, but runs publish what their parameters got. ``resolved``
-    therefore returns, by path, the values that the recipe's scaling rule gives the parameters. Values that only runs
-    or only recipes can state come last.
+    A recipe states hyperparameters for the scale in ``[scaling.base]``, but a run publishes the values with which its
+    parameters were trained. ``resolved`` therefore returns, by path, the values that the recipe's scaling rule gives
+    the parameters. Values that only runs or only recipes can state come last.
     """
     in_a, in_b = (terms(one) | (resolved(one) if isinstance(one, Recipe) else {}) for one in (a, b))
     rows = [(path, in_a.get(path), in_b.get(path), True) for path in TERMS]

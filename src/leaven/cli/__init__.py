@@ -40,7 +40,7 @@ VERBS = {
 
 
 class Verbs(TyperGroup):
-    """The ``leaven`` command. It imports the file of a verb when the verb is called."""
+    """The ``leaven`` command. It imports the file of a subcommand, such as ``train``, only when this is called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
@@ -48,7 +48,7 @@ class Verbs(TyperGroup):
 
 
 def command_of(verb: str) -> Any:
-    """Import the file of a verb and return its command.
+    """Import the file of a verb, which is a subcommand of ``leaven`` such as ``train``, and return the subcommand.
 
     The file defines ``app`` if the verb has subcommands, and otherwise a function with the name of the verb.
     """

@@ -78,7 +78,8 @@ def coordinates(
     """Check that activations and their updates keep their size as width and depth grow (coordinate check).
 
     The check keeps the recipe's scaling rule and ratio of d_ff to d_model. The rule scales from the smallest width
-    and depth. The initial weights are changed so that small models already show the exponents of large models.
+    and depth. The initial weights are changed so that activations of small models change with width and
+    depth as in large models.
     """
     from leaven.verification.coordinates import CoordinateCheck
 
@@ -102,10 +103,11 @@ def gradients(
     ] = 20,
     lr_factor: FactorOption = "0.125",
 ) -> None:
-    """Check that Adam's eps scales with the gradients, that every parameter is updated, and that the rule is exact.
+    """Check that Adam's eps scales with the gradients, and that every parameter is updated.
 
-    For the last part, the check compares the optimizer's settings at several widths, depths, batch sizes and lengths,
-    without training: lr, lr x eps x entries, lr x weight decay x steps, and the half-lives of the betas.
+    Without training, also check how the rule changes the optimizer's settings with width, depth, batch size and run
+    length. These combinations must not change: lr x eps x (number of weights), lr x weight decay x steps, and the
+    half-lives of the betas as shares of the run. The lr must grow as the square root of the batch size.
     """
     from leaven.verification.gradients import GradientCheck
 
@@ -178,7 +180,7 @@ def duration(
         ),
     ] = None,
 ) -> None:
-    """Check that the best lr changes with the length of a run as the rule says, and measure the exponent."""
+    """Check that the best lr changes with the run length as the rule says, and measure the rule's token_exponent."""
     from leaven.verification.duration import duration, measured_exponent
 
     subject, recipe = options.subject, options.read()

@@ -40,8 +40,8 @@ SourceOption = Annotated[
     str | None,
     typer.Option(
         metavar="TEXT",
-        help="With module:factory, the text to train on, written as data.source in a recipe, or the word made-up for "
-        "synthetic text.",
+        help="With module:factory, the text to train on: a file, a glob or hf://..., as for data.source in a recipe. "
+        "The word made-up gives synthetic text.",
         show_default="python-stdlib",
     ),
 ]
@@ -138,7 +138,12 @@ class SizeOptions(CheckOptions):
     source: SourceOption = None
     alpha: Annotated[
         float | None,
-        typer.Option(min=0.5, max=1, help="With module:factory, the rule's exponent alpha.", show_default="1"),
+        typer.Option(
+            min=0.5,
+            max=1,
+            help="With module:factory, alpha of the rule, which multiplies residual branches by depth^-alpha.",
+            show_default="1",
+        ),
     ] = None
     grow_heads: Annotated[
         bool, typer.Option("--grow-heads", help="Widen the model with larger heads instead of more heads.")
@@ -205,7 +210,7 @@ class RecipeRunOptions(CheckOptions):
         )
 
     def train(self, check: "Callable[[RunStore], CheckDocument]") -> CheckDocument:
-        """Run a check with its run folder, and return the result. Ctrl-C stops it; the same command resumes it."""
+        """Run a check that keeps its runs in the folder ``run``, and return its result. Ctrl-C stops the check."""
         from leaven.verification.runs import ChecksStopped, RunStore
 
         with (

@@ -51,7 +51,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 
 
 def device_option(default: str) -> Any:
-    """Return the option ``--device``. ``--help`` shows the text ``default`` as the device that is used without it."""
+    """Return the option ``--device``. ``--help`` shows the text ``default`` as the option's default."""
     return typer.Option(
         metavar="cuda|mps|cpu",
         envvar="LEAVEN_DEVICE",
@@ -119,7 +119,10 @@ TokensOption = Annotated[
 
 
 def require_alone(context: typer.Context, option: str, others: str) -> None:
-    """Raise InputError if the user typed ``option`` and one of ``others``, parameter names separated by spaces."""
+    """Raise InputError if the user typed ``option`` together with one of ``others``.
+
+    ``others`` are names of the command's parameters, separated by spaces.
+    """
     for param in context.command.params:
         source = context.get_parameter_source(str(param.name))
         if param.name in others.split() and source is not None and source.name == "COMMANDLINE":
@@ -127,7 +130,7 @@ def require_alone(context: typer.Context, option: str, others: str) -> None:
 
 
 def require_new(path: Path, force: bool | None = None) -> None:
-    """Raise InputError if a path is a folder, lies in no folder, or is an existing file and ``force`` is not true.
+    """Raise InputError if a path is a folder, its folder is missing, or the file exists and ``force`` is not true.
 
     A device such as /dev/null is not refused. ``force`` is the value of ``--force``, or None for a command without
     this option.
@@ -142,7 +145,7 @@ def require_new(path: Path, force: bool | None = None) -> None:
 
 
 def recipe_name(file: Path, default: str) -> str:
-    """Return a name for the recipe in ``file``: the file's name with hyphens for special characters."""
+    """Return a name for the recipe in ``file``: its stem with hyphens for special characters."""
     return re.sub(r"^\W+|[^\w.\-]+", "-", file.stem).strip("-.") or default
 
 

@@ -43,7 +43,10 @@ def laws(
         missing = "--params" if params is None else "--tokens"
         raise InputError(f"{missing} is missing; type: leaven laws --params COUNT --tokens COUNT")
     if params_non_embedding is not None and params_non_embedding > params:
-        raise InputError(f"--params-non-embedding {params_non_embedding:,} is above --params {params:,}")
+        raise InputError(
+            f"--params-non-embedding {params_non_embedding:,} is above --params {params:,}, which includes the "
+            "embeddings; give a smaller --params-non-embedding"
+        )
     rows = evaluate(params, tokens, params_non_embedding=params_non_embedding)
     if batch_tokens is not None:
         rows = [_at_batch(row, batch_tokens, critical_batch(rows)) for row in rows]
@@ -51,6 +54,6 @@ def laws(
 
 
 def _at_batch(law: LawRow, batch_tokens: int, critical: float) -> LawRow:
-    """Add to a law's row the lr at the user's batch size. ``critical`` is the critical batch size in tokens."""
+    """Return a law's row with its lr at ``batch_tokens`` added. ``critical`` is the critical batch size in tokens."""
     ratio = batch_tokens / law.batch_tokens if law.batch_tokens else None
     return law.model_copy(update={"at_batch": lr_at_batch(law, batch_tokens, critical), "batch_ratio": ratio})

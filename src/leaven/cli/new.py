@@ -47,8 +47,8 @@ def new(
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Instead of --params and --tokens: choose both for this training time, e.g. 3h or 2d, on --gpus. "
-            "Without --gpus: on this machine's processor.",
+            help="Choose --params and --tokens so that training takes this time on --gpus, e.g. 3h or 2d. "
+            "Without --gpus, it is the time on this machine's CPU.",
         ),
     ] = None,
     proxy: Annotated[

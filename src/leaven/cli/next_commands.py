@@ -54,7 +54,7 @@ def after_tune(path: Path, study: Path) -> list[str]:
 def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
     """Return the commands after ``transfer`` and ``import config``: check and train the new recipe.
 
-    If the recipe was not written (``output`` is None), run the same command again with ``-o name.toml``.
+    If the recipe was not written (``output`` is None), return the typed command with ``-o name.toml`` added.
     """
     if output is None:
         return [again("-o", str(_free(Path(f"{name}.toml"))))]
@@ -62,11 +62,11 @@ def after_writing(output: Path | None, recipe: Recipe, name: str) -> list[str]:
 
 
 def after_plan(path: Path, recipe: Recipe, found: PlanDocument, overrides: Sequence[str]) -> list[str]:
-    """Return the commands after the plan of a recipe: train it in the planned layout. A proxy is tuned instead.
+    """Return the commands after the plan of a recipe: train it in the planned layout, or tune it if it is a proxy.
 
-    If the recipe has a proxy that is not tuned yet, tune the proxy first. With ``overrides`` (values of ``--set``),
-    ignore the proxy, because it was made for the recipe without them. Return no commands if the layout does not fit
-    or leaven cannot train it.
+    If the recipe has a proxy that is not tuned yet, the proxy is tuned first. With ``overrides`` (values of
+    ``--set``), the proxy is ignored, because it was made for the recipe without them. Return no commands if the
+    layout does not fit in memory, or if leaven cannot train in this layout.
     """
     if not found.memory.fits or found.layout["cp"] > 1 or found.layout["ep"] > 1:
         return []
@@ -184,12 +184,12 @@ def train(path: Path, recipe: Recipe, sets: Sequence[str] = (), *, cluster: Clus
 
 
 def again(*words: str) -> str:
-    """Return the command that was typed, followed by more arguments."""
+    """Return the command that the user typed, with ``words`` added as arguments."""
     return _line(*(word for word in sys.argv[1:] if word != "--json"), *words)
 
 
 def _line(*words: object, sets: Sequence[str] = (), start: Sequence[str] = ("leaven",)) -> str:
-    """Return a shell command. ``sets`` are the values of ``--set``."""
+    """Return a shell command with ``words`` as arguments. ``sets`` are the values of ``--set``."""
     options = [word for change in sets for word in ("--set", change)]
     return shlex.join([*start, *map(str, words), *options])
 

@@ -138,7 +138,7 @@ def plan(
 
 
 def by_measurement(plan: ClusterPlan, recipe: Recipe, gpus: str, *, measure: bool, history: bool) -> ClusterPlan:
-    """Calibrate a plan with steps measured on this machine (``measure``) or with earlier runs (``history``).
+    """Return a plan with times calibrated by steps on this machine (``measure``) or by earlier runs (``history``).
 
     Raises:
         InputError: if the measurement needs an accelerator that this machine does not have.

@@ -30,10 +30,10 @@ CHECKS = tuple(Check(**entry) for entry in tomllib.loads(_FILE.read_text(encodin
 def findings(
     recipe: Recipe, rows_of: Callable[[Recipe], Sequence[Any]], corpus_tokens: int | None = None
 ) -> list[FindingRow]:
-    """Return the findings of all checks, the most severe first, each with the suggestions that remove it.
+    """Return the findings of all checks, the most severe first, each with changes of the recipe that remove it.
 
-    A suggestion is dropped if it does not remove its finding, or if it makes another check "outside". Suggestions
-    that cause the fewest new notes come first.
+    A suggested change is dropped if its finding remains, or if another check then gives a worse finding than before
+    that is more than a note. Changes that cause the fewest new notes come first.
 
     Args:
         rows_of: a function that returns the rows of a recipe's parameter table.
@@ -48,8 +48,11 @@ def findings(
         return SEVERITIES.index(one.severity) if one else len(SEVERITIES)
 
     def added_notes(suggestion: Suggestion, name: str) -> int | None:
-        """Return how many notes a suggestion adds, or None if it keeps its finding or adds a worse one than a
-        note."""
+        """Return how many notes a suggested change of the recipe adds.
+
+        Return None if the finding of check ``name`` remains, if another finding becomes worse than a note, or if the
+        changed recipe is invalid.
+        """
         try:
             left = found_in(recipe.replace(suggestion))
         except ValueError:  # the changed recipe or the shape of its base is invalid
@@ -66,7 +69,10 @@ def findings(
 
 
 def find(check: Check, case: Case) -> FindingRow | None:
-    """Return the finding of one check, with untested suggestions, or None if the value is usual."""
+    """Return the finding of one check, or None if the value is usual or the check does not apply to the recipe.
+
+    Its suggested changes are not tested yet: they may not remove the finding.
+    """
     read = _read(check, case)
     if read is None:
         return None
@@ -127,7 +133,7 @@ def _read(check: Check, case: Case) -> Check | None:
 
 
 def _end(written: float | str, facts: Mapping[str, float]) -> float:
-    """Return a limit as a number. A limit in words, such as ``1.5 most`` or ``least / 2``, is computed from facts."""
+    """Return a limit as a number. In a limit like ``1.5 most`` or ``least / 2``, the word is a key of ``facts``."""
     if not isinstance(written, str):
         return written
     product, _, divisor = written.partition(" / ")

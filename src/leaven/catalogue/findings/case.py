@@ -1,6 +1,7 @@
 """The data of a check: :class:`Check` is one check, :class:`Case` is the recipe to check.
 
-Hyperparameters are compared as the scaling rule gives them to the matrices, as published runs state them.
+A recipe's hyperparameters are compared with published runs after its scaling rule: the values that the matrices
+inside the blocks get.
 """
 
 import math
@@ -45,36 +46,36 @@ def farthest(rows: Sequence[Any], quantity: str, bounds: Bounds) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check of ``checks.toml``. :meth:`read` and the function of its name in `quantities` add the second group of
-    fields for one recipe.
+    """A check of ``checks.toml``, and what it compares for one recipe.
 
-    A check without limits always gives a note.
+    ``checks.toml`` gives the first group of fields. For a recipe, :meth:`read` and the function of `quantities` that
+    has the check's name set the second group. A check without limits gives a note whenever it applies to the recipe.
     """
 
     name: str
     reads: str  # the values of a recipe that the check reads
-    path: str  # path of the value to which a finding refers
+    path: str  # dotted path of the recipe's value that a finding is about
     message: str | Sequence[str]  # templates, see `leaven.catalogue.messages`
     usual: Sequence[float | str] = ()  # a value beyond this range gives a note
     outside: Sequence[float | str] = ()  # a value beyond this range is outside
     far: Sequence[float | str] = ()  # a value beyond this range is far outside
-    otherwise: Mapping[str, Any] = field(default_factory=dict)  # other ranges usual, outside and far for some recipes
-    trained: Bounds | None = None  # beyond this range even a value that a search found is outside
+    otherwise: Mapping[str, Any] = field(default_factory=dict)  # replaces usual, outside, far for some recipes
+    trained: Bounds | None = None  # beyond this range a value is "outside", even if a search found it
     source: str = "the published runs"  # evidence in addition to the runs that a finding names
     hidden: str | None = None  # the compared quantity of the matrices inside the blocks, for example beta1
-    setting: str | None = None  # or the path of the compared value in the recipe
-    run: str | None = None  # path of the same value in a published run
+    setting: str | None = None  # instead of hidden: path of the compared value in the recipe
+    run: str | None = None  # path of the compared value in a published run
     wanted: Sequence[float] = ()  # suggested values for the matrices inside the blocks
     set: Sequence[Suggestion] = ()  # suggested changes of the recipe, by path
     far_from_runs: Literal["note", "skip"] | None = None  # if no run is near in size: at most a note, or no check
 
-    value: float | None = None  # the value of the recipe
-    of_run: OfRun = lambda run: None  # returns the same value of a published run
+    value: float | None = None  # the compared value of the recipe
+    of_run: OfRun = lambda run: None  # returns the compared value of a published run
     suggestions: Sequence[Suggestion] = ()  # changes of the recipe, the best first
     # More fields for the message. It also has `value`, the usual range `low` and `high`, and the smallest and largest
     # published values `least` and `most`.
     facts: dict[str, Any] = field(default_factory=dict)
-    runs: Iterable[PublishedRun] | None = None  # runs to name; by default the nearest with a usual value
+    runs: Iterable[PublishedRun] | None = None  # runs that the finding names; None: the nearest with a usual value
     sure: bool = True  # whether the limits hold at this size; if not, a finding is a note at most
 
     def read(self, case: "Case") -> "Check":
@@ -124,7 +125,7 @@ class Case:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return the values of all laws for the recipe, of a law with several forms only the main form."""
+        """Return what each law predicts for the recipe. Of a law with several forms only the main form is used."""
         return main_laws(self.recipe.model, self.tokens)
 
     @cached_property
@@ -135,15 +136,16 @@ class Case:
 
     @cached_property
     def neighbours(self) -> tuple[PublishedRun, ...]:
-        """Return the nearest runs within a factor of 4 of the recipe's size, at most five, one of each lineage.
+        """Return at most five published runs within a factor of 4 of the recipe's size, one of each lineage.
 
-        Runs with pre-norm, AdamW and the recipe's QK-norm come first.
+        A lineage is a group of runs that copied one another's lr. Runs with pre-norm, AdamW and the recipe's value of
+        ``qk_norm`` come first, and nearer runs before farther ones.
         """
         return neighbours(self.params, self.tokens, qk_norm=self.recipe.model.qk_norm).close[:VOTES]
 
     @cached_property
     def alike(self) -> frozenset[str]:
-        """Return the ids of runs with nearly this recipe's size, lr and batch, and with pre-norm and its QK-norm."""
+        """Return the ids of runs with pre-norm, the recipe's value of qk_norm, and nearly its size, lr and batch."""
         stack = Stack("pre", self.recipe.model.qk_norm, "adamw")
         return frozenset(
             run.id
@@ -161,7 +163,10 @@ class Case:
 
     @cached_property
     def init_std(self) -> float:
-        """Return the median init std of the matrices in the blocks that do not end a branch, or 0 if all are 0."""
+        """Return the median init std of the matrices in the blocks, except the last matrix of each residual branch.
+
+        Matrices with an init std of 0 do not count. If all have 0, return 0.
+        """
         stds: list[float] = [
             row.init_std
             for row in self.rows
@@ -171,31 +176,31 @@ class Case:
 
     @cached_property
     def residual_std(self) -> float:
-        """Return the root mean square of (init std x branch multiplier) over the matrices that end a branch."""
+        """Return the RMS of (init std x branch multiplier) over the last matrices of all residual branches."""
         ends: list[float] = [(row.init_std * row.multiplier) ** 2 for row in self.rows if row.module in BRANCH_ENDS]
         return math.sqrt(sum(ends) / len(ends))
 
     @property
     def as_trained(self) -> dict[str, float]:
-        """Return the hyperparameters that the matrices inside the blocks get from the scaling rule, by path."""
+        """Return the hyperparameters that the matrices inside the blocks get, by their paths in the recipe."""
         quantities = ("lr", "weight_decay", "beta1", "beta2", "eps")
         hidden = {f"hyperparameters.{name}": self.hidden(name) for name in quantities}
         return hidden | {"hyperparameters.init_std": self.init_std}
 
     def near(self, of_run: OfRun) -> list[float]:
-        """Return the published values of a quantity in the neighbours, sorted."""
+        """Return the results of ``of_run`` for the neighbours, sorted, without those that are None."""
         return sorted(found for run in self.neighbours if (found := of_run(run)) is not None)
 
     def published(self, of_run: OfRun) -> Bounds:
-        """Return the smallest and the largest value of a quantity in the published runs."""
+        """Return the smallest and the largest result of ``of_run`` for the published runs."""
         known = [found for run in self.runs if (found := of_run(run)) is not None]
         return min(known), max(known)
 
     def at_base(self, quantity: str, wanted: float, to: Callable[[float], float] = round) -> Suggestion:
-        """Return the value to write in the recipe so that the matrices inside the blocks get ``wanted``, by path.
+        """Return the change of the recipe after which the matrices inside the blocks get ``wanted`` as ``quantity``.
 
-        The value has two digits. ``to`` rounds it: ``math.ceil`` if it must not be below ``wanted``, ``math.floor``
-        if it must not be above.
+        The written value is rounded to two digits by ``to``: ``math.ceil`` if the matrices must get at least
+        ``wanted``, ``math.floor`` if at most. A beta is rounded to the nearest value with three digits instead.
         """
         path = f"hyperparameters.{quantity}"
         base: float = getattr(self.recipe.hyperparameters, quantity)
@@ -210,12 +215,12 @@ class Case:
         return {path: float(f"{to(round(exact / unit, 6)) * unit:.2g}")}
 
     def sequences(self, tokens: float) -> int:
-        """Return ``tokens`` rounded to a whole number of sequences, at least one."""
+        """Return ``tokens`` rounded to a multiple of the sequence length, at least one sequence."""
         seq_len = self.recipe.model.seq_len
         return max(round(tokens / seq_len), 1) * seq_len
 
     def with_batch(self, tokens: float) -> Suggestion:
-        """Return the values to write for a constant batch of about ``tokens`` tokens, by path; ramp or stages go."""
+        """Return the change of the recipe to a constant batch of about ``tokens`` tokens, without ramp and stages."""
         spec = self.recipe.batch
         gone: dict[str, Any] = {"batch.ramp": None} if spec.ramp else {"batch.stages": []} if spec.stages else {}
         if spec.stages_rule:
@@ -223,7 +228,7 @@ class Case:
         return {"batch.tokens": self.sequences(tokens)} | gone
 
     def with_tokens(self, tokens: int) -> Suggestion:
-        """Return the values to write for a run of ``tokens`` tokens, by path.
+        """Return the change of the recipe to a run of ``tokens`` tokens.
 
         A warm-up that is longer than the run is shortened to 1% of it.
         """

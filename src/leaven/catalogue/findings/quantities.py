@@ -1,7 +1,7 @@
 """Compute the value that each check compares, in a recipe and in published runs, and the changes that it suggests.
 
-Each function has the name of its check in ``checks.toml``. It returns the check with these fields filled in, or None
-if the check does not apply to the recipe.
+Each function has the name of its check in ``checks.toml``. It returns the check with the compared value and the
+suggested changes filled in, or None if the check does not apply to the recipe.
 """
 
 import math
@@ -40,9 +40,9 @@ def size(check: Check, case: Case) -> Check | None:
 def lr(check: Check, case: Case) -> Check | None:
     """Compare the lr with the lrs of the nearest published runs.
 
-    The lr is outside if it is beyond all their lrs and more than a factor of 3 from their median. Published runs have
-    one lr for all parameters. If matrices inside the blocks and embedding have different lrs, the lr in this range
-    that is nearest to the published median is compared.
+    The finding is "outside" if the lr is above or below all these lrs, and differs from their median by more than a
+    factor of 3. Published runs have one lr for all parameters. If the scaling rule gives the embedding another lr
+    than the matrices inside the blocks, the lr between these two that is nearest to the published median is compared.
     """
     known = case.near(attrgetter("peak_lr"))
     if not known:
@@ -111,10 +111,10 @@ def beta2(check: Check, case: Case) -> Check:
 
 
 def weight_decay(check: Check, case: Case) -> Check | None:
-    """Compare the weight decay if the scaling rule does not change it.
+    """Compare the weight decay with published values, if the scaling rule does not change it.
 
-    A rule that lowers the lr with the width raises the decay by the same factor; then the check ``timescale``
-    compares lr and decay together.
+    A rule may raise the decay by the same factor by which it lowers the lr. Then only the check ``timescale``
+    compares the decay, together with the lr.
     """
     tuned = case.recipe.hyperparameters
     moved = check.value and ratio(check.value, tuned.weight_decay) > 1.02
@@ -122,16 +122,18 @@ def weight_decay(check: Check, case: Case) -> Check | None:
 
 
 def l2_decay(check: Check, case: Case) -> Check | None:
-    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient and divides the sum by
-    the gradient's size. Published decays are for AdamW (also where papers write Adam) and cannot be compared."""
+    """Report weight decay with the optimizer ``adam``, which adds the decay to the gradient before normalising it.
+
+    Published decays are for AdamW, even where a paper writes Adam, so they cannot be compared.
+    """
     return check if case.recipe.hyperparameters.optimizer == "adam" and check.value else None
 
 
 def timescale(check: Check, case: Case) -> Check | None:
-    """Compare the timescale of weight decay, as a share of the run, with the best timescale by Power Lines.
+    """Compare the timescale of weight decay with the best timescale that the Power Lines law predicts.
 
-    The timescale is batch / (lr x decay x tokens). Published runs have 0.34 to 10.9 times the best timescale, and
-    GPT-NeoX-20B has 33 times.
+    The timescale is batch / (lr x decay x tokens), a share of the run. GPT-NeoX-20B has 33 times the best timescale,
+    all other published runs have 0.34 to 10.9 times.
     """
     decay = case.hidden("weight_decay")
     if not decay or case.recipe.hyperparameters.optimizer == "adam":
@@ -227,7 +229,10 @@ def epochs(check: Check, case: Case) -> Check | None:
 
 
 def batch(check: Check, case: Case) -> Check | None:
-    """Report a batch larger than those of the nearest published runs. A small batch costs time, not quality."""
+    """Report a batch that is larger than in the nearest published runs.
+
+    A smaller batch is not reported, because it costs time but not quality.
+    """
     known = case.near(attrgetter("batch_tokens"))
     if not known:
         return None
@@ -247,7 +252,8 @@ def _critical_batch(params: float, tokens: float) -> float:
 def critical_batch(check: Check, case: Case) -> Check:
     """Compare the batch with the median of the critical batches that the laws predict.
 
-    The batch is outside if it exceeds that median by a larger factor than in any published run.
+    A batch above this median gives a note. The finding is "outside" if batch / median is larger than in every
+    published run.
     """
 
     def of_run(run: PublishedRun) -> float | None:
@@ -298,7 +304,7 @@ def ramp_start(check: Check, case: Case) -> Check | None:
 
 
 def ramp_length(check: Check, case: Case) -> Check | None:
-    """Compare the length of a batch ramp with published ramps that grew in small increments, not by doubling."""
+    """Compare the length of a batch ramp with the lengths of published ramps that grew in small increments."""
     ramp = case.recipe.batch.ramp
     if ramp is None:
         return None
@@ -314,8 +320,8 @@ def ramp_length(check: Check, case: Case) -> Check | None:
 def warm_up(check: Check, case: Case) -> Check:
     """Compare the length of the warm-up: 0.1% to 10% of the run is usual.
 
-    A shorter warm-up is outside, but only a note if it has the 2,000 steps of most runs. A longer warm-up is outside
-    if it takes a larger share of the run than in every published run.
+    A shorter warm-up gives a note if it has at least 2,000 steps, as in most runs. Otherwise the finding is "outside"
+    or worse. A longer warm-up gives a note, unless its share of the run is larger than in every published run.
     """
     value, batches = case.recipe.schedule.warmup_tokens, case.recipe.batches
     taken, longest = batches.first_step_at(value), case.published(attrgetter("warmup_fraction"))[1]
@@ -365,9 +371,9 @@ def init_std(check: Check, case: Case) -> Check | None:
 
 
 def residual_std(check: Check, case: Case) -> Check | None:
-    """Compare the init std of the matrices that end a branch with the init std of the other matrices in the blocks.
+    """Compare the init std of the last matrices of the residual branches with that of the other matrices in blocks.
 
-    The compared value is the ratio of the two x sqrt(2 n_layers), which is 1 for GPT-2.
+    The compared value is (ratio of the two stds) x sqrt(2 n_layers), which is 1 for GPT-2.
     """
     if not case.init_std:
         return None
@@ -394,7 +400,7 @@ def residual_std(check: Check, case: Case) -> Check | None:
 
 
 def dropout(check: Check, case: Case) -> Check | None:
-    """Report dropout in a run of at most 1.5 epochs, in which the text is hardly memorised."""
+    """Report dropout in a run of at most 1.5 epochs, in which a model hardly memorises the text."""
     if case.corpus_tokens is not None and case.tokens > 1.5 * case.corpus_tokens:
         return None
     rates = [run.optim.dropout for run in case.runs if run.optim and run.optim.dropout is not None]

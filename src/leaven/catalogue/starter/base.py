@@ -42,7 +42,8 @@ def choose_base(draft: StarterDraft, request: StarterRequest, at: StarterScale, 
     if at.reference:
         if request.proxy:
             raise InputError(
-                f"--proxy with --from {at.reference.id}: the values of this run are not tuned; leave out one option"
+                f"--proxy cannot be combined with --from {at.reference.id}, whose values are used without tuning; "
+                "leave one of them out"
             )
         return StarterBase(at, batch, TuningAdvice(None, sentence("tuning", "reference", {"id": at.reference.id})))
     if request.proxy == 0:
@@ -75,8 +76,8 @@ def tuned_bases() -> tuple[Recipe, ...]:
 def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | None:
     """Return the largest tuned base for a model, and the model's shape at the base's width and depth.
 
-    The base has at most half the model's parameters and about as many tokens per parameter as the run of ``tokens``
-    tokens. Return None if there is no such base.
+    A tuned base is a small recipe that leaven tuned. It has at most half the model's parameters, and about as many
+    tokens per parameter as the run of ``tokens`` tokens. Return None if there is no such base.
     """
     each = tokens / model.params
     for base in reversed(tuned_bases()):
@@ -93,7 +94,7 @@ def tuned_base(model: ModelShape, tokens: int) -> tuple[Recipe, ModelShape] | No
 
 
 def take_tuned(draft: StarterDraft, base: Recipe, tokens: int) -> None:
-    """Copy the hyperparameters of a tuned base into the draft, and its warm-up as the same share of the run."""
+    """Copy the hyperparameters of a tuned base into the draft. The warm-up keeps its share of the run."""
     document = base.hyperparameters.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     for path, value in flatten({"hyperparameters": document}).items():
         draft.decide(path, value, "tuned", name=base.name, searched=base.why.get(path))

@@ -55,7 +55,8 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
     """Return the ``ramp`` or the ``stages`` for a recipe's ``[batch]`` that repeat the batch growth of a published
     run.
 
-    Every increment or stage comes at the same share of the run. Return None if too little is published.
+    Stages begin, and a ramp ends, at the same share of the run as in the published run. Return None if the batch of
+    the published run did not grow, or if too little is published.
 
     Args:
         tokens: length of the new run.
@@ -87,7 +88,10 @@ def repeated_growth(run: PublishedRun, tokens: int, batch: int, unit: int) -> di
 
 
 def batch_evidence(at: StarterScale) -> Evidence:
-    """Return the batches in tokens by laws and by published runs, the latter converted to the tokens of ``at``."""
+    """Return the batch sizes that laws predict and that published runs used, in tokens.
+
+    The batch of a published run is converted to the length of the run at the scale ``at``.
+    """
     return at.evidence(
         batches(at.laws, "optimal"),
         lambda run: (
@@ -100,7 +104,9 @@ def batch_evidence(at: StarterScale) -> Evidence:
 
 
 def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
-    """Choose and return the batch in tokens: that of the reference run, or a value between laws and published runs.
+    """Choose and return the batch in tokens.
+
+    It is the batch of the reference run (``--from``), else a value between those of laws and of published runs.
 
     Raises:
         InputError: if the run is too short for the batch of the reference run.
@@ -136,7 +142,10 @@ def choose_batch(draft: StarterDraft, at: StarterScale) -> int:
 
 
 def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
-    """Choose whether and how the batch grows: as in the reference run, else as in most families of this size."""
+    """Choose whether and how the batch grows: as in the reference run, else as in most families near this size.
+
+    Families are groups of published models, such as Pythia.
+    """
     near, run, seq_len = at.near, at.reference, at.model.seq_len
     starts, lengths = batch_ramps()
     sequences = batch // seq_len
@@ -193,7 +202,7 @@ def choose_ramp(draft: StarterDraft, at: StarterScale, batch: int) -> None:
 
 
 def _divisible(sequences: int, gpus: int) -> int:
-    """Return a number of sequences within 1/32 of ``sequences`` that divides over as many of the GPUs as possible.
+    """Return a number of sequences within 1/32 of ``sequences`` that splits evenly over many of the GPUs.
 
     It is a multiple of the largest power of two that divides ``gpus`` and is at most ``sequences`` / 16.
     """
@@ -202,7 +211,7 @@ def _divisible(sequences: int, gpus: int) -> int:
 
 
 def _sequences(wanted: float, most: float, seq_len: int, gpus: int) -> int:
-    """Return the number of sequences nearest to ``wanted`` tokens, and at most ``most`` tokens, that divides well.
+    """Return the number of sequences nearest to ``wanted`` tokens, and at most ``most`` tokens, that splits evenly.
 
     It is 2^k or 3 x 2^k; if the number of GPUs has an odd factor, it is this factor times 2^k.
     """

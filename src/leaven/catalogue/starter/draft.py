@@ -41,7 +41,7 @@ class StarterScale:
 
     @cached_property
     def laws(self) -> list[LawRow]:
-        """Return the values of all laws at this scale, of a law with several forms only the main form."""
+        """Return what each law predicts at this scale. Of a law with several forms only the main form is used."""
         return main_laws(self.model, self.tokens)
 
     def evidence(
@@ -52,7 +52,7 @@ class StarterScale:
         Args:
             laws: the value of each law, by the law's name.
             of_run: a function that returns the value of a published run.
-            own: the value of the reference run, which replaces all other runs; None if there is none.
+            own: the value of the reference run, which replaces those of all other runs; None: use the other runs.
         """
         inside = sum(law.in_range is True for law in self.laws if law.law in laws)
         if own and self.reference:
@@ -74,8 +74,10 @@ class Evidence:
 
     @property
     def weight(self) -> float:
-        """Return the weight of the laws: 1/2 if all are within their fitted range, 1/4 if none is. Runs have the
-        rest."""
+        """Return the weight of the laws: 1/2 if all are within their fitted range, 1/4 if none is.
+
+        The published runs have the rest of the weight, which is 1 in total.
+        """
         return (1 + self.inside / len(self.laws.by)) / 4
 
     @property
@@ -97,7 +99,7 @@ def derivation_step(
     values: Mapping[str, Any] | None = None,
     sources: Sequence[str] = (),
 ) -> DerivationRow:
-    """Return one step of a derivation.
+    """Return one step in the derivation of a recipe.
 
     Args:
         lines: the reasons.
@@ -131,7 +133,7 @@ class StarterDraft:
     def decide(self, path: str, value: Any, message: str | None = None, **facts: Any) -> None:
         """Set a value and its reason.
 
-        ``message`` is the key of the reason in ``messages.toml``, by default the path; ``facts`` are its fields.
+        ``message`` is the key of the reason in ``messages.toml``, by default the path; ``facts`` fill in its fields.
         """
         set_path(self.document, path, value)
         self._open[path] = {"value": value, "reference": self.reference} | facts
@@ -146,7 +148,8 @@ class StarterDraft:
     def step(self, title: str, sources: Sequence[str] = (), message: str | None = None, **facts: Any) -> None:
         """Finish a step; it contains the values that were decided since the previous step.
 
-        A field of its message is looked up in ``facts``, then in the facts of these values, then in the recipe.
+        The fields of the step's message are filled in from ``facts``, else from the facts of these values, else from
+        the recipe.
         """
         known: dict[str, Any] = dict(self.document)
         for decided in reversed(self._open.values()):
@@ -168,7 +171,7 @@ class StarterRecipes:
     compared: tuple[ComparedRow, ...] = ()  # values of the target compared with published runs
 
     def document(self, path: Path, proxy_path: Path, fit: TimeFit | None = None) -> NewRecipe:
-        """Return the document of ``leaven new``.
+        """Return the document (typed result) that ``leaven new`` prints.
 
         ``fit`` is given if the user chose a training time instead of a size.
         """

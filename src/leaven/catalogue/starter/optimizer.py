@@ -1,4 +1,4 @@
-"""Choose learning rate, schedule, moments, decay and initialisation of a starter recipe."""
+"""Choose learning rate, schedule, Adam's betas and eps, weight decay and initialisation of a starter recipe."""
 
 import math
 from typing import Any
@@ -46,7 +46,10 @@ def batch_factor(batch: int, published: int | None) -> float:
 
 
 def lr_evidence(at: StarterScale, batch: int) -> Evidence:
-    """Return the peak lrs by laws and by published runs, converted to the size of ``at`` and to ``batch`` tokens."""
+    """Return the peak lrs that laws predict and that published runs used.
+
+    All lrs are converted to the size of ``at`` and to a batch of ``batch`` tokens, except the lr of a reference run.
+    """
     run, params, critical = at.reference, at.model.params, critical_batch(at.laws)
     moved = {law.law: lr_at_batch(law, batch, critical) for law in at.laws if law.law not in NO_VOTE}
     return at.evidence(
@@ -174,7 +177,7 @@ def _init_rules(width: int) -> dict[str, float]:
 
 
 def _choose_init(draft: StarterDraft, at: StarterScale) -> float:
-    """Choose the init std. Return the multiplier of this std for the last matrices of the branches."""
+    """Choose the init std. Return its multiplier for the last matrices of the residual branches."""
     model, run = at.model, at.reference
     width, depth = (run and run.arch.d_model) or model.d_model, (run and run.arch.n_layers) or model.n_layers
     # The std of a run with norms on the branches' outputs (OLMo 2) may be too large for pre-norm blocks.

@@ -2,8 +2,8 @@
 
 A proxy is a smaller model with the target's proportions, as many tokens per parameter and as many steps: its batch
 and its tokens are smaller by the same factor. The scaling rule's factors for batch and tokens then cancel, so the
-result does not depend on ``token_exponent``, the least certain exponent. Hyperparameters are written for the proxy,
-and the rule converts them to the target's width and depth.
+result does not depend on ``token_exponent``, the least certain exponent of the rule. Hyperparameters are written for
+the proxy, and the rule converts them to the target's width and depth.
 """
 
 import math
@@ -73,9 +73,9 @@ def choose_proxy(
     """Return the proxy to tune for a target, or the reason not to tune.
 
     Args:
-        model, batch_tokens, tokens: the target.
+        model, batch_tokens, tokens: shape, batch and run length of the target.
         lineages: number of lineages (groups of published runs) near the target's size.
-        size: parameters of the proxy that the user requests, whatever the evidence; None: leaven chooses.
+        size: number of parameters that the user requests for the proxy; None: leaven chooses it.
 
     Raises:
         InputError: if no smaller shape with the target's proportions has about ``size`` parameters.
@@ -120,7 +120,7 @@ def _advice(proxy: Proxy | None, message: str, **facts: Any) -> TuningAdvice:
 
 
 def trials_worth(each: float) -> int:
-    """Return the largest of `TRIALS` that costs at most `SHARE` of the run, or the smallest if all cost more.
+    """Return the largest number of trials in `TRIALS` that costs at most `SHARE` of the run, else the smallest one.
 
     ``each`` is the cost of one trial as a share of the run.
     """
@@ -133,8 +133,8 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
     def off(shape: _Size) -> float:
         """Return the distance of a shape from the requested size and proportions.
 
-        Too narrow costs twice as much as too shallow: scaling over width is exact only for large widths, but scaling
-        over depth works even from two blocks (CompleteP, arXiv 2505.01618).
+        A shape that is too narrow is twice as distant as one that is too shallow: scaling over width is exact only
+        for large widths, but scaling over depth works even from two blocks (CompleteP, arXiv 2505.01618).
         """
         size, width, depth = shape
         narrower = math.log(model.d_model / width) - math.log(model.n_layers / depth)
@@ -147,8 +147,8 @@ def _nearest(model: ModelShape, shapes: Iterable[_Size], params: float) -> Model
 def _smaller(model: ModelShape) -> Iterator[_Size]:
     """Yield the size of every possible proxy of ``model``, as (parameters, width, depth).
 
-    A proxy has at most half the parameters, and its width and depth are within the tested ratios. The head dimension,
-    the query heads per key-value head and d_ff / d_model stay the same.
+    A proxy has at most half the parameters, and is at most `NARROWER` times narrower and `SHALLOWER` times shallower.
+    The head dimension, the query heads per key-value head and d_ff / d_model stay the same.
     """
     unit = model.d_head * (model.n_heads // model.n_kv_heads)
     half, aspect = model.params / 2, model.d_model / model.n_layers

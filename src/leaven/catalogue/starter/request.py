@@ -22,7 +22,7 @@ class StarterRequest:
     source: str = "python-stdlib"  # the training text
     vocab: int | None = None  # None: leaven chooses
     seq_len: int | None = None  # None: leaven chooses
-    reference: str | None = None  # ``--from``: id of a published run whose values are used instead of votes
+    reference: str | None = None  # ``--from``: id of a published run whose values replace the votes of many runs
     gpus: int = 1  # the batch must divide over these GPUs
     proxy: int | None = None  # parameters of the proxy; None: leaven chooses; 0: no proxy
     text_tokens: int | None = None  # tokens of the text, if known
@@ -55,8 +55,8 @@ def find_reference(id: str) -> PublishedRun:
     """Return the published run that ``--from`` names.
 
     Raises:
-        InputError: if there is no such run, or if it cannot be used: it must be dense, with an lr for plain Adam or
-            AdamW and with known shape, batch and length. The message names runs that can be used.
+        InputError: if there is no such run, or if it cannot be used. The run must be dense, with an lr for plain Adam
+            or AdamW and with known shape, batch and length. The message names runs that can be used.
     """
     run = find_run(id)
     lacks = _lacks(run)
@@ -64,7 +64,7 @@ def find_reference(id: str) -> PublishedRun:
         return run
     others = nearest(run.params_active, run.tokens or 20 * run.params_active, limit=20)
     usable = [other.id for other, _ in others if _lacks(other) is None][:3]
-    raise InputError(f"--from {id}: {lacks}; take a run near it: {listed(usable)}")
+    raise InputError(f"--from {id}: {lacks}; give a run of similar size: {listed(usable)}")
 
 
 def _lacks(run: PublishedRun) -> str | None:

@@ -55,18 +55,18 @@ _SIZES = ("n_layers", "d_model", *_HEADS, "d_ff", "vocab_size", "tied_embeddings
 
 
 class Proportions(NamedTuple):
-    """The proportions of a shape."""
+    """The proportions that a model shape should have."""
 
     aspect: float  # d / L
     ff_ratio: float  # f / d
     d_head: int
     group: int = 1  # query heads per key-value head
-    n_kv_heads: int | None = None  # replaces group
+    n_kv_heads: int | None = None  # fixed number of key-value heads, used instead of group
     width: int | None = None  # width of the reference run (``--from``), which is allowed even if it is not round
 
 
 def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
-    """Return the ratio f / d at which a block has 12 d^2 parameters: 4, or 8/3 with a gated MLP (arXiv 2002.05202).
+    """Return the d_ff / d_model at which a block has 12 d_model^2 parameters: 4, or 8/3 if gated (arXiv 2002.05202).
 
     Parameters saved by grouped-query attention are added to the MLP, as in Llama 2 70B (3.5) and Llama 3 405B (3.25).
     """
@@ -74,7 +74,7 @@ def usual_ff_ratio(activation: str, n_heads: int, n_kv_heads: int) -> float:
 
 
 def vocabulary(params: int, width: float, usual: float) -> int:
-    """Return the vocabulary size nearest to ``usual`` with at most `VOCABULARY_SHARE` of the parameters."""
+    """Return a vocabulary size near ``usual``, with an embedding of at most `VOCABULARY_SHARE` of the parameters."""
     nearest = min(VOCABULARIES, key=lambda size: abs(math.log(size / usual)))
     fitting = [size for size in VOCABULARIES if size <= nearest and size * width <= VOCABULARY_SHARE * params]
     return max(fitting, default=VOCABULARIES[0])
@@ -83,13 +83,14 @@ def vocabulary(params: int, width: float, usual: float) -> int:
 def shape_of(params: int, usual: float, proportions: Proportions, fixed: dict[str, Any]) -> ModelShape:
     """Return the shape with about ``params`` parameters whose proportions are nearest to ``proportions``.
 
-    If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. An error of 1% in size costs as
-    much as 3% in d / L or 0.6% in f. An odd number of layers costs as much as 10% in d / L, because it cannot be
-    halved for pipeline stages; a number that is divisible by 2 but not by 4 costs as much as 3%.
+    If no shape is within `TOLERANCE` of ``params``, return the shape nearest in size. Otherwise an error of 1% in
+    size counts as much as 3% in d_model / n_layers, or 0.6% in d_ff. An odd number of layers counts as much as 10% in
+    d_model / n_layers, because it cannot be halved for pipeline stages. A number of layers that is divisible by 2 but
+    not by 4 counts as much as 3%.
 
     Args:
         usual: widths within a factor of 3 of this width are tried.
-        fixed: the other fields of a :class:`ModelShape`.
+        fixed: values of the other fields of :class:`ModelShape`.
     """
 
     def cost(pair: tuple[ModelShape, int]) -> tuple[bool, float]:
@@ -142,7 +143,8 @@ def choose_shape(request: StarterRequest, near: Neighbours) -> ModelShape:
     """Return the shape of a starter recipe.
 
     Raises:
-        InputError: if no shape is within `FARTHEST` of the size; the message names a vocabulary or a size that works.
+        InputError: if no shape is within `FARTHEST` of the requested size. The message names a vocabulary or a size
+            that works.
     """
     model = _nearest(request, near)
     off = model.params / request.params - 1
@@ -220,7 +222,10 @@ def _theta_of_long() -> tuple[float, list[str]]:
 
 
 def _recent(near: Neighbours) -> list[PublishedRun]:
-    """Return the newest run of each lineage near the size: runs from `RECENT` on, else the neighbours."""
+    """Return the newest run of each lineage near the size, without runs from before the year `RECENT`.
+
+    If no run is left, return the neighbours.
+    """
     newest = first_of_each(reversed(sorted(of_size(near.params), key=lambda run: run.date)))
     return [run for run in newest if run.date >= RECENT] or list(near.runs)
 
@@ -243,9 +248,10 @@ def _lengths(near: Neighbours) -> Votes:
 
 
 def _seq_len(request: StarterRequest, near: Neighbours) -> int:
-    """Return the requested sequence length, or the median length of recent published runs.
+    """Return the requested sequence length, else that of the reference run, else one from recent published runs.
 
-    The median is shortened to a power of two of which about `SEQUENCES_A_BATCH` fit into the batch that laws predict.
+    From these runs, the median is taken. It is shortened until about `SEQUENCES_A_BATCH` sequences fit into the batch
+    that laws predict, and rounded to a power of two.
     """
     if request.seq_len:
         return request.seq_len

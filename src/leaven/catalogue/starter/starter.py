@@ -8,8 +8,8 @@ The method:
 - The evidence is empirical laws and published runs. Each lineage (runs that copied one another's lr) has one vote.
   The lineages within a factor of 4 of the size vote, but at least the nearest three; runs farther away have less
   weight.
-- Published values are converted before they are averaged: an lr to this size and batch, a batch to these tokens, a
-  law's lr to this batch.
+- Values are converted before they are averaged: a published lr to the size and batch of the new recipe, a published
+  batch to its tokens, and a law's lr to its batch.
 - All laws together weigh as much as all published runs together; laws outside their fitted range weigh less.
 """
 
@@ -52,7 +52,7 @@ _CARRIED = ("batch.", "schedule.", "precision.", "data.", "init.", "parallel.")
 
 
 def starter(request: StarterRequest) -> StarterRecipes:
-    """Return the target of a request, with a layout for one process, and how it was derived.
+    """Return the requested recipe (the target), with a layout for one process, and the steps that derived it.
 
     :func:`leaven.planning.start.start` adds the layout for a cluster, the proxy and the comparison with other runs.
 
@@ -188,7 +188,8 @@ def _choose_duration(draft: StarterDraft, request: StarterRequest, near: Neighbo
 def _choose_scaling(draft: StarterDraft, at: StarterScale, base: StarterBase) -> None:
     """Choose the precision and ``scaling.base``, the scale for which the recipe's hyperparameters are written.
 
-    It is the scale of the reference run if the user names one, else of the tuned base, the proxy or the target.
+    ``scaling.base`` is the scale of the reference run if the user names one, else of the tuned base, the proxy or the
+    target.
     """
     model, run, shape = at.model, at.reference, base.scale.model
     if model.params <= PROCESSOR_PARAMS:
