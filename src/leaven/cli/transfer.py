@@ -76,7 +76,7 @@ def transfer(
     if output is not None:
         for file in (recipe, like or recipe):
             if output.exists() and file.exists() and output.samefile(file):
-                raise InputError(f"-o {output} is one of the files to read; give another name")
+                raise InputError(f"-o {output} is an input file of this command; give another name")
         require_new(output, force)
     small = load_recipe(recipe, overrides if like is None else None)
     if like is None:

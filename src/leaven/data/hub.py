@@ -23,7 +23,7 @@ class HubSplit:
     """One split of a data set. It has the same interface as :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
-    name: str  # name in messages
+    name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
     text: str  # name of the column with the text
 

@@ -39,7 +39,7 @@ class TokenSet:
     proportions: tuple[Fraction, ...]  # share of each source in the samples
     sources: tuple[Shards, ...]
     vocab_size: int  # number of tokens of the tokenizer
-    end_of_text: int  # token id
+    end_of_text: int  # id of the end-of-text token
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path
     notes: tuple[str, ...] = ()  # lines about skipped documents and rebuilt files

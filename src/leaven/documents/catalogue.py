@@ -120,7 +120,7 @@ class LawRow(Document, schema="law/1"):
     says: str  # what the law states, if it predicts no number
     trust: str  # verified (read and recomputed), read (in the paper), secondary (in another text) or memory
     doubt: str  # reasons to doubt the law
-    params_definition: str  # which parameters N counts: all, or without some embeddings
+    params_definition: str  # which parameters the law counts as model size: all, or without some embeddings
     beyond: list[BeyondRange]  # the axes on which the run is beyond the fitted range
     form_of: str | None  # name of the main law, if this law is another form of the same fit
     lr_batch_tokens: Number | None  # the batch size for which lr is predicted

@@ -19,8 +19,8 @@ class VerdictRow(Entry):
 
 class VerdictCurve(Entry):
     module: str  # module or parameter; in a sweep, the model size
-    axis: str  # name of x
-    quantity: str  # name of y
+    axis: str  # name of the quantity x
+    quantity: str  # name of the quantity y
     x: list[Number]
     y: list[float | None]  # mean over seeds
     low: list[float | None] = []  # minimum over seeds

@@ -93,7 +93,7 @@ class RampPoint(Entry):
 class RampChoice(Entry):
     """A batch ramp (a growing batch size at the start of a run), and its cost."""
 
-    start_tokens: int  # first batch size
+    start_tokens: int  # first batch size in tokens
     increment_tokens: int | None  # tokens by which the batch grows each time; null for the stages of batch.stages
     over_tokens: int  # length of the ramp in tokens
     share: float  # throughput at the first batch size / throughput at the full batch size
