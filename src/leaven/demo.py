@@ -1,9 +1,9 @@
 """``leaven demo`` shows how the best learning rate (lr) changes when a model gets wider.
 
-The demo trains the smallest width, called the base, with a grid of learning rates. At every larger width, it trains
-the grid twice: with all hyperparameters copied from the base, and with hyperparameters moved (scaled) by a rule.
-Finally it trains the largest width, copied and moved, with more seeds at the base's best lr. The losses depend only
-on the recipe and the seeds, not on the speed of the machine.
+The demo first trains the smallest model, called the base, with each learning rate of a grid. It then trains every
+wider model with the same grid in two ways: "copied" keeps all hyperparameters of the base, and "moved" scales them to
+the new width by a scaling rule. Finally it trains the widest model in both ways with the base's best lr and more
+seeds. The losses depend only on the recipe and the seeds, not on the speed of the machine.
 """
 
 import json
@@ -46,11 +46,11 @@ class Size:
 
     widths: tuple[int, ...]  # from the smallest (the base) to the largest
     lrs: tuple[float, ...]
-    seeds: int  # number of seeds at the base, and of the last runs at the largest width
+    seeds: int  # number of seeds at the smallest width, and of the final runs at the largest width
 
     @property
     def grid(self) -> list["DemoPoint"]:
-        """The runs of the grid: every lr with all seeds at the base, and every lr with one seed at larger widths."""
+        """The runs of the grid: every lr with all seeds at the smallest width, and with one seed at larger widths."""
         base, *wider = self.widths
         return [
             *(DemoPoint(MOVED, base, lr, seed) for lr in self.lrs for seed in range(self.seeds)),
@@ -58,7 +58,7 @@ class Size:
         ]
 
     def again(self, lr: float) -> list["DemoPoint"]:
-        """Return the runs of ``lr`` at the largest width, copied and moved, with the seeds that the grid lacks."""
+        """Return the runs that repeat ``lr`` with more seeds at the largest width, under both scaling rules."""
         return [
             DemoPoint(rule, self.widths[-1], lr, seed) for rule in (COPIED, MOVED) for seed in range(1, self.seeds)
         ]
@@ -73,7 +73,7 @@ class Size:
 class DemoPoint:
     """One training run of a demo."""
 
-    rule: str  # scaling rule: COPIED or MOVED
+    rule: str  # scaling rule: COPIED keeps the hyperparameters of the base width, MOVED scales them
     width: int
     lr: float  # lr at the base width
     seed: int
@@ -93,8 +93,8 @@ def run_demo(
     The folder gets the demo's document as demo.json, the finished runs in runs/, three recipes and an HTML page.
 
     Args:
-        size: a key of ``SIZES``. By default, a resumed demo keeps its size, and a new demo is full unless that is
-            estimated to take more than ``MOST_SECONDS``.
+        size: "full" or "quick". By default, a resumed demo keeps its size. A new demo is full, or quick if the full
+            demo is estimated to take more than ``MOST_SECONDS``.
         source: the training text, written as ``data.source`` in a recipe. By default, a resumed demo keeps its text,
             and a new demo trains on the text in demo.toml.
         workers: number of processes.
@@ -202,7 +202,8 @@ def _train(folder: Path, document: DemoDocument, base: Recipe, store: RunStore) 
 
 
 def result_of(demo: DemoDocument) -> DemoResult:
-    """Return the result of a demo with all its runs: the losses at the best lr of the base, and their difference."""
+    """Return the result of a finished demo: the losses of both scaling rules at the base's best lr, and their
+    difference."""
     base, widest = demo.models[0].width, demo.models[-1].width
     lr = best(curves(demo)[MOVED, base])
     copied, moved = (demo.losses(rule, widest)[lr] for rule in (COPIED, MOVED))
@@ -224,17 +225,17 @@ def _save(document: DemoDocument, folder: Path) -> None:
 
 
 def base_recipe() -> Recipe:
-    """Return the recipe of the base width."""
+    """Return the recipe of the smallest model, from demo.toml."""
     return parse_recipe(files("leaven").joinpath("demo.toml").read_text(encoding="utf-8"), "demo.toml")
 
 
 def recipe_at(base: Recipe, width: int) -> Recipe:
-    """Return the recipe scaled to another width by its own scaling rule."""
+    """Return the recipe ``base`` scaled to another width by the scaling rule in ``base``."""
     return trial_of(base, DemoPoint(base.scaling.rule, width, base.hyperparameters.lr, 0)).recipe
 
 
 def trial_of(base: Recipe, point: DemoPoint) -> RecipeTrial:
-    """Return the training run that a point describes."""
+    """Return the training run with the scaling rule, width, lr and seed of a :class:`DemoPoint`."""
     family = recipe_models(base.replace({"scaling.rule": point.rule}), prepare)
     return family.trial(RunSetting(RunScale(point.width, base.model.n_layers), point.lr, point.seed))
 
@@ -262,7 +263,7 @@ def paired(first: list[float], second: list[float]) -> tuple[float, float]:
 
 
 def _runs(store: RunStore, base: Recipe, points: list[DemoPoint]) -> list[DemoRun]:
-    """Train the points that have no result yet, and return the results of all points."""
+    """Train the runs that have no result in the store yet, and return the results of all runs in ``points``."""
     trials = {point: trial_of(base, point) for point in points}
     outcome = store.run(trials.values())
     ended = {point: outcome(trial) for point, trial in trials.items()}

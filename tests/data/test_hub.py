@@ -78,7 +78,11 @@ def test_a_data_set_is_tokenised_once(folder: Path, tmp_path: Path, monkeypatch:
 def test_bad_data_sets_are_refused_in_one_line(folder: Path) -> None:
     for source, text, message in (
         (f"hf://{folder}/none", "text", "none' cannot be opened: Couldn't find any data file"),
-        (f"hf://{folder}/splits?split=dev", "text", "it has no split dev, only train, test; check the name and"),
+        (
+            f"hf://{folder}/splits?split=dev",
+            "text",
+            "the data set has no split dev, only train, test; check the name and",
+        ),
         (f"hf://{folder}/files?split=dev", "text", "cannot be opened: Unknown split"),
         (f"hf://{folder}/files?config=big", "text", "cannot be opened: BuilderConfig 'big' not found"),
         (f"hf://{folder}/saved?split=test", "text", "split= does not apply to a folder written by save_to_disk; rem"),

@@ -59,7 +59,10 @@ def list_runs(
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """List the small runs that were tuned with leaven, and then the published runs, both sorted by size."""
+    """List training runs in two groups: small runs that were tuned with leaven, then published runs.
+
+    Each group is sorted by size.
+    """
     named = {"kind": kind, "optimizer": optimizer, "family": family}
     conditions = [Condition(path, "=", text) for path, text in named.items() if text is not None]
     for path, ends in (("params_total", params), ("tokens", tokens)):
@@ -105,19 +108,23 @@ def nearest_runs(
     ] = None,
     kind: Annotated[
         Kind,
-        typer.Option(help="Only runs of this kind of model. Mixtures of experts are not compared with dense models."),
+        typer.Option(
+            help="Only runs of models of this kind. Mixtures of experts are not compared with dense models."
+        ),
     ] = "dense",
     factor: Annotated[
-        float, typer.Option(help="Only runs whose models are at most this many times larger or smaller.")
+        float,
+        typer.Option(help="Only runs whose models are at most this many times larger or smaller, if there are any."),
     ] = 4.0,
     limit: Annotated[int, typer.Option(min=1, help="How many runs to list.")] = 5,
     json_output: JsonOption = False,
     csv_output: CsvOption = False,
 ) -> None:
-    """List the published runs most similar to a model: first by norms and optimizer, then by size and length.
+    """List the published runs that are most similar to a model.
 
-    The list begins with the nearest run of each lineage (a group of runs that inherited one learning rate). The other
-    runs follow.
+    The list begins with one run of each lineage (a group of runs that inherited one learning rate). The other runs
+    follow. In both parts, runs with the same norms and optimizer come first, and then the runs nearest in size and
+    length.
     """
     recipe = load_recipe(like, None) if like else None
     if recipe is not None:
@@ -171,7 +178,7 @@ def check(
 ) -> None:
     """Compare every value of a recipe with the range of published runs.
 
-    If a value is outside, the command names published runs, says what to set, and has the exit code 1.
+    If a value is outside this range, the command names published runs, says what to set, and exits with code 1.
     """
     from leaven.catalogue.findings import CHECKS, findings
     from leaven.cli import next_commands
@@ -196,7 +203,10 @@ def check(
 
 
 def _text_tokens(recipe: Recipe) -> int | None:
-    """Estimate the number of tokens in a recipe's text. Return None for remote files and the built-in sample text."""
+    """Estimate the number of tokens in a recipe's text.
+
+    Return None if a source is python-stdlib, is on the Hub or has no readable files.
+    """
     from leaven.data.sources import estimated_tokens
 
     names = [source.source for source in recipe.data.sources]
@@ -212,7 +222,7 @@ def _text_tokens(recipe: Recipe) -> int | None:
 
 
 def _rows(rows: Sequence[Document], screen: Iterator[RenderableType], json_output: bool, csv_output: bool) -> None:
-    """Print rows as JSON, as a table or as CSV. In CSV, unknown values are empty."""
+    """Print rows as JSON, as CSV, or by default as the table ``screen``. In CSV, unknown values are empty."""
     if csv_output and json_output:
         raise InputError("--csv cannot be combined with --json; leave one of them out")
     if not csv_output:

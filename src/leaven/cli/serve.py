@@ -25,7 +25,7 @@ def serve(
             show_default="the current folder",
         ),
     ] = None,
-    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port to listen at on 127.0.0.1.")] = PORT,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port of the server on 127.0.0.1.")] = PORT,
     json_output: JsonOption = False,
 ) -> None:
     import uvicorn

@@ -28,7 +28,8 @@ def show(
     overrides: SetOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Also compare the init stds with published initialisations, and say how the optimizer applies weight decay."""
+    """The command also compares the recipe's init stds with published initialisations, and says how the optimizer
+    applies weight decay. With --rule, it prints a scaling rule instead."""
     if rule is not None:
         document = RULES[rule].document()
         print_document(document, rule_table(document), json_output)
@@ -42,6 +43,6 @@ def show(
 
 
 def resolved(recipe: Recipe, found: list[CautionRow], worth: Sequence[WorthRow] = ()) -> ShowDocument:
-    """Return the document of a recipe's resolved values, and print the warnings ``found`` on standard error."""
+    """Return the document of a recipe's resolved values, and print the warnings in ``found`` on standard error."""
     warn(each.message for each in found)
     return describe(recipe, flops_per_token(recipe.model), found, worth)

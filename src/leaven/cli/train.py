@@ -68,14 +68,16 @@ def train(
     skip_tokens: Annotated[
         int | None,
         count_option(
-            "With --rewind-to: skip this number of tokens of the data after the checkpoint.", parse=parse_quantity
+            "With --rewind-to: leave out this number of tokens of the data that follow the checkpoint.",
+            parse=parse_quantity,
         ),
     ] = None,
     overrides: SetOption = None,
     device: DeviceOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """With --rewind-to, --set may change the schedule, stability, evaluation and optimizer settings."""
+    """A run that resumes with --rewind-to may have new schedule, stability, evaluation and optimizer settings, in the
+    recipe or from --set."""
     if skip_tokens is not None and rewind_to is None:
         raise InputError("--skip-tokens needs --rewind-to COUNT, which says where skipping begins")
     loaded = load_recipe(recipe, overrides)
@@ -129,7 +131,10 @@ def train(
 
 
 def _exit_if_stopped_on_purpose(run: "RunFolder") -> None:
-    """Exit if torchrun has restarted a run that had stopped on purpose. Only the user may start such a run again."""
+    """Exit if the run's last event is a stop, so that a restart by torchrun does not resume it.
+
+    A run stops when the user interrupts it or when it diverges. Then only the user may resume it.
+    """
     last = (run.events() or [{"event": None}])[-1]
     if last["event"] == "stop":
         errors.print(

@@ -46,8 +46,8 @@ def transfer(
         Path | None,
         typer.Option(
             metavar="TARGET.toml",
-            help="Put the tuned values into this recipe. Its shape, batch size, tokens, data and layout do not "
-            "change.",
+            help="Put the tuned values into this recipe. The model shape, batch size, tokens, data and layout of "
+            "TARGET.toml do not change.",
         ),
     ] = None,
     output: Annotated[
@@ -76,7 +76,7 @@ def transfer(
     if output is not None:
         for file in (recipe, like or recipe):
             if output.exists() and file.exists() and output.samefile(file):
-                raise InputError(f"-o {output} is an input file; give another name")
+                raise InputError(f"-o {output} is an input file of this command; give another name")
         require_new(output, force)
     small = load_recipe(recipe, overrides if like is None else None)
     if like is None:
@@ -86,7 +86,9 @@ def transfer(
         before = load_recipe(like, overrides)
         for path in (item.partition("=")[0].strip() for item in overrides or ()):
             if path.startswith(("hyperparameters.", "scaling.")) or path in searched_paths(small):
-                raise InputError(f"--set {path}: --like takes this value from {recipe}; change it there")
+                raise InputError(
+                    f"--set {path} cannot be used, because --like takes this value from {recipe}; change it there"
+                )
         big = transfer_like(small, before)
     from leaven.tuning.study_document import worth_at
 

@@ -60,9 +60,9 @@ def tune(
     space: Annotated[
         str | None,
         typer.Option(
-            help="What to search: global, global-full (adds schedule, clipping, dropout, optimizer), per-module "
-            "(about 25 values), per-module-full (about 90), or keys of the recipe separated by commas, e.g. "
-            "hyperparameters.lr.",
+            help="The values to search: global (values for the whole model, e.g. lr), global-full (also schedule, "
+            "clipping, dropout and optimizer), per-module (about 25 values), per-module-full (about 90 values), or "
+            "keys of the recipe separated by commas, e.g. hyperparameters.lr.",
             show_default="the tuning section of the recipe, else global",
         ),
     ] = None,
@@ -76,7 +76,9 @@ def tune(
     ] = None,
     stack: Annotated[
         int | None,
-        typer.Option(min=1, hidden=True, help="Resume a study that was started with stacked trials."),
+        typer.Option(
+            min=1, hidden=True, help="Resume a study that was started with --stack (several trials in one process)."
+        ),
     ] = None,
     durations: Annotated[
         Any,
@@ -93,7 +95,7 @@ def tune(
             min=0,
             max=100,
             help="The standard deviation of the loss between seeds, in nats, e.g. from an earlier study of this "
-            "recipe. Without it, some trials repeat the start with other seeds to measure it.",
+            "recipe. Without this option, some trials repeat the first trial with other seeds to measure it.",
             show_default="measured in studies of 12 trials or more",
         ),
     ] = None,
@@ -101,8 +103,8 @@ def tune(
         Literal["laws"] | None,
         typer.Option(
             metavar="laws",
-            help="laws: begin where published laws and runs expect the best values. Expectations that the trials "
-            "contradict are dropped.",
+            help="laws: begin at the values that published laws and runs predict to be best. A prediction that the "
+            "trials contradict is dropped.",
             show_default="none",
         ),
     ] = None,
@@ -110,8 +112,8 @@ def tune(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="The folder of an earlier study, e.g. of a smaller model with the same base, whose trials and noise "
-            "inform this search.",
+            help="The folder of an earlier study, e.g. of a smaller model with the same scaling.base and "
+            "scaling.rule. Its trials and its noise are prior knowledge for this search.",
             show_default="none",
         ),
     ] = None,
@@ -168,7 +170,7 @@ def tune(
 
 
 def _with_laws(space: "Space") -> "Space":
-    """Return the search space with the values that laws and published runs expect, and print these values."""
+    """Return the search space with the best values that laws and published runs predict, and print these values."""
     from leaven.catalogue.expectations import expectations
     from leaven.catalogue.findings.case import Case
     from leaven.recipe.units import format_number
@@ -179,8 +181,8 @@ def _with_laws(space: "Space") -> "Space":
     informed = space.expecting(known)
     if not any(each.expected for each in informed.dimensions):
         raise InputError(
-            f"--prior laws: there are laws only for {', '.join(known)}, and none of these is searched; leave --prior "
-            "out"
+            f"--prior laws: laws predict only {', '.join(known)}, and the study searches none of these; leave out "
+            "--prior"
         )
     for each in informed.dimensions:
         if each.expected and isinstance(each.centre, float):
@@ -190,7 +192,10 @@ def _with_laws(space: "Space") -> "Space":
 
 
 def _as_of_stacks(space: "Space") -> "Space":
-    """Return the search space of a study with stacked trials, so that the same command resumes the study."""
+    """Return the search space without the values that trials could not search with the obsolete option --stack.
+
+    An old study has this space, so the command that started the study can resume it.
+    """
     from leaven.tuning.point import BATCH, DROPOUT, TOKENS
 
     errors.print(

@@ -62,24 +62,24 @@ class Survey:
     out."""
 
     documents: int
-    bytes: int  # of UTF-8 text
+    bytes: int  # bytes of UTF-8 text
     digest: str  # hash of the line or row numbers and texts of all documents
-    lowest: int  # smallest hash of a key
-    highest: int  # largest hash of a key
+    lowest: int  # smallest hash of a document's key
+    highest: int  # largest hash of a document's key
     corrupt: int  # number of lines or rows that cannot be read
     # 1 if the file cannot be read to its end, else 0. Its text is not used, because all of it may be wrong: the
     # checksum of a gzip file is at the end of the file.
     broken: int
-    faults: tuple[str, ...]  # the first few faults, one line each
+    faults: tuple[str, ...]  # one line for each of the first few lines, rows or files that cannot be read
 
 
 @dataclass(frozen=True)
 class TextDocument:
     """One document of a source."""
 
-    key: str  # path below the source, followed by the line or row
+    key: str  # path of the file below the source, or name of the split, followed by the line or row
     text: str
-    validation: bool  # whether it belongs to validation, not to training
+    validation: bool  # whether the document belongs to validation; otherwise, it belongs to training
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class Corpus:
 
     source: str
     parts: tuple[SourcePart, ...]
-    surveys: tuple[Survey, ...]  # one for each part
-    skipped: str  # one line that says what could not be read, or ""
+    surveys: tuple[Survey, ...]  # counts and hashes of each part (a file or a split of a data set)
+    skipped: str  # one line that says what could not be read; "" if everything could be read
 
     @property
     def n_documents(self) -> int:
@@ -119,7 +119,7 @@ class Corpus:
         the last `VALIDATION_SHARE` of its characters, from the start of a line if possible, is used for validation.
 
         Raises:
-            InputError: if the content of a part has changed since the corpus was opened.
+            InputError: if a file or split has changed since the corpus was opened.
         """
         single = self.n_documents == 1
         lowest = min(survey.lowest for survey in self.surveys)
@@ -183,8 +183,11 @@ def open_corpora(
 
 
 def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> list[Survey]:
-    """Return the survey of each part. It comes from the cache file ``path`` if the part has not changed since it was
-    surveyed. A part that could not be read to its end is always surveyed again."""
+    """Return the counts and hashes of each part (a file or a split of a data set).
+
+    Counts and hashes of unchanged parts come from the cache file ``path``. A part that could not be read to its end
+    is always read again.
+    """
     known: dict[str, Any] = {}
     if path is not None:
         try:
@@ -211,7 +214,7 @@ def _surveys(parts: Sequence[SourcePart], path: Path | None, meter: Meter) -> li
 
 
 def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
-    """Return the survey in an entry of the cache, or None if it does not belong to a part with this ``stamp``."""
+    """Return the survey in an entry of the cache, or None if the entry is damaged or has another ``stamp``."""
     try:
         if stamp is None or entry["stamp"] != stamp or entry["survey"]["broken"]:
             return None
@@ -221,7 +224,7 @@ def _valid(entry: Any, stamp: list[int | str] | None) -> Survey | None:
 
 
 def _survey(part: SourcePart, meter: Meter) -> Survey:
-    """Read a part from beginning to end, and return its counts and hashes."""
+    """Read a file or a split of a data set from beginning to end, and return its counts and hashes."""
     digest = blake2b(digest_size=16)
     documents = n_bytes = corrupt = highest = 0
     lowest, left = 2**64, part.size
@@ -272,7 +275,7 @@ def _skipped(source: str, surveys: Sequence[Survey], corrupt_share: float) -> st
 
 
 def _add(digest: Any, place: str, raw: bytes) -> None:
-    """Add a document to the hash of a part."""
+    """Update the hash ``digest`` with a document: its line or row, and its text."""
     digest.update(f"{len(place)} {len(raw)} {place}".encode())
     digest.update(raw)
 

@@ -23,7 +23,7 @@ class HubSplit:
     """One split of a data set. It has the same interface as :class:`leaven.data.readers.File`."""
 
     key: str  # name of the split
-    name: str  # name in messages
+    name: str  # name of the split in messages
     dataset: Any  # a datasets.Dataset
     text: str  # name of the column with the text
 
@@ -71,7 +71,7 @@ def open_split(source: str, text: str) -> HubSplit:
                 raise ValueError(f"{option}= does not apply to a folder written by save_to_disk; remove it")
             if splits:
                 if name not in found:
-                    raise ValueError(f"it has no split {name}, only {', '.join(found)}")
+                    raise ValueError(f"the data set has no split {name}, only {', '.join(found)}")
                 found = found[name]
         else:
             revision = options.get("revision")
@@ -127,4 +127,4 @@ def _cannot_open(what: str, error: Exception, instead: str) -> InputError:
         reason = "the Hub cannot be reached, and there is no earlier download; connect to the network"
     else:
         reason = (str(error).strip().partition("\n")[0] or type(error).__name__) + "; check the name and the options"
-    return InputError(f"{what} cannot be opened: {reason}, or give {instead} on this machine")
+    return InputError(f"{what} cannot be opened: {reason}, or give the path of {instead} on this machine")

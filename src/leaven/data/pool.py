@@ -32,7 +32,8 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
     processes.
 
     ``n_bytes`` is the size of the text. ``processes`` is the number of processes; by default, there is one per core,
-    or fewer if there is little text. With one process, no other is started: this process encodes on all cores.
+    or fewer if there is little text. If the number is 1, no process is started, and the calling process encodes the
+    text on all cores.
 
     Raises:
         InputError: if one of the processes dies.
@@ -70,8 +71,10 @@ def encode_in_order(encoder: Encoder, work: Iterator[Work], n_bytes: int, proces
 
 @contextmanager
 def ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread during the block. Processes that are started in the block never receive Ctrl-C,
-    because their parent handles it."""
+    """Return a context manager that delays Ctrl-C in this thread until the context ends.
+
+    Processes that are started inside the context never receive Ctrl-C, because their parent handles it.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return

@@ -21,36 +21,42 @@ SETTLED_NS = 2 * 10**9
 class TextRow(NamedTuple):
     """A document of a file, or a line or row that cannot be read."""
 
-    place: str  # ":LINE", ":ROW" or, if the file is one document, ""; follows the file's name in keys and messages
+    place: str  # ":LINE" or ":ROW", which is appended to the file's name; "" if the whole file is one document
     text: str = ""
-    fault: str = ""  # why it cannot be read
+    fault: str = ""  # why the line or row cannot be read; "" if it can be read
 
 
 class BrokenFile(Exception):
-    """Raised when a whole file or split cannot be used. The message says why and follows the name of the file."""
+    """Raised when a whole file or split cannot be used.
+
+    The message is a phrase without a subject, such as "is not UTF-8". The code that catches the error puts the name
+    of the file in front of it.
+    """
 
 
 @dataclass(frozen=True)
 class File:
     """A file of text."""
 
-    key: str  # its path below the source; the keys of its documents begin with it
+    key: str  # path of the file below the source; the key of each document in the file begins with this path
     path: Path
     text: str = "text"  # JSON key or parquet column of the text; ignored for .txt
 
     @property
     def name(self) -> str:
-        """The name in messages."""
+        """The name of the file in messages."""
         return str(self.path)
 
     @property
     def size(self) -> int:
-        """The number of bytes to read."""
+        """The size of the file in bytes, or 0 if the file does not exist."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def stamp(self) -> list[int | str] | None:
-        """Return a value that changes when the content changes, or None if the file is missing or has just been
-        changed."""
+        """Return a value that changes when the content of the file changes.
+
+        Return None if the file is missing, or if it changed so recently that its next change may not be noticed.
+        """
         try:
             found = self.path.stat()
         except OSError:

@@ -58,7 +58,7 @@ class ShardFile:
 
     tokens: int  # number of tokens
     documents: int  # number of documents that end in this file
-    bytes: int  # of UTF-8 text
+    bytes: int  # bytes of UTF-8 text that the tokens encode
     blake2b: str  # checksum of the file
 
 
@@ -72,9 +72,9 @@ class Shards:
 
     train: ShardedTokens
     validation: ShardedTokens
-    train_bytes: int  # of UTF-8 text
+    train_bytes: int  # bytes of UTF-8 text in the training split
     validation_bytes: int
-    fingerprint: str  # hash of the tokens of both splits; the size of shards has no influence
+    fingerprint: str  # hash of the tokens of both splits; does not depend on the size of the shards
     notes: tuple[str, ...]  # lines about files that were rebuilt
 
 
@@ -207,8 +207,10 @@ def _record(entry: dict[str, Any]) -> ShardRecord:
 def _damage(
     folder: Path, shard: int, record: ShardRecord, dtype: np.dtype[Any], checked_ns: int = 0
 ) -> dict[Path, str]:
-    """Return for each damaged file of a shard a phrase that says what is wrong with it. The checksum is compared only
-    for a file that was modified at ``checked_ns`` or later."""
+    """Return the damaged files of a shard, each with a phrase that says what is wrong with the file.
+
+    ``checked_ns`` is the time of the last check in ns. The checksum of a file that is older is not compared again.
+    """
     damage = {}
     for split in SPLITS:
         file, size = _file(folder, split, shard), record[split].tokens * dtype.itemsize

@@ -58,7 +58,7 @@ class Stream:
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
         """Return samples ``first`` to ``first + count - 1``, [count, seq_len + 1] token ids.
 
-        The inputs are all tokens of a row but the last; the targets are all but the first.
+        In each sample, the inputs are all tokens but the last, and the targets are all tokens but the first.
         """
         return self.samples(numbered(first, count, self.skip))
 
@@ -75,10 +75,12 @@ class Mixture:
 
     streams: tuple[Stream, ...]  # all with the same seq_len
     proportions: tuple[Fraction, ...]  # share of each stream; the shares add up to 1
-    skip: tuple[tuple[int, int], ...] = ()  # ranges of sample numbers to leave out, as in Stream
+    skip: tuple[
+        tuple[int, int], ...
+    ] = ()  # half-open ranges of the mixture's sample numbers to leave out, disjoint and sorted
 
     def batch(self, first: int, count: int) -> NDArray[np.int64]:
-        """Return samples ``first`` to ``first + count - 1`` as in Stream.batch, [count, seq_len + 1] token ids."""
+        """Return samples ``first`` to ``first + count - 1`` of the mixture, [count, seq_len + 1] token ids."""
         sources, numbers = place(numbered(first, count, self.skip), self.proportions)
         rows = np.empty((count, self.streams[0].seq_len + 1), dtype=np.int64)
         for source, stream in enumerate(self.streams):
@@ -106,8 +108,9 @@ def _period(
     The length of the period is the common denominator of the proportions, so each source has a whole number of
     samples in a period. The order follows Tijdeman 1980, "The chairman assignment problem". For each sample, the
     algorithm considers the sources that are at least 1/(2k - 2) samples behind their share, where k is the number of
-    sources, and picks the one whose deadline comes first. Then the number of samples that a source has contributed
-    to the first n always differs from its share of n by at most 1 - 1/(2k - 2).
+    sources. Of these sources, it picks the one that would be the first to fall 1 - 1/(2k - 2) samples behind. Then
+    the number of samples that a source has contributed to the first n always differs from its share of n by at most
+    1 - 1/(2k - 2).
     """
     size, k = lcm(*(share.denominator for share in proportions)), len(proportions)
     quotas = [int(share * size) for share in proportions]
@@ -148,10 +151,10 @@ def validation_windows(tokens: Tokens, seq_len: int, limit_tokens: int) -> NDArr
 
 
 def permute(places: NDArray[np.uint64], size: int, seed: int, epochs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Permute ``places`` in [0, size): return the position to which each place moves.
+    """Shuffle: return the new position in [0, size) of each of the positions ``places``.
 
-    Each epoch has a different permutation, and ``epochs`` has the epoch of each place. Only the given places are
-    computed, not the whole permutation.
+    Each epoch has a different permutation, and ``epochs`` has the epoch of each position. The permutation is computed
+    only at the given positions, not as a whole.
 
     The permutation is a Feistel network on Z_a x Z_b, where a x b is equal to ``size`` or slightly larger. It is
     applied again to every result that is not below ``size``. These are the generalized-Feistel and cycle-walking

@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
 
     ids: NDArray[Any]
     documents: int  # number of documents that end in these pieces
-    bytes: int  # of UTF-8 text
+    bytes: int  # bytes of UTF-8 text in these pieces
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ def training_sample(corpora: Sequence[Corpus], meter: Meter) -> Iterator[str]:
 def pieces(document: TextDocument) -> Iterator[TextPiece]:
     """Yield a document in pieces that end at line ends if possible.
 
-    If a long text were a single piece, only one core could encode it, and that would need a hundred bytes of memory
-    per token.
+    Several cores can encode the pieces of a long document at the same time. Encoding a whole document as one piece
+    would need a hundred bytes of memory per token.
     """
     text, start = document.text, 0
     while len(text) - start > PIECE_CHARACTERS:
@@ -181,8 +181,11 @@ def pieces(document: TextDocument) -> Iterator[TextPiece]:
 
 @contextmanager
 def parallel_tokenizers() -> Iterator[None]:
-    """Let the package ``tokenizers`` use all cores inside the block, but only one thread afterwards, because its
-    threads would make a later fork hang. If TOKENIZERS_PARALLELISM is set already, it is left as it is."""
+    """Return a context manager in which the package ``tokenizers`` uses all cores.
+
+    After the context, the package uses one thread, because a fork may hang while other threads exist. The user's
+    setting of the environment variable TOKENIZERS_PARALLELISM takes precedence.
+    """
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "true"
     try:

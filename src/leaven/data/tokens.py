@@ -39,7 +39,7 @@ class TokenSet:
     proportions: tuple[Fraction, ...]  # share of each source in the samples
     sources: tuple[Shards, ...]
     vocab_size: int  # number of tokens of the tokenizer
-    end_of_text: int  # token id
+    end_of_text: int  # id of the end-of-text token
     fingerprint: str  # hash of the tokens
     tokenizer_path: Path
     notes: tuple[str, ...] = ()  # lines about skipped documents and rebuilt files
@@ -75,9 +75,10 @@ class TokenSet:
         return Mixture(tuple(streams), self.proportions)
 
     def validation_windows(self, seq_len: int, limit_tokens: int) -> NDArray[np.int64]:
-        """Return validation windows, [N, T + 1]. The limit is divided among the sources by their proportions.
+        """Return windows of validation tokens, [N, T + 1] with T = ``seq_len``.
 
-        There is at least one window from each source.
+        ``limit_tokens`` is divided among the sources by their proportions. There is at least one window from each
+        source.
 
         Raises:
             InputError: if a source does not fill one window.
@@ -152,8 +153,11 @@ def _tokenizer(
     vocab_size: int,
     progress: OnProgress | None,
 ) -> tuple[Path, Encoder]:
-    """Return the path of a tokenizer in the cache, and its encoder. If no tokenizer is ``given``, the tokenizer is
-    trained on this text, or taken from the cache if it was trained on the same text before."""
+    """Return the path of a tokenizer in the cache, and its encoder.
+
+    The tokenizer is ``given`` or, if that is None, a tokenizer trained on the text of ``corpora``. If a tokenizer was
+    trained on the same text before, it comes from the cache.
+    """
     if given is not None:
         return _keep(folder, given)
     text = " ".join(corpus.fingerprint for corpus in corpora)

@@ -57,8 +57,10 @@ def local_offset(tensor: DTensor) -> tuple[int, ...]:
 
 
 def pretend(rank: int, size: int) -> None:
-    """Initialise torch.distributed as process ``rank`` of ``size``, without any other process. Collectives then do
-    nothing."""
+    """Initialise torch.distributed as if this process were ``rank`` of ``size`` processes, although no other exists.
+
+    Collectives then do nothing.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # part of torch's tests
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -66,8 +68,10 @@ def pretend(rank: int, size: int) -> None:
 
 @contextmanager
 def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``on_resize`` with every storage that is resized during the block. FSDP frees and reallocates gathered
-    parameters by resizing their storage."""
+    """Return a context manager in which ``on_resize`` is called with every storage that is resized.
+
+    FSDP frees and reallocates gathered parameters by resizing their storage.
+    """
     resize = torch.UntypedStorage.resize_
 
     def seen(self: torch.UntypedStorage, size: int) -> Any:
@@ -84,9 +88,11 @@ def resizes_seen(on_resize: Callable[[torch.UntypedStorage], None]) -> Iterator[
 
 @contextmanager
 def shapes_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Within the block, enter the context ``apart()`` whenever DTensor infers the shape of a result. To infer the
-    shape, DTensor runs the operation on a fake tensor of the unsharded shape, and measurements must not count
-    that."""
+    """Return a context manager in which every shape inference of DTensor runs inside the context ``apart()``.
+
+    To infer the shape of a result, DTensor runs the operation on fake tensors of the unsharded shapes. Measurements
+    use ``apart`` to leave out these operations.
+    """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def outside(self: ShardingPropagator, schema: Any) -> Any:

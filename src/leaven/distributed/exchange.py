@@ -75,8 +75,11 @@ class Exchange:
         self._until = time.monotonic() + seconds
 
     def _wait(self, keys: list[str], timeouts: float = 1) -> bool:
-        """Wait until all keys are in the store. Return False if this takes longer than ``timeouts`` times the
-        timeout. The store is polled, because :meth:`shorten_timeout` could not shorten a wait inside the store."""
+        """Wait until all keys are in the store. Return whether they are there in time.
+
+        The time limit is ``timeouts`` times the timeout of the exchange. The store is polled, because
+        :meth:`shorten_timeout` could not shorten a wait inside the store.
+        """
         until, pause = time.monotonic() + timeouts * self._timeout, 0.002
         while not self._store.check(keys):
             if time.monotonic() > min(until, self._until):
@@ -90,7 +93,7 @@ class Exchange:
 
 
 def rank_zero_first(group: ProcessGroup, work: Callable[[], T]) -> T:
-    """Run ``work`` on the first process and then, at the same time, on all others. Return its result.
+    """Run ``work`` on the first process, and then on all other processes in parallel. Return the result of ``work``.
 
     The other processes wait without a time limit. When they run ``work``, they find the files that the first process
     has written.

@@ -17,18 +17,18 @@ from leaven.distributed.compat import local_offset
 class Place:
     """The position of a block in a whole tensor."""
 
-    shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]  # of the block's first element
+    shape: tuple[int, ...]  # shape of the whole tensor
+    offset: tuple[int, ...]  # index of the block's first element in the whole tensor
 
 
 @dataclass(frozen=True)
 class Piece:
     """The block of a tensor that this process stores in its memory."""
 
-    name: str  # of the parameter
+    name: str  # name of the parameter
     local: Tensor  # the block; shares its memory with the model
-    shape: tuple[int, ...]  # of the whole tensor
-    offset: tuple[int, ...]  # of the block's first element in the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
+    offset: tuple[int, ...]  # index of the block's first element in the whole tensor
     owned: bool = True  # whether this process counts and saves the block
 
     @property

@@ -1,8 +1,8 @@
 """Runs batches through the stages of a pipeline with torch's schedules.
 
 Every process reads the samples of its data-parallel rank itself. Only activations and their gradients are sent
-between stages. The first stage uses the tokens, the last stage uses the targets, and all stages use the document
-numbers.
+between stages. The first stage uses the tokens, and the last stage uses the targets. All stages use the document
+numbers, which keep attention within a document.
 """
 
 from collections.abc import Sequence
@@ -79,8 +79,11 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
-        """Return the same sum as :meth:`forward_backward` without computing gradients. This does not call the
-        ``eval`` method of torch's schedules, because that method changes the state that they keep for training."""
+        """Return the same sum as :meth:`forward_backward` without computing gradients.
+
+        This method does not call the ``eval`` method of torch's schedules, because ``eval`` changes the state that
+        the schedules keep for training.
+        """
         total = self._nothing().double()
         for inputs, targets, documents in micro_batches:
             x = inputs

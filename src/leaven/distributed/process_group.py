@@ -34,7 +34,7 @@ class ProcessGroup:
 
     rank: int = 0
     size: int = 1
-    mesh: DeviceMesh | None = None  # with the :data:`AXES`; None for a single process
+    mesh: DeviceMesh | None = None  # device mesh with the axes in :data:`AXES`; None for a single process
     store: "dist.Store | None" = None  # type: ignore[name-defined]  # key-value store, for use from any thread
 
     @property

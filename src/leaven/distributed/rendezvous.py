@@ -1,8 +1,8 @@
-"""Gives every start of a run a private key-value store, which its processes share.
+"""Gives the processes of a run a new shared key-value store at every start or restart of the run.
 
-When torchrun restarts the processes of a run, it keeps its store. The new processes would read entries of dead
-processes in it, for example addresses, and would hang or fail to connect. Therefore the new processes first agree on
-a new prefix for all their keys.
+When torchrun restarts the processes of a run, it keeps the old key-value store. In this store, the new processes
+would read entries of dead processes, for example addresses, and would hang or fail to connect. Therefore the new
+processes first agree on a new prefix for all their keys.
 """
 
 import json

@@ -40,9 +40,9 @@ T = TypeVar("T")
 class Held:
     """A parameter of which this process stores a block."""
 
-    row: ParameterRow  # its row of the parameter table: name, lr, init and so on
-    piece: Piece  # the block, with its position in the parameter
-    parameter: nn.Parameter  # in the model; a DTensor if it is sharded
+    row: ParameterRow  # row of the parameter table: name, lr, init and so on
+    piece: Piece  # the block of the parameter, with its position
+    parameter: nn.Parameter  # the parameter of the model; a DTensor if it is sharded
     leaf: nn.Parameter  # what the optimizer updates: ``parameter``, or if that is a DTensor, its local block
 
 
@@ -161,9 +161,12 @@ class ShardedModel:
         return self.group.all_reduce_(loss if self._counts_loss else torch.zeros_like(loss))
 
     def norms(self, *groups: Sequence[Tensor]) -> list[Tensor]:
-        """Return the 2-norms of each group of tensors over all processes: a tensor for each group, with one norm for
-        each row of the parameter table. The tensors of a group (for example gradients) have the order of
-        ``leaves``."""
+        """Return the 2-norms of each group of tensors over all processes: a tensor for each group, with the norms of
+        all parameters in the order of the parameter table.
+
+        A group, for example the gradients, contains one tensor for each parameter of this process, in the order of
+        ``leaves``.
+        """
         mine = [norms(tensors) for tensors in groups]
         if self.group is SINGLE_PROCESS:
             return mine
@@ -172,8 +175,10 @@ class ShardedModel:
         return list(self.group.all_reduce_(by_row).sqrt().to(mine[0].dtype))
 
     def gradient_norms(self) -> Tensor:
-        """Return the 2-norms of the current gradients, one for each row of the parameter table. Call it after the
-        gradients have been exchanged."""
+        """Return the 2-norms of the current gradients of all parameters, in the order of the parameter table.
+
+        Call this method after the gradients have been exchanged.
+        """
         gradients = [held.parameter.grad for held in self.held]
         return self.norms([g.to_local() if isinstance(g, DTensor) else g for g in gradients if g is not None])[0]
 
@@ -182,10 +187,12 @@ class ShardedModel:
             held.parameter.grad = held.leaf.grad = None
 
     def _set_communication(self, last: bool) -> None:
-        """Set what FSDP does after the next micro-batch; ``last`` says whether it is the last of the step. With ZeRO
-        2 and 3, gradients are reduce-scattered after every micro-batch. With ZeRO 0 and 1, and between replicas,
-        gradients are reduced only after the last micro-batch. With ZeRO 0 to 2, parameters stay gathered until the
-        end of the step."""
+        """Set what FSDP does after the next micro-batch; ``last`` says whether this is the step's last micro-batch.
+
+        With ZeRO 2 and 3, gradients are reduce-scattered after every micro-batch. With ZeRO 0 and 1, and between
+        replicas, gradients are reduced only after the last micro-batch. With ZeRO 0 to 2, parameters stay gathered
+        until the end of the step.
+        """
         zero, stage = self.layout.zero, self.stages[0]
         if units(stage):
             stage.set_requires_gradient_sync(last or zero >= 2)  # type: ignore[operator]
@@ -193,8 +200,10 @@ class ShardedModel:
             stage.set_reshard_after_backward(last or zero == 3)  # type: ignore[operator]
 
     def _gather_gradients(self) -> None:
-        """Move the gradients of sharded parameters to ``leaves``. If the embedding is tied, add its gradients from
-        the first and the last stage."""
+        """Move the gradients of sharded parameters to ``leaves``, the local blocks that the optimizer updates.
+
+        If the input and output embeddings are tied, sum the embedding's gradients on the first and the last stage.
+        """
         for held in self.held:
             if held.leaf is not held.parameter:
                 grad = held.parameter.grad

@@ -143,8 +143,8 @@ ENDS: dict[str, ParallelStyle] = {
 
 
 def shard_tensors(stage: Stage, mesh: DeviceMesh) -> None:
-    """Split every module of a stage over tensor-parallel ranks as the tables ``BLOCK`` and ``ENDS`` define. The stage
-    must be on the meta device."""
+    """Split every module of a stage over tensor-parallel ranks as the tables ``BLOCK`` and ``ENDS`` of this module
+    define. The stage must be on the meta device."""
     quiet_about_views()
     model = stage.model
     by_head = dict.fromkeys(("norm.query", "norm.key"), LocalNorm(Shard(0))) if model.shape.qk_norm_per_head else {}

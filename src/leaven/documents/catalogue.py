@@ -11,12 +11,12 @@ class RunSummary(Document, schema="run-summary/1"):
     """A published run in brief. ``leaven recipes list`` prints a list of these."""
 
     id: str
-    params: int  # all parameters
+    params: int  # number of parameters, embeddings included
     tokens: int | None
     peak_lr: float | None
     batch_tokens: int | None
     source: str  # source of the learning rate
-    params_active: int  # parameters that one token uses
+    params_active: int  # number of parameters that one token uses (fewer than params in a mixture of experts)
     kind: str  # dense, moe or vlm
     optimizer: str | None
     decay: str | None  # shape of the learning rate's decay
@@ -28,10 +28,10 @@ class NearRun(RunSummary, schema="near-run/1"):
     """A published run near a given size. ``leaven recipes nearest`` prints a list of these."""
 
     distance: float  # distance in size and length, in octaves (factors of 2); an octave of tokens counts as 1/8
-    size_ratio: float  # larger size / smaller size
+    size_ratio: float  # larger / smaller of the run's params and the requested params
     within_factor: bool  # whether size_ratio is within --factor
-    same_stack: bool  # whether the run has the requested norms and optimizer
-    stack: str  # norms and optimizer of the run
+    same_stack: bool  # whether the run has the requested norm placement, QK-norm and optimizer
+    stack: str  # norm placement, QK-norm and optimizer of the run
 
 
 class PublishedRunDocument(Document, schema="published-run/1"):
@@ -55,7 +55,7 @@ class DifferenceRow(Document, schema="difference/1"):
 class RecipeDifference(DifferenceRow, schema="recipe-difference/1"):
     """A value in which two recipes, or a recipe and a run, differ. ``leaven recipes diff`` prints a list of these."""
 
-    counterpart: bool  # false for values that only a recipe or only a published run can have
+    counterpart: bool  # false if only a recipe, or only a published run, can have this value
 
 
 Severity = Literal["far outside", "outside", "note"]
@@ -70,9 +70,9 @@ class FindingRow(Entry):
     factor: float | None  # factor by which the value is outside the range; null if the value is not a number
     says: str  # the finding as a sentence
     runs: list[str]  # ids of published runs that support the finding
-    did_so: list[str]  # ids of published runs that succeeded although they were as far outside
-    alike: list[str]  # the ids in did_so of runs with a similar size, lr, batch, norms and optimizer
-    mends: list[dict[str, Any]]  # possible corrections, the best first: new values by path; null removes a value
+    did_so: list[str]  # ids of published runs whose value is at least as far outside
+    alike: list[str]  # ids in did_so whose runs use AdamW, pre-norm and about the size, lr and batch of the recipe
+    mends: list[dict[str, Any]]  # corrections, the best first; each has new values by path, null removes a value
     check: str  # name of the check
     source: str
 
@@ -83,7 +83,7 @@ class RecipeCheck(Document, schema="recipe-check/1"):
     name: str
     params: int
     tokens: int
-    passed: bool  # whether all findings are notes
+    passed: bool  # true if no finding is more severe than "note"
     checks: list[str]  # names of all checks
     findings: list[FindingRow]  # values farthest outside the range come first
     next: list[str] = []  # commands to type next
@@ -91,8 +91,8 @@ class RecipeCheck(Document, schema="recipe-check/1"):
 
 class BeyondRange(Entry):
     axis: str  # N (parameters), D (tokens), C (FLOPs) or D/N (tokens per parameter)
-    side: str  # above or below the fitted range
-    factor: float  # ratio of the value to the nearer end of the fitted range
+    side: str  # "above" or "below" the range on which the law was fitted
+    factor: float  # factor between the value and the nearer end of the fitted range
 
 
 class LrAtBatch(Entry):
@@ -100,8 +100,8 @@ class LrAtBatch(Entry):
     ratio: float  # batch_tokens / the batch size for which the law predicts its lr
     square_root: float  # the law's lr times the square root of ratio
     linear: float  # the law's lr times ratio
-    surge: float  # lr by the surge rule for Adam (Li et al. 2024): falls with batches above the noise scale
-    own: float | None  # the law's lr times ratio^(the law's own exponent); null if the law has no exponent
+    surge: float  # lr by the surge rule for Adam (Li et al. 2024), which falls above the gradient noise scale
+    own: float | None  # the law's lr times ratio^lr_batch_exponent; null if the law has no such exponent
 
 
 class LawRow(Document, schema="law/1"):
@@ -110,23 +110,23 @@ class LawRow(Document, schema="law/1"):
     law: str
     lr: float | None  # peak lr; null if the law does not predict the lr
     batch_tokens: Number | None
-    batch_kind: str | None  # optimal or critical
+    batch_kind: str | None  # whether batch_tokens is the optimal or the critical batch size
     in_range: bool | None  # whether the run is in the law's fitted range; null if the range is not known
     extrapolation: float | None  # the largest factor by which the run is beyond the fitted range
     conditions: str  # the training runs on which the law was fitted
     source: str
-    loss: float | None  # nats per token
-    tau: float | None  # timescale of weight decay, as a share of the run
-    says: str  # the statement of a law that predicts no number
-    trust: str  # how the law is known: verified, read, secondary or memory
+    loss: float | None  # predicted loss in nats per token; null if the law does not predict the loss
+    tau: float | None  # predicted timescale of weight decay, as a share of the run
+    says: str  # what the law states, if it predicts no number
+    trust: str  # verified (read and recomputed), read (in the paper), secondary (in another text) or memory
     doubt: str  # reasons to doubt the law
-    params_definition: str  # which parameters N counts: all, or without some embeddings
+    params_definition: str  # which parameters the law counts as model size: all, or without some embeddings
     beyond: list[BeyondRange]  # the axes on which the run is beyond the fitted range
     form_of: str | None  # name of the main law, if this law is another form of the same fit
     lr_batch_tokens: Number | None  # the batch size for which lr is predicted
     lr_batch_exponent: float | None  # exponent of the batch size in the law for lr
     at_batch: LrAtBatch | None = None  # lr at --batch-tokens, by several rules
-    batch_ratio: float | None = None  # --batch-tokens / batch_tokens
+    batch_ratio: float | None = None  # --batch-tokens / batch_tokens, the batch size that the law predicts
 
 
 class OptimumRow(Document, schema="optimum/1"):
@@ -136,14 +136,14 @@ class OptimumRow(Document, schema="optimum/1"):
     params: float
     tokens: float
     tokens_per_param: float
-    loss: float | None  # nats per token, by this law
-    loss_replication: float | None  # nats per token, by the replication of Chinchilla (Besiroglu et al. 2024)
+    loss: float | None  # predicted loss of this model size in nats per token, by this law
+    loss_replication: float | None  # predicted loss by the replication of Chinchilla (Besiroglu et al. 2024)
     in_range: bool | None  # whether the optimum is in the law's fitted range; null if the range is not known
     extrapolation: float | None  # the largest factor by which the optimum is beyond the fitted range
     beyond: list[BeyondRange]  # the axes on which the optimum is beyond the fitted range
     conditions: str  # the training runs on which the law was fitted
     source: str
-    trust: str  # how the law is known: verified, read, secondary or memory
+    trust: str  # verified (read and recomputed), read (in the paper), secondary (in another text) or memory
     doubt: str  # reasons to doubt the law
 
 
@@ -151,16 +151,16 @@ Confidence = Literal["vendor", "read", "memory", "yours", "guess"]
 
 
 class NumberSource(Entry):
-    group: str  # the numbers with this source: peak, matmul, memory, board, link or network
+    group: str  # the numbers that come from this source: peak, matmul, memory, board, link or network
     text: str
     confidence: Confidence  # how reliable the source is
 
 
 class AcceleratorRow(Document, schema="accelerator/1"):
-    """The published numbers of an accelerator. ``leaven hardware`` prints a list of these, or only the named one."""
+    """The published numbers of an accelerator. ``leaven hardware`` prints a list, ``leaven hardware NAME`` one."""
 
     name: str
-    peak_tflops: dict[str, float | None]  # peak without sparsity, by dtype
+    peak_tflops: dict[str, float | None]  # peak speed without sparsity, by dtype
     matmul_tflops: dict[str, float | None]  # highest measured speed of a matmul, by dtype
     planned_tflops: float  # speed of a 16-bit matmul that the planner assumes
     memory_gib: float

@@ -8,19 +8,19 @@ from leaven.documents import Document, Entry, Number
 class VerdictRow(Entry):
     module: str  # module or parameter; in a sweep, the hyperparameter whose best value is compared
     axis: str  # width, depth, batch, tokens or bookkeeping; in a sweep, the two model sizes that are compared
-    slope: float | None  # the number of the row that came closest to failing, or failed most clearly
-    limit: float | None  # the largest absolute value of slope that passes
+    slope: float | None  # the number in parts that is judged; if several are, the one that failed most clearly
+    limit: float | None  # how far slope may be from the value or range that the scaling rule allows, usually 0
     passed: bool | None  # null if the row is measured but not judged
     parts: dict[str, float | None] = {}  # all numbers of the row by column
     note: str = ""  # the usual cause of a failure, or why the row is not judged
-    beyond: float | None = 0.0  # how far slope is outside its limit
+    beyond: float | None = 0.0  # how far slope exceeds the limit; null if the row failed without a number
     undecided: bool = False  # whether the noise is too large to tell passed from failed
 
 
 class VerdictCurve(Entry):
     module: str  # module or parameter; in a sweep, the model size
-    axis: str  # name of x
-    quantity: str  # name of y
+    axis: str  # name of the quantity x
+    quantity: str  # name of the quantity y
     x: list[Number]
     y: list[float | None]  # mean over seeds
     low: list[float | None] = []  # minimum over seeds
@@ -33,19 +33,19 @@ class MeasuredRow(Entry):
     low: float | None  # lower end of the 95% interval of value; null with one seed
     high: float | None  # upper end of the 95% interval of value
     expected: float | None = None  # the value that the scaling rule predicts; null if there is no prediction
-    note: str = ""  # how value compares with the rule's prediction
+    note: str = ""  # how value compares with expected
 
 
 class CheckDocument(Document, schema="check/1"):
     """The result of ``leaven check coordinates|gradients|transfer|duration|batch|decay|init|equivalence``."""
 
     passed: bool  # whether at least one row was judged and none failed
-    fault: str | None  # the module that failed most clearly
+    fault: str | None  # the module that failed most clearly; null if none failed
     check: str  # name of the check on the command line
-    subject: str  # name of the recipe, or module:factory
-    quantity: str  # name of the judged numbers
+    subject: str  # name of the checked recipe, or the checked module:factory
+    quantity: str  # what the judged numbers are
     rows: list[VerdictRow]
-    curves: list[VerdictCurve]  # the measurements from which the rows are computed
+    curves: list[VerdictCurve]  # the measurements from which the entries of rows are computed
     settings: dict[str, Any]
     measured: list[MeasuredRow] = []  # numbers that are not judged
     advice: str = ""  # options that would give a clearer result
@@ -55,7 +55,7 @@ class CheckDocument(Document, schema="check/1"):
 class MemoryCheckRow(Entry):
     rank: int
     stage: int  # pipeline stage of the rank
-    part: str  # between steps, peak, or the name of a part of the peak
+    part: str  # "between steps", "peak", or the name of a part of the peak memory
     planned_gib: float
     dry_gib: float  # measured in the dry run, which simulates two training steps
     error: float | None  # planned_gib / dry_gib - 1

@@ -11,11 +11,11 @@ Layout = dict[str, Any]
 
 
 class StateRow(Entry):
-    """A tensor that training keeps for every parameter, such as the optimizer's first moment."""
+    """A kind of tensor that training stores for parameters, such as gradients or Adam's moments."""
 
     name: str
-    bytes_each: Number  # bytes per parameter
-    bytes: Number  # bytes for all parameters
+    bytes_each: Number  # bytes for each parameter that has such a tensor
+    bytes: Number  # bytes for all parameters together
     why: str  # purpose of the tensor
 
 
@@ -23,16 +23,16 @@ class MemoryPlan(Entry):
     gib: float  # memory of the rank that needs the most
     capacity_gib: float  # memory of one GPU
     fits: bool
-    parts: dict[str, float]  # GiB by part
-    activations: dict[str, float]  # GiB by operator
-    states: list[StateRow]  # the tensors that the whole model keeps between steps
+    parts: dict[str, float]  # memory in GiB by part, e.g. weights
+    activations: dict[str, float]  # memory of the activations in GiB by operator
+    states: list[StateRow]  # weights, gradients and optimizer states of the whole model
 
 
 class SpeedPlan(Entry):
     tflops_per_gpu: float
-    mfu: float  # counts the full attention matrix, as PaLM, Llama and MPT report it
-    mfu_causal: float  # counts the causal half of the attention matrix
-    hfu: float  # counts the full attention matrix and recomputation
+    mfu: float  # model FLOPs utilisation with the full attention matrix, as in the papers on PaLM, Llama and MPT
+    mfu_causal: float  # model FLOPs utilisation with the causal half of the attention matrix
+    hfu: float  # hardware FLOPs utilisation: like mfu, but also counts recomputation
     step_seconds: float
     tokens_per_second: float  # speed of the whole cluster
 
@@ -46,21 +46,24 @@ class CandidateRow(Entry):
 
     @property
     def trained(self) -> bool:
-        """Whether leaven can train the layout; it can only plan and export context and expert parallelism."""
+        """Whether leaven can train with the layout.
+
+        leaven can plan and export layouts with context or expert parallelism, but cannot train with them.
+        """
         return bool(self.layout["cp"] == self.layout["ep"] == 1)
 
 
 class Price(Entry):
     amount: float
-    currency: str = ""  # as the user typed it
+    currency: str = ""  # the currency as the user typed it
 
 
 class CostRow(Entry):
     days: float
     device: str  # unit that is paid by the hour: GPU, or process on a CPU
     gpu_hours: float
-    energy_kwh: float | None  # energy at the rated power of the boards; null if the power is not known
-    board_power_w: float | None  # power of one GPU's board
+    energy_kwh: float | None  # gpu_hours x board_power_w x pue / 1000; null if the power is not known
+    board_power_w: float | None  # rated power of the board of one GPU
     pue: float  # power of the building / power of the boards
     price_per_gpu_hour: Price | None
     money: float | None
@@ -70,55 +73,55 @@ class StageMemory(Entry):
     """The memory of a pipeline rank."""
 
     gib: float
-    parts: dict[str, float]  # GiB by part
+    parts: dict[str, float]  # memory in GiB by part, e.g. weights
 
 
 class RampPoint(Entry):
     """The planned speed at one batch size of a batch ramp."""
 
-    global_batch: int  # sequences
+    global_batch: int  # batch size in sequences
     batch_tokens: int
-    micro_batch: int  # sequences
+    micro_batch: int  # micro-batch size in sequences
     grad_accumulation: int
     step_seconds: float
     tokens_per_second: float
     tflops_per_gpu: float
-    share: float  # throughput / throughput of the full batch
-    filled: bool  # whether there are enough micro-batches for all pipeline stages; if not, leaven cannot train
+    share: float  # throughput at this batch size / throughput at the full batch size
+    filled: bool  # whether there are enough micro-batches for the pipeline; if not, leaven cannot train
 
 
 class RampChoice(Entry):
-    """A batch ramp that begins at one batch size, and its cost."""
+    """A batch ramp (a growing batch size at the start of a run), and its cost."""
 
-    start_tokens: int  # first batch size
-    increment_tokens: int | None  # growth of the batch size at a time
-    over_tokens: int  # length of the ramp
-    share: float  # throughput at the start / throughput of the full batch
-    hours: float  # duration of the ramp
-    extra_hours: float  # hours minus the duration of the same tokens at the full batch
+    start_tokens: int  # first batch size in tokens
+    increment_tokens: int | None  # tokens by which the batch grows each time; null for the stages of batch.stages
+    over_tokens: int  # length of the ramp in tokens
+    share: float  # throughput at the first batch size / throughput at the full batch size
+    hours: float  # time that the ramp takes
+    extra_hours: float  # hours minus the time that the same tokens take at the full batch size
     steps: int  # optimizer steps in the ramp
-    full_steps: int  # optimizer steps for the same tokens at the full batch
+    full_steps: int  # optimizer steps for the same tokens at the full batch size
 
 
 class RampMicroBatch(Entry):
-    from_batch_tokens: int  # the smallest batch size with this micro-batch
-    micro_batch: int  # sequences
+    from_batch_tokens: int  # the smallest batch size at which this micro-batch is used
+    micro_batch: int  # micro-batch size in sequences
 
 
 class RampPlan(Entry):
     """The plan of a batch ramp: the recommended first batch size, and the cost of other first batch sizes."""
 
     share: float  # lowest acceptable throughput at the start, as a share of the full batch's throughput
-    start: RampPoint  # the smallest batch size with an acceptable throughput
-    increment_tokens: int  # growth of the batch size at a time
-    micro_batches: list[RampMicroBatch]  # micro-batch by batch size, beginning with the start
-    points: list[RampPoint]  # from the smallest batch size to the full batch
+    start: RampPoint  # the recommended first batch size: the smallest with an acceptable throughput
+    increment_tokens: int  # tokens by which the batch grows each time
+    micro_batches: list[RampMicroBatch]  # the fastest micro-batch by batch size, from the recommended start
+    points: list[RampPoint]  # speeds by batch size, from the smallest to the full batch
     choices: list[RampChoice]  # ramps with different first batch sizes
-    own: RampChoice | None  # the ramp in the recipe
+    own: RampChoice | None  # the ramp or the stages in the recipe; null if it has neither
 
     @property
     def chosen(self) -> RampChoice:
-        """The entry of ``choices`` that begins at ``start``."""
+        """The ramp in ``choices`` that begins at the recommended first batch size."""
         return next(choice for choice in self.choices if choice.start_tokens == self.start.batch_tokens)
 
 
@@ -133,24 +136,24 @@ class Explanation(Entry):
     asked: str  # the requested values as the user typed them
     line: str  # why the layout was not chosen
     possible: bool  # whether a layout with the requested values exists
-    fits: bool  # whether a layout with the requested values fits in memory
-    layout: Layout | None  # the fastest such layout; if none fits, the layout with the least memory
+    fits: bool  # whether such a layout fits in memory
+    layout: Layout | None  # the fastest layout with the requested values; if none fits, the one with the least memory
     step_seconds: float | None
-    seconds: dict[str, Comparison]  # seconds of a step by part
-    gib: dict[str, Comparison]  # memory by part
+    seconds: dict[str, Comparison]  # seconds of an optimizer step by part, e.g. compute
+    gib: dict[str, Comparison]  # memory in GiB by part, e.g. weights
 
 
 class CalibrationRow(Entry):
     """Factors from measured runs by which the predicted time and memory are multiplied."""
 
-    time: float  # factor on the time of a step
-    memory: float | None  # factor on memory; null if memory was not measured
+    time: float  # factor on the predicted time of a step
+    memory: float | None  # factor on the predicted memory; null if memory was not measured
     runs: int  # number of measured runs
-    low: float  # smallest time factor of a run
-    high: float  # largest time factor of a run
-    measurement: bool  # whether the factors are from --measure
+    low: float  # smallest time factor among the measured runs
+    high: float  # largest time factor among the measured runs
+    measurement: bool  # whether the factors come from --measure
     uncalibrated_step_seconds: float
-    says: str  # the calibration in words
+    says: str  # a sentence that describes the calibration
 
 
 class PlanDocument(Document, schema="plan/1"):
@@ -160,12 +163,12 @@ class PlanDocument(Document, schema="plan/1"):
     gpus: int
     layout: Layout
     memory: MemoryPlan
-    speed: SpeedPlan  # speed at the full batch
-    time: dict[str, float]  # seconds of a step by part
+    speed: SpeedPlan  # speed at the full batch size
+    time: dict[str, float]  # seconds of an optimizer step by part, e.g. compute
     days: float
     gpu_hours: float
     flops_convention: str
-    alternatives: list[CandidateRow]  # the next best layouts that fit
+    alternatives: list[CandidateRow]  # the next fastest layouts that fit in memory
     cost: CostRow
     stages: list[StageMemory]  # memory by pipeline rank
     pareto: list[CandidateRow]  # layouts that no other layout beats in both time and memory
@@ -173,13 +176,13 @@ class PlanDocument(Document, schema="plan/1"):
     ramp: RampPlan
     not_: list[str] = Field(alias="not")  # why neighbouring layouts were not chosen
     cautions: list[str]
-    calibration: CalibrationRow | None  # all times in this document include the calibration
-    explain: Explanation | None = None  # answer to --explain
+    calibration: CalibrationRow | None  # correction that the planned times include; null if there is none
+    explain: Explanation | None = None  # why the layout given with --explain was not chosen
     next: list[str] = []  # commands to type next
 
 
 class FittingSize(Entry):
-    """A model size that can be trained with a budget."""
+    """The best model size for a budget by one scaling law."""
 
     law: str  # scaling law that gives the ratio of tokens to parameters
     params: float
@@ -190,20 +193,20 @@ class FittingSize(Entry):
     mfu: float
     tflops_per_gpu: float
     batch_tokens: int
-    shape: dict[str, Any]  # the keys of [model] in a recipe, and params
+    shape: dict[str, Any]  # the keys of [model] in a recipe, and the key params
     layout: Layout | None  # the fastest layout; null with --mfu
 
 
 class RefusedRow(Entry):
     law: str
-    why: str  # why no size fits
+    why: str  # why no model size fits the budget by this law
 
 
 class BudgetDocument(Document, schema="budget/1"):
     """The result of ``leaven plan --budget CLUSTERxTIME``."""
 
     cluster: str
-    nodes: str  # e.g. 8 nodes of 8
+    nodes: str  # nodes of the cluster and GPUs of each, e.g. 8 nodes of 8
     gpus: int
     note: str  # note about the accelerator
     days: float
@@ -220,16 +223,16 @@ class DerivationRow(Entry):
     step: int
     title: str
     values: dict[str, Any]  # values of the recipe by path
-    lines: list[str]  # the reason, line by line
-    reason: str  # the reason in one line
-    sources: list[str]  # published runs and laws
+    lines: list[str]  # the reason for these values, line by line
+    reason: str  # the reason for these values in one line
+    sources: list[str]  # published runs and laws that support the values
 
 
 class ProxyRow(Entry):
     """The small proxy model on which a recipe is tuned."""
 
     params: int
-    tokens: int  # of one trial
+    tokens: int  # number of tokens of one trial
     batch_tokens: int
     trials: int  # number of trials
     cost: float  # FLOPs of all trials / FLOPs of the recipe's run
@@ -242,14 +245,14 @@ class ComparedRow(Entry):
     what: str  # the compared value in words
     path: str  # path of the value in the recipe
     value: float
-    low: float  # lowest value of similar published runs
-    high: float  # highest value of similar published runs
-    factor: float  # factor by which the value is outside this range; 1 if it is inside
-    outside: bool  # whether the factor is larger than rounding explains
+    low: float  # lowest value among similar published runs
+    high: float  # highest value among similar published runs
+    factor: float  # factor by which the value is outside the range from low to high; 1 if it is inside
+    outside: bool  # whether factor is above 1.25
 
 
 class TimeFit(Entry):
-    """The result of ``leaven new --time``."""
+    """The planned training time of a new recipe that was sized with ``leaven new --time``."""
 
     cluster: str
     seconds: float  # planned training time
@@ -266,8 +269,8 @@ class NewRecipe(Document, schema="new/1"):
     steps: list[DerivationRow]  # how the recipe was derived
     proxy: ProxyRow | None
     tuning: str  # cost of tuning, and whether tuning is worth this cost
-    compared: list[ComparedRow]  # values compared with published runs
-    fit: TimeFit | None = None  # null without --time
+    compared: list[ComparedRow]  # values of the recipe, compared with similar published runs
+    fit: TimeFit | None = None  # planned training time; null without --time
     next: list[str] = []  # commands to type next
 
 
@@ -282,13 +285,13 @@ class AdoptedRecipe(Document, schema="new-from-weights/1"):
 
 
 class NoiseFitRow(Entry):
-    """A power law of the gradient noise scale over the tokens, fitted to a run."""
+    """A power law of the tokens trained so far, fitted to the gradient noise scale that was measured in a run."""
 
     points: int  # number of measurements
-    from_tokens: int  # tokens of the first measurement
-    to_tokens: int  # tokens of the last measurement
-    last: float  # noise scale at to_tokens, in tokens
-    exponent: float  # exponent of the tokens
+    from_tokens: int  # tokens trained before the first measurement
+    to_tokens: int  # tokens trained before the last measurement
+    last: float  # noise scale by the power law at to_tokens, in tokens
+    exponent: float  # exponent of the power law
     scatter: float  # factor by which a typical measurement differs from the power law
 
 
@@ -297,8 +300,8 @@ class RampDocument(Document, schema="ramp/1"):
 
     noise: NoiseFitRow
     multiple: float  # largest allowed batch size / noise scale
-    stages: list[dict[str, int]]  # from_tokens: tokens of the run at which the stage begins; tokens: batch size
-    set: list[str]  # arguments of --set for the ramp; empty if no ramp is proposed
+    stages: list[dict[str, int]]  # from_tokens: tokens trained before the stage; tokens: batch size of the stage
+    set: list[str]  # arguments of --set that put the ramp into a recipe; empty if no ramp is proposed
     steps: int  # optimizer steps with this ramp
     full_steps: int  # optimizer steps without a ramp
     why: str  # why this ramp is proposed, or why no ramp is proposed
@@ -306,8 +309,8 @@ class RampDocument(Document, schema="ramp/1"):
 
 
 class BenchSpeed(Entry):
-    micro_batch: int  # sequences
-    global_batch: int  # sequences
+    micro_batch: int  # micro-batch size in sequences
+    global_batch: int  # batch size in sequences
     tokens_per_second: float
     tflops: float
     mfu: float
@@ -319,25 +322,25 @@ class BenchSpeed(Entry):
 class RampStart(Entry):
     """The recommended first batch size of a batch ramp."""
 
-    global_batch: int  # sequences
+    global_batch: int  # batch size in sequences
     batch_tokens: int
     micro_batch: int
-    share_of_peak: float  # throughput / highest throughput
+    share_of_peak: float  # throughput at this batch size / highest measured throughput
 
 
 class BenchChoice(Entry):
-    micro_batch: int  # the fastest micro-batch at the largest batch
-    share: float  # lowest acceptable speed of a ramp, as a share of the full speed
-    ramp_start: RampStart  # the smallest batch with an acceptable speed
+    micro_batch: int  # the fastest micro-batch at the largest measured batch size
+    share: float  # lowest acceptable throughput of ramp_start, as a share of the highest throughput
+    ramp_start: RampStart  # the smallest batch size with an acceptable throughput
 
 
 class BenchDocument(Document, schema="bench/1"):
     """The result of ``leaven bench RECIPE``: measured speeds."""
 
     rows: list[BenchSpeed]
-    choose: BenchChoice | None  # null if no batch was measured with all its micro-batches
-    too_large: list[int]  # micro-batches that do not fit
-    whole: bool  # false if Ctrl-C or --seconds ended the measurement before all batches were measured
-    unfinished: int | None  # the batch of which only some micro-batches were measured
+    choose: BenchChoice | None  # recommended sizes; null if no batch size was measured with all micro-batches
+    too_large: list[int]  # micro-batch sizes that do not fit in memory
+    whole: bool  # false if Ctrl-C or --seconds ended the measurement early
+    unfinished: int | None  # batch size of which only some micro-batches were measured, in sequences
     mfu_convention: str
     next: list[str] = []  # commands to type next
