@@ -197,7 +197,7 @@ def test_the_fan_out_of_a_branch_end_must_be_the_width() -> None:
         ({"initialise": False}, "init_std is given, but initialise=False"),
         ({"hyperparameters": MITCHELL, "initialise": True}, "and rule complete-d-p both scale the init"),
         ({"hyperparameters": TUNED | {"modules": {"mlp.ou": {"lr": 2.0}}}}, "did you mean mlp.out"),
-        ({"ratios": leaven.Ratios(width=4)}, "width is 4, but the models have 2"),
+        ({"ratios": leaven.Ratios(width=4)}, "width is 4, but width of model / width of base is 2"),
         ({"hyperparameters": TUNED | {"optimizer": "adam"}}, "optimizer is adam, but the groups are for AdamW"),
         ({"hyperparameters": TUNED | {"grad_clip": 0.5}}, "grad_clip.*torch.nn.utils.clip_grad_norm_"),
         ({"roles": {"*.no_proj.weight": "hidden_weight"}}, r"no parameter matches '\*.no_proj.weight'"),

@@ -1,4 +1,4 @@
-"""Define the documents of the commands that take a recipe or a run."""
+"""Define the documents that ``--json`` prints, for the commands that take a recipe or a run."""
 
 from typing import Any
 
@@ -20,15 +20,15 @@ class ParameterValues(Entry):
     role: str  # role of the parameter in the scaling rule
     module: str
     layer: int | None
-    init_mean: float  # 1 for gains
+    init_mean: float  # mean of the initial values: 1 for gains, otherwise 0
     init_std: float
     lr: float  # peak learning rate of this parameter
-    weight_decay: float  # a step shrinks the parameter by lr x weight_decay
+    weight_decay: float  # weight decay; with AdamW, each step multiplies the parameter by 1 - lr x weight_decay
     beta1: float
     beta2: float
     eps: float
     multiplier: float  # factor on the parameter's output in the forward pass
-    ratios: dict[str, float]  # size of the recipe / size of its base: fans, head dimension, depth, batch, tokens
+    ratios: dict[str, float]  # size in the recipe / size in its base: fans, head dimension, depth, batch, tokens
 
 
 class Totals(Entry):
@@ -42,7 +42,7 @@ class WorthRow(Entry):
 
     share: float  # share of the gain that survives
     gain: float  # surviving gain in nats per token
-    times: Number  # the larger run would gain as much with this many times its tokens, by a published loss law
+    times: Number  # training on this many times as many tokens would gain as much, by a published loss law
 
 
 class ShowDocument(Document, schema="show/1"):
@@ -50,9 +50,9 @@ class ShowDocument(Document, schema="show/1"):
 
     name: str  # name of the recipe
     start: str | None  # folder of the weights that the run starts from
-    scale: dict[str, Any]  # width, depth, batch_tokens, tokens; and base, the scale of the hyperparameters
+    scale: dict[str, Any]  # width, depth, batch_tokens and tokens; base: the sizes that the hyperparameters are for
     rule: str
-    ratios: dict[str, Number]  # size of the recipe / size of its base, by axis
+    ratios: dict[str, Number]  # size of the recipe / size of its base: width, depth, batch and tokens
     totals: Totals
     attention_scale: float  # factor on the product query . key
     optimizer: dict[str, str]  # name of the optimizer, and why it was chosen
@@ -61,7 +61,7 @@ class ShowDocument(Document, schema="show/1"):
     ramp: dict[str, str | None]  # rule of the batch ramp, and why
     parameters: list[ParameterValues]
     warnings: list[CautionRow]
-    worth: list[WorthRow] = []  # if the answer of a study was transferred: what its gain is worth for this recipe
+    worth: list[WorthRow] = []  # after a transfer of a study's best recipe: what the study's gain is worth here
     next: list[str] = []  # commands to type next
 
 
@@ -87,13 +87,16 @@ class BestTrial(Entry):
 
 
 class Outlook(Entry):
-    """What a search would gain from as many more trials as it has run."""
+    """The expected gain if a search runs as many further trials as it has run so far.
+
+    A gain is a decrease of the loss. The search's gain so far is its gain over the recipe that it started from.
+    """
 
     trials: int  # number of further trials
     flops: float  # cost of the further trials, at the mean cost of a trial
-    gain: float | None  # expected gain in nats; null after too few trials
-    pair: tuple[str, str] | None = None  # paths of the two values that alone bring the largest share of the gain
-    pair_share: float = 0.0  # share of the predicted gain that the pair brings
+    gain: float | None  # expected gain of the further trials in nats; null if too few trials have run
+    pair: tuple[str, str] | None = None  # recipe paths of the two values that matter most for the gain so far
+    pair_share: float = 0.0  # predicted share of the gain so far if only these two values are changed
 
 
 class TuneDocument(Document, schema="tune/1"):
@@ -114,15 +117,15 @@ class TrainDocument(Document, schema="train/1"):
     tokens: int
     steps: int
     seconds: float
-    mfu: float | None  # median over the steps
+    mfu: float | None  # model FLOPs utilization, median over the steps
     rollbacks: int
-    bits_per_byte: float | None  # null if the tokenizer does not report bytes
+    bits_per_byte: float | None  # validation loss; null until finished, or if the tokenizer does not report bytes
     mfu_causal: float | None
     hfu: float | None
     mfu_convention: str | None
-    unsaved: str | None  # why a stopped run could not be saved
-    saved_tokens: int  # tokens of the newest checkpoint
-    noise_scale: float | None  # gradient noise scale, in tokens
+    unsaved: str | None  # why the checkpoint of a stopped run could not be saved; null if nothing failed
+    saved_tokens: int  # tokens that the newest checkpoint was trained on; 0 without a checkpoint
+    noise_scale: float | None  # latest measured gradient noise scale, in tokens
     finished: bool  # false if the run was stopped
     next: list[str] = []  # commands to type next
 
@@ -154,9 +157,9 @@ class WeightsDocument(Document, schema="export-weights/1"):
 class LossRow(Entry):
     """A value of a recipe that an exported configuration cannot express."""
 
-    key: str  # key of the recipe, or "QUANTITY of MODULES"
+    key: str  # key of the recipe, or a quantity and its modules, such as "lr of embedding, unembedding"
     value: Any  # value in the recipe
-    why: str  # what the target would do instead, and why
+    why: str  # what the other trainer would do instead, and why
 
     @property
     def text(self) -> str:
@@ -168,7 +171,7 @@ class ConfigDocument(Document, schema="export-config/1"):
     """The result of ``leaven export config RECIPE --to TARGET``."""
 
     path: str
-    lost: list[LossRow]  # values that the target cannot express
+    lost: list[LossRow]  # values of the recipe that the configuration of TARGET cannot express
     notes: list[str]
     next: list[str] = []  # commands to type next
 
@@ -186,14 +189,14 @@ class ImportDocument(Document, schema="import-config/1"):
 class ServeDocument(Document, schema="serve/1"):
     """The result of ``leaven serve``, printed when the server starts."""
 
-    url: str  # the address to open; it contains the token
+    url: str  # the address to open in a browser; it contains the access token
     folders: list[str]  # the folders that the server searches for runs and studies
 
 
 class ReportDocument(Document, schema="report/1"):
     """The result of ``leaven report PATH``."""
 
-    path: str  # path of the page
+    path: str  # path of the HTML page
 
 
 class ComparedRun(Entry):
@@ -201,8 +204,8 @@ class ComparedRun(Entry):
     name: str  # name of the recipe
     finished: bool
     loss: float | None  # last validation loss, nats per token
-    difference: float | None  # loss - loss of the first run; null for the first run
-    speedup: float | None  # how many times fewer tokens than the first run this run needed for the same loss
+    difference: float | None  # loss of this run - loss of the first run; null for the first run
+    speedup: float | None  # tokens that the first run needed / tokens that this run needed for the same loss
     tokens: int
     seconds: float | None
     tokens_per_second: float | None  # median over the steps
@@ -211,13 +214,13 @@ class ComparedRun(Entry):
 
 class ComparedValue(Entry):
     path: str  # path of the value in the recipe
-    values: list[Any]  # the value of each run, in the order of the runs; null if it is not set
+    values: list[Any]  # the value in the recipe of each run, in the order of `runs`; null where it is not set
 
 
 class ComparisonDocument(Document, schema="comparison/1"):
     """The result of ``leaven report RUN RUN...``."""
 
-    path: str  # path of the page
+    path: str  # path of the HTML page
     runs: list[ComparedRun]  # the first run, and the runs that are compared with it
     different: list[ComparedValue]  # the values in which the recipes differ
     warnings: list[str]  # why losses or speeds of these runs may not be comparable
@@ -225,27 +228,29 @@ class ComparisonDocument(Document, schema="comparison/1"):
 
 class DemoModel(Entry):
     width: int
-    params: int  # all parameters
+    params: int  # number of parameters, including embeddings
 
 
 class DemoRun(Entry):
-    rule: str  # standard copies the base's hyperparameters, complete-d-p scales them; the base has only complete-d-p
+    """A training run of the demo. At the smallest width, both rules train alike, so only complete-d-p is run."""
+
+    rule: str  # standard keeps the hyperparameters of the smallest width; complete-d-p scales them to this width
     width: int
-    lr: float  # lr at the base width
+    lr: float  # learning rate at the smallest width, to which the rule is applied
     seed: int  # seed of the initialisation and of the order of the data
     loss: float  # validation loss, nats per token
     seconds: float  # training time
 
 
 class DemoResult(Entry):
-    lr: float  # lr with the lowest mean loss at the base, which is the smallest width
+    lr: float  # learning rate with the lowest mean loss at the base, which is the smallest width
     width: int  # the largest width
     base: list[float]  # loss of each seed at the base
-    copied: list[float]  # loss of each seed at the largest width, hyperparameters copied from the base
-    moved: list[float]  # loss of each seed at the largest width, hyperparameters scaled by the rule
+    copied: list[float]  # loss of each seed at the largest width, with hyperparameters copied from the base
+    moved: list[float]  # loss of each seed at the largest width, with hyperparameters scaled by the rule
     difference: float  # mean of copied - moved over the seeds, nats per token
-    low: float  # lower end of the 95% interval of difference (Student's t over paired seeds)
-    high: float  # upper end of the 95% interval of difference
+    low: float  # lower end of the 95% interval of `difference` (Student's t over paired seeds)
+    high: float  # upper end of the 95% interval of `difference`
 
 
 class DemoCorpus(Entry):
@@ -261,24 +266,24 @@ class DemoDocument(Document, schema="demo/2"):
 
     name: str  # always leaven demo
     size: str  # full or quick
-    source: str  # the text, as data.source in a recipe
+    source: str  # the training text, written as data.source in a recipe
     tokens: int  # training tokens of each run
     models: list[DemoModel]  # from the smallest width, the base, to the largest
-    lrs: list[float]  # the grid of learning rates, as values at the base
-    seeds: int  # number of seeds at the base, and in the result
+    lrs: list[float]  # the learning rates that are tried, as values at the smallest width
+    seeds: int  # number of seeds of each learning rate at the smallest width, and of the best one at the largest
     machine: dict[str, Any]  # processor, cores, memory and versions
     corpus: DemoCorpus  # size of the text
     runs: list[DemoRun] = []  # empty until the demo has finished
     result: DemoResult | None = None  # null until the demo has finished
     processes: int = 0  # number of worker processes
-    seconds: float = 0.0  # time of all calls of leaven demo in this folder
-    report: str | None = None  # path of the page
+    seconds: float = 0.0  # total time of all calls of leaven demo in this folder
+    report: str | None = None  # path of the HTML page
     next: list[str] = []  # commands to type next
 
     def losses(self, rule: str, width: int) -> dict[float, list[float]]:
-        """Return the losses of a rule at a width: for each lr, a list in the order of the seeds.
+        """Return the losses of a rule at a width: for each learning rate, a list of losses in the order of the seeds.
 
-        Both rules have the same losses at the base.
+        At the smallest width, both rules have the same losses.
         """
         found: dict[float, list[float]] = {}
         for run in sorted(self.runs, key=lambda run: run.seed):

@@ -39,8 +39,9 @@ class Stored:
 
     name: str
     parts: Mapping[str, tuple[int, ...]]  # shapes of leaven's tensors by name
-    heads: int = 1  # above 1, the parts are stacked separately for each of this number of heads
-    transposed: bool = False  # whether the file stores (fan in, fan out)
+    # if the parts are stacked head by head (all parts of head 0, then all parts of head 1, ...): the number of heads
+    heads: int = 1
+    transposed: bool = False  # whether the file stores a matrix as (fan in, fan out)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,26 +59,35 @@ class Architecture:
 
     name: str
     model_type: str
-    blocks: str  # the path of the list of blocks
-    holds: Mapping[str, list[Any]]  # supported values of keys of [model]; config.json without the key means the first
-    keys: Mapping[str, list[str]]  # for each key of [model] its keys in config.json; empty if other keys imply it
+    blocks: str  # path of the list of blocks in the model, such as model.layers
+    # supported values of a recipe's [model] keys; the first is the model's value if config.json does not state it
+    holds: Mapping[str, list[Any]]
+    # for each key of [model], the keys of config.json that contain its value; empty if other keys imply the value
+    keys: Mapping[str, list[str]]
     defaults: Config  # values of keys that are missing in config.json
-    ends: Mapping[str, str]  # for each of leaven's modules outside the blocks: its path here
-    block: Mapping[str, str]  # for each of leaven's modules inside a block: its path here
-    words: Mapping[str, list[str]] = field(default_factory=dict)  # names of each activation; the first is written
-    required: Config = field(default_factory=dict)  # other keys of config.json, with the only supported value
-    heads_together: bool = False  # whether a fused matrix stores query, key and value of one head after another
+    ends: Mapping[str, str]  # paths of leaven's modules outside the blocks, by leaven's name
+    block: Mapping[str, str]  # paths of leaven's modules inside a block, by leaven's name
+    # for each of leaven's activations, its names in config.json; an export writes the first
+    words: Mapping[str, list[str]] = field(default_factory=dict)
+    required: Config = field(default_factory=dict)  # other keys of config.json, each with its only supported value
+    # whether the fused matrix of query, key and value stores all rows of head 0, then all rows of head 1, ...
+    heads_together: bool = False
     conv1d: bool = False  # whether matrices of a block have the shape (fan in, fan out)
-    scaled_branch_ends: bool = False  # whether branch ends are drawn with initializer_range / sqrt(2 L)
-    buffers: Sequence[str] = ("rotary_emb.inv_freq",)  # name endings of buffers that older versions saved
+    # whether the last matrix of each branch has the initial std initializer_range / sqrt(2 n_layers)
+    scaled_branch_ends: bool = False
+    # name endings of buffers that older versions of transformers saved with the weights
+    buffers: Sequence[str] = ("rotary_emb.inv_freq",)
 
     def whole_name(self, name: str) -> str:
-        """Return the name of a tensor in the full model; older checkpoints lack the prefix, such as ``model.``."""
+        """Return the full name of a checkpoint's tensor.
+
+        In older checkpoints, names lack their first part, such as ``model.``.
+        """
         prefix = self.blocks.partition(".")[0] + "."
         return name if name.startswith((prefix, self.ends["unembedding"])) else prefix + name
 
     def misfits(self, shape: ModelShape) -> dict[str, Any]:
-        """Return the keys of a model shape with unsupported values, each with a value that is supported."""
+        """Return a supported value for each key of a model shape whose value this architecture does not support."""
         implied, found = _implied(shape.n_heads, shape.d_model), {}
         for key, value in shape.model_dump().items():
             default = implied.get(key, ModelShape.model_fields[key].default)
@@ -101,10 +111,10 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type} | written | self.required
 
     def given(self, config: Config) -> Config:
-        """Return a config.json with defaults for missing keys, and check the types of the known keys.
+        """Return a config.json with defaults for missing keys, after checking the types of the known keys.
 
         Raises:
-            InputError: if a value has the wrong type; the message names the first key.
+            InputError: if a value has the wrong type; the message names its key.
         """
         given = self.defaults | {key: value for key, value in config.items() if value is not None}
         for key in (theirs for ours in _implied(1, 1) for theirs in self.keys.get(ours, ())):
@@ -127,7 +137,7 @@ class Architecture:
         for key, expected in self.required.items():
             if given.get(key, expected) != expected:
                 raise InputError(
-                    f"config.json: {key} = {given[key]!r}: leaven reads {self.name} with {expected!r} only"
+                    f"config.json: {key} = {given[key]!r}: leaven supports {self.name} only with {expected!r}"
                 )
         values = {key: held[0] for key, held in self.holds.items()}
         for ours, several in self.keys.items():
@@ -144,7 +154,7 @@ class Architecture:
             values["activation"] = next((ours for ours, words in self.words.items() if theirs in words), None)
             if values["activation"] is None:
                 known = ", ".join(word for words in self.words.values() for word in words)
-                raise InputError(f"config.json: activation {theirs!r}: leaven reads {self.name} with {known}")
+                raise InputError(f"config.json: activation {theirs!r}: leaven supports {self.name} only with {known}")
         if self.holds["positions"] == ["rope"]:
             values["rope_theta"] = self._theta(given)
         values |= {key: float(values[key]) for key in ("norm_eps", "dropout")}
@@ -193,7 +203,10 @@ class Architecture:
 
 
 def _implied(heads: int, width: int) -> dict[str, int]:
-    """Return the values of sizes that config.json may leave out, computed from the number of heads and the width."""
+    """Return the sizes that config.json may leave out: key/value heads, head dimension and d_ff.
+
+    They follow from the number of heads and the width.
+    """
     return {"n_kv_heads": heads, "d_head": width // heads, "d_ff": 4 * width}
 
 
@@ -205,7 +218,7 @@ def _require(key: str, value: Any, kind: Any) -> None:
 
 
 def validated(kind: type[Model], values: Mapping[str, Any], problem: str) -> Model:
-    """Return a part of a recipe with these values.
+    """Return an instance of the recipe class ``kind``, such as ``ModelShape``, with these values.
 
     Raises:
         InputError: if the values are not valid. The message begins with ``problem``.
@@ -221,7 +234,10 @@ ARCHITECTURES = tuple(Architecture(**table) for table in _TABLE["architecture"])
 
 
 def module_names() -> Mapping[str, set[str]]:
-    """Return the names that each of leaven's modules has in all architectures: the last parts of its paths."""
+    """Map each of leaven's modules, such as ``attention.out``, to its names in all architectures, such as ``o_proj``.
+
+    A name is the last part of the module's path.
+    """
     names = {module: set(several) for module, several in _TABLE["names"].items()}
     for architecture in ARCHITECTURES:
         for module, path in [*architecture.block.items(), *architecture.ends.items()]:
@@ -233,8 +249,8 @@ def module_names() -> Mapping[str, set[str]]:
 def nearest(shape: ModelShape, trained: bool = False) -> tuple[Architecture, dict[str, Any]]:
     """Return the architecture that represents a model shape with the fewest changes, and these changes.
 
-    A model without biases can be stored in an architecture with biases, which are then zero. With ``trained``, the
-    model will be trained there, which changes these biases; so they count as a change.
+    A model without biases can be stored in an architecture that has biases: they are set to zero. ``trained`` says
+    that the stored model will be trained. Training changes these biases, so they then count as a change.
     """
     changes = []
     for architecture in ARCHITECTURES:
@@ -268,12 +284,12 @@ class HuggingFaceModel:
 
     folder: Path
     architecture: Architecture
-    config: Config  # of config.json
+    config: Config  # the contents of config.json
     shape: ModelShape
 
 
 def read_config(path: Path) -> HuggingFaceModel:
-    """Read a config.json.
+    """Return the model that the config.json at ``path`` describes.
 
     Raises:
         InputError: if the file cannot be read, or leaven's transformer does not support the model.

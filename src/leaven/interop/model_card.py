@@ -25,9 +25,9 @@ def model_card(
 
     Args:
         text: the text of the recipe file.
-        architecture: the Hugging Face class.
-        tokens: tokens trained when the checkpoint was written.
-        dtype: of the exported weights.
+        architecture: the name of the model's class in transformers.
+        tokens: the number of tokens that the checkpoint was trained on.
+        dtype: the dtype of the exported weights.
         events: the events of the run; the card shows the last validation loss at or before the checkpoint.
         licence: the licence of the data.
     """

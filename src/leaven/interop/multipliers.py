@@ -1,8 +1,9 @@
 """Installs the forward multipliers of a user's model as hooks, or folds them into the weights.
 
-A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks work with
-torch.compile (if they exist at the first forward pass) and FSDP2, and do not change the names in the state dict. The
-state dict does not contain the multipliers, so fold a model before you save it for use without leaven.
+A forward multiplier is a constant factor on the output of a residual branch or on the logits. Hooks work with FSDP2
+and, if they are installed before the first forward pass, with torch.compile. They do not change the names in the
+state dict. The state dict does not contain the multipliers, so fold a model before you save it for use without
+leaven.
 
 - The multiplier of a branch is folded into the matrix (and bias) at the end of the branch.
 - The multiplier of the logits is folded into the final norm, or into the readout if there is no final norm.
@@ -42,7 +43,7 @@ LogitScale = tuple[nn.Module, str, float]  # an attention module, its attribute,
 
 @dataclass(frozen=True)
 class ScaleOutput:
-    """A forward hook that scales a module's output; a class and not a closure, so that the model can be pickled."""
+    """A forward hook that scales a module's output. It is a class, because a closure cannot be pickled."""
 
     factor: float
 
@@ -52,7 +53,7 @@ class ScaleOutput:
 
 @dataclass(frozen=True)
 class ScaleInput:
-    """A forward pre-hook that scales the input of the unembedding, and so the logits without their bias."""
+    """A forward pre-hook that scales the input of the unembedding. This scales the logits, but not their bias."""
 
     factor: float
 
@@ -89,8 +90,9 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
                 found.append((linear, ScaleInput(factor)))
             else:
                 raise InputError(
-                    f"{row.name} computes the logits without a module, and there is no single final norm for "
-                    f"their multiplier {factor:g}; compute the logits with an nn.Linear that shares the weight"
+                    f"the model computes the logits from {row.name} without a module and does not have exactly one "
+                    f"final norm, so no hook can multiply the logits by {factor:g}; compute the logits with an "
+                    "nn.Linear that shares the weight"
                 )
         elif row.module in BRANCH_ENDS:
             if not is_linear(site.owner) or any(site.owner is module for module in uncalled):
@@ -105,10 +107,12 @@ def multipliers(model: nn.Module, structure: ModelStructure, rows: Sequence[Para
 def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float) -> list[LogitScale]:
     """Return the new scale of query . key of each attention module, as (module, attribute, new value).
 
-    The scales are multiplied by ``factor``; the list is empty if it is 1. The model is not changed.
+    The new scale is ``factor`` times the present scale. If ``factor`` is 1, the list is empty. The model is not
+    changed.
 
     Raises:
-        InputError: if the rule changes the scale, but some blocks store no scale in an attribute.
+        InputError: if ``factor`` is not 1, but the number of attention modules with an attribute for the scale is not
+            the number of blocks.
     """
     if factor == 1.0:
         return []
@@ -116,7 +120,7 @@ def rescale_attention(model: nn.Module, structure: ModelStructure, factor: float
     if len(found) != blocks:
         raise InputError(
             f"the head dimension grows, but {len(found)} of {blocks} blocks have the scale of the attention logits "
-            f"in an attribute `scaling` or `scale`; multiply it by {factor:g} yourself and pass head_ratio=1.0"
+            f"in an attribute `scaling` or `scale`; multiply the scale by {factor:g} yourself and pass head_ratio=1.0"
         )
     return [(module, name, getattr(module, name) * factor) for module, name in found]
 
@@ -140,7 +144,7 @@ class WarnOfMultipliers:
 
 
 def install(model: nn.Module, hooks: Sequence[Hook], scales: Sequence[LogitScale]) -> None:
-    """Install the hooks, set the attention scales, and warn when a state dict is first made."""
+    """Install the hooks, set the attention scales, and make the first call of ``state_dict`` give a warning."""
     for module, hook in hooks:
         if isinstance(hook, ScaleInput):
             module.register_forward_pre_hook(hook)
@@ -284,7 +288,7 @@ def _require_scalable(module: nn.Module) -> None:
     if not torch.allclose(probe(x), 2 * once):
         raise InputError(
             f"the multiplier of the logits cannot be folded into a {type(module).__name__}, whose output is not "
-            "proportional to its parameters (a gain of 1 + weight?); fold it into the readout yourself"
+            "proportional to its parameters (it may multiply by 1 + weight); fold it into the readout yourself"
         )
 
 

@@ -41,10 +41,11 @@ _MODULES = {
 class Classifier:
     """Classifies each parameter of ``model``, with the help of the smaller model ``base``.
 
-    ``roles`` and ``modules`` are the user's: they map names of parameters, or patterns, to roles and module names.
+    ``roles`` and ``modules`` are the user's classification. They map parameter names or glob patterns to roles and to
+    module names.
 
     Raises:
-        InputError: if a parameter cannot be classified; the message names the option to give.
+        InputError: if a parameter cannot be classified. The message says which of the two arguments to give.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Classifier:
         )
 
     def _require_width(self, site: ParameterSite) -> None:
-        """Refuse a parameter whose last dimension does not grow like the width."""
+        """Raise InputError if the last dimension of a parameter does not grow like the width."""
         if self._ratio(site) != self.model.width / self.base.width:
             self._refuse(
                 site, f"its last dimension does not grow like the width, {self.base.width} -> {self.model.width}"
@@ -149,7 +150,10 @@ class Classifier:
         given = _given(self.modules, site)
         if given is not None and role not in _BIASES:
             if given in BRANCH_ENDS and role is not Role.HIDDEN_WEIGHT:
-                raise InputError(f"modules: {site.name} is a {role} and cannot be {given}, which ends a branch")
+                raise InputError(
+                    f"modules: {site.name} is a {role}, so it cannot be {given}, the last matrix of a branch; "
+                    "give another module name"
+                )
             return given
         if role in _MODULES:
             return _MODULES[role]
@@ -177,8 +181,8 @@ class Classifier:
     # Branches: each needs one last matrix, which gets its multiplier.
 
     def _check_branches(self, classified: Mapping[str, Parameter]) -> None:
-        """Check that each block has a branch, and each branch exactly one matrix that writes to the residual
-        stream."""
+        """Raise InputError unless each block has a branch, and each branch has exactly one matrix that writes to the
+        residual stream."""
         branches: dict[tuple[str, int, str], dict[str, list[ParameterSite]]] = {}
         for site in self.model.sites:
             found = classified[site.name]
@@ -191,7 +195,7 @@ class Classifier:
         for site in self.model.sites:
             if site.layer is not None and (site.stack, site.layer) not in ended:
                 raise InputError(
-                    f"{site.name}: its block has no matrix at the end of a branch, which the multiplier needs; "
+                    f"{site.name}: its block has no branch with a last matrix, on which a multiplier could act; "
                     "leaven.parametrize supports only blocks of attention and MLP"
                 )
 
@@ -214,7 +218,10 @@ class Classifier:
                     )
 
     def _refuse(self, site: ParameterSite, why: str, *modules: str) -> NoReturn:
-        """Raise InputError with advice: to pass one of ``modules``, or without ``modules`` a role that fits."""
+        """Raise InputError. The message advises the user to classify the parameter.
+
+        It suggests ``modules`` as module names or, if there are none, the roles that fit the parameter.
+        """
         option, may_be = ("modules", modules) if modules else ("roles", _may_be(site))
         others = "".join(f" or {other!r}" for other in may_be[1:])
         hint = f"classify it, e.g. {option}={{{site.name!r}: {may_be[0]!r}}}{others}" if may_be else _NO_RULE

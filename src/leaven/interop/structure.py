@@ -26,7 +26,7 @@ class ParameterSite:
     parameter: nn.Parameter
     owners: tuple[nn.Module, ...]  # the modules that contain the parameter; several if it is tied
     after_blocks: bool  # whether it is registered after the first block and outside the blocks
-    base_shape: tuple[int, ...] = ()  # shape of the matching parameter in the smaller model, see `matched`
+    base_shape: tuple[int, ...] = ()  # shape of the matching parameter in the smaller model; `matched` sets it
 
     @property
     def owner(self) -> nn.Module:
@@ -62,7 +62,7 @@ class ModelStructure:
     sites: tuple[ParameterSite, ...]  # all parameters
     stacks: Mapping[str, int]  # number of blocks of each list of blocks, by the path of the list
     width: int  # d_model, read from the first embedding
-    vocabularies: frozenset[int]  # numbers of rows of the embeddings outside the blocks
+    vocabularies: frozenset[int]  # num_embeddings of the embeddings outside the blocks
     head_dims: frozenset[int]  # head dimensions that attention modules have as an attribute
 
 
@@ -78,7 +78,7 @@ def is_a(module: nn.Module, name: str) -> bool:
 def unwrapped(model: nn.Module, argument: str) -> nn.Module:
     """Return the model inside the wrapper of torch.compile. A model without this wrapper is returned unchanged.
 
-    ``argument`` is what an error message calls the model.
+    ``argument`` is the name of the model in an error message.
     """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, nn.Module):
@@ -114,7 +114,10 @@ def inspect_model(model: nn.Module) -> ModelStructure:
         sites.append(ParameterSite(name, label, layer, parameter, tuple(owner for _, owner, _ in places), after))
     embeddings = [s.owner for s in sites if s.layer is None and isinstance(s.owner, nn.Embedding)]
     if not embeddings:
-        raise InputError(f"{type(model).__name__} has no nn.Embedding outside its blocks, so its width is unknown")
+        raise InputError(
+            f"{type(model).__name__} has no nn.Embedding outside its blocks, so its width is unknown; give a model "
+            "that embeds its tokens with an nn.Embedding"
+        )
     heads = (_first(module, _HEAD_DIM, int) for module in model.modules())
     return ModelStructure(
         sites=tuple(sites),
@@ -151,7 +154,9 @@ def matched(model: ModelStructure, base: ModelStructure) -> ModelStructure:
             )
         like = min(by_label[site.label], key=lambda other: abs(_depth(other, base) - _depth(site, model)))
         if like.parameter.ndim != site.parameter.ndim:
-            raise InputError(f"{site.name} has shape {site.shape}, but {like.shape} in the base")
+            raise InputError(
+                f"{site.name} has shape {site.shape}, but {like.shape} in the base; give a base of the same family"
+            )
         sites.append(replace(site, base_shape=like.shape))
     return replace(model, sites=tuple(sites))
 
@@ -162,7 +167,8 @@ def depth_ratio(model: ModelStructure, base: ModelStructure) -> float:
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{path} x{ratio:g}" for path, ratio in found.items())
         raise InputError(
-            f"the stacks of blocks have different depth ratios: {listed}; give a base where they are equal"
+            f"the lists of blocks are deeper than in the base by different factors: {listed}; give a base where the "
+            "factors are equal"
         )
     return next(iter(found.values()), 1.0)
 
@@ -182,10 +188,10 @@ def _plain(name: str) -> str:
 
 
 def _stacks(model: nn.Module) -> dict[str, list[str]]:
-    """Return the lists of blocks of a model: the keys of the blocks, by the path of the list.
+    """Return a mapping from the path of each list of blocks in a model to the keys of its blocks.
 
-    A list of blocks is an ``nn.ModuleList`` or ``nn.Sequential`` that is in no other such list and whose members all
-    have submodules.
+    A list of blocks is an ``nn.ModuleList``, or an ``nn.Sequential`` whose members are of one type. All its members
+    have submodules. Lists inside a list of blocks are not included.
     """
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():

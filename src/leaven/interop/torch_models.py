@@ -205,7 +205,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     odd = sorted(parameters.keys() ^ {row.name for row in rows})
     if odd:
         raise InputError(
-            f"{odd[0]} was added or removed after leaven.parametrize; call it when the model is complete"
+            f"{odd[0]} was added or removed after leaven.parametrize; call leaven.parametrize on the complete model"
         )
     found = optimizer_groups(rows)
     for group in found:
@@ -270,7 +270,7 @@ def _tuned(given: Hyperparameters | Mapping[str, Any], wanted: bool | None) -> t
 def _positive(name: str, value: Any) -> float:
     number = float(value) if isinstance(value, Real) else math.nan
     if not 0 < number < math.inf:
-        raise InputError(f"parametrize: {name} is {value!r}; it must be a number above 0, the ratio of model to base")
+        raise InputError(f"parametrize: {name} is {value!r}; give a number above 0, the ratio of model to base")
     return number
 
 
@@ -282,7 +282,10 @@ def _ratios(given: Ratios, model: ModelStructure, base: ModelStructure) -> Ratio
     for axis in ("width", "depth"):
         found = getattr(read, axis)
         if stated[axis] not in {1.0, found}:
-            raise InputError(f"ratios: {axis} is {stated[axis]:g}, but the models have {found:g}; leave it out")
+            raise InputError(
+                f"ratios: {axis} is {stated[axis]:g}, but {axis} of model / {axis} of base is {found:g}; "
+                f"leave {axis} out"
+            )
     return read
 
 

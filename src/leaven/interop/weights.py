@@ -195,7 +195,8 @@ def require_start(shape: ModelShape, folder: Path) -> HuggingFaceModel:
 def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int | None = None) -> Recipe:
     """Return a recipe that starts from a model's weights, with a reason for every value that is not a default.
 
-    The recipe is its own base: scaling rules change nothing until it is transferred to another size.
+    The recipe's base has the size of the model itself, so a scaling rule changes nothing until the recipe is
+    transferred to another size.
 
     Raises:
         InputError: if the model has no tokenizer.json that fits the model.
@@ -230,7 +231,9 @@ def recipe_from(plain: HuggingFaceModel, name: str, *, source: str, tokens: int 
 
 @torch.no_grad()
 def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, folder: Path) -> None:
-    """Load the weights of a folder into ``held``, the parameters of this process, divided by the multipliers.
+    """Load the weights of a folder into ``held``, the parameters of this process.
+
+    Each weight is divided by the forward multiplier of its parameter.
 
     Raises:
         InputError: if the weights cannot be read, or belong to a model of another shape.
@@ -254,7 +257,7 @@ def start_from(held: Sequence[Piece], shape: ModelShape, table: ParameterTable, 
 
 @contextmanager
 def _opened(plain: HuggingFaceModel) -> Iterator[dict[str, tuple[Any, str]]]:
-    """Open the weight files of a folder. Yield (file, name in that file) of each tensor, by its name in the model."""
+    """Open the weight files of a folder, and map the full name of each tensor to (open file, name in the file)."""
     files, index = ["model.safetensors"], plain.folder / "model.safetensors.index.json"
     if index.exists():
         places = read_json(index).get("weight_map")

@@ -1,5 +1,6 @@
-"""Causal attention, RMSNorm and rotary positions with hand-written gradients, and wrappers of private functions of
-torch, which may change between versions. tests/model/test_kernels.py tests each of them.
+"""Compute causal attention, RMSNorm and rotary positions with hand-written gradients.
+
+Other functions wrap private functions of torch, which may change between versions of torch.
 
 Shapes: B sequences, T positions, H query heads, K key/value heads, G = H / K, N = B x K, E entries of a head, D any
 size, t queries of a block, s keys that the block attends to.
@@ -21,15 +22,17 @@ scores that the causal mask discards (measured)."""
 def norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one tensor, (number of tensors,).
 
-    Like :func:`multiply_` and :func:`subtract_`, this takes a few kernels; a loop over the tensors would take
-    hundreds.
+    This function launches a few kernels for all tensors together; a loop over the tensors would launch hundreds. The
+    same is true of :func:`multiply_` and :func:`subtract_`.
     """
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def multiply_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply tensors in place. ``factors`` is a scalar, which multiplies every tensor, or it contains one factor
-    for each tensor, (number of tensors,)."""
+    """Multiply tensors in place.
+
+    ``factors`` is one factor for all tensors, (), or a factor for each tensor, (number of tensors,).
+    """
     if factors.dim() == 0:
         torch._foreach_mul_(list(tensors), factors)
     else:
@@ -51,19 +54,21 @@ def widened(x: Tensor) -> Tensor:
 
 
 def gate(adam: torch.optim.Adam, skip: Tensor) -> None:
-    """If ``skip`` is true, make the next step of a fused Adam optimizer do nothing. That step does not increase the
-    step count either. ``skip`` is a tensor on the device."""
+    """Make the next step of a fused Adam optimizer do nothing if ``skip`` is true.
+
+    A skipped step does not increase Adam's step count. ``skip`` is a scalar on the device of the parameters.
+    """
     adam.found_inf = skip.float()  # type: ignore[attr-defined]
 
 
 def causal_attention(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, *, scale: float) -> Tensor:
     """Return the causal attention softmax(scale x query . key) . value, of shape (B, H, T, E).
 
-    This is for a CPU, where torch's own kernel takes more than twice as long (measured: docs/log.md). It computes one
-    block of queries at a time, and a block skips the keys after its last query.
+    Use this function on a CPU, where torch's own kernel takes more than twice as long (measured: docs/log.md). It
+    computes one block of queries at a time. For each block, it skips the keys after the block's last query.
 
     The backward pass computes the scores again, so that nothing of size T x T is stored. Products are computed in the
-    dtype of the arguments; the softmax and the sums over blocks are computed in fp32 or wider. Torch function modes
+    dtype of the arguments. The softmax and the sums over blocks are computed in fp32 or wider. Torch function modes
     intercept this function as they intercept torch's own functions.
     """
     if has_torch_function((q_BHTE, k_BKTE, v_BKTE)):
@@ -130,8 +135,11 @@ def _heads_last(like_BHTE: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x: Tensor, gain_D: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension. The result is computed in the
-    dtype of the gain and cast to ``dtype``. With autograd, this would read and write memory twice as often."""
+    """Return gain * x / sqrt(mean(x^2) + eps), with the mean over the last dimension.
+
+    The result is computed in the dtype of the gain and cast to ``dtype``. The gradient is hand-written, because
+    autograd would read and write memory twice as often.
+    """
     y: Tensor = _RMSNorm.apply(x, gain_D, eps, dtype)  # type: ignore[no-untyped-call]
     return y
 

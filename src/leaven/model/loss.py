@@ -24,9 +24,9 @@ products."""
 def isolated(windows: Tensor, end_of_text: int) -> tuple[Tensor, Tensor]:
     """Return two tensors [B, T]: the document number of each input token, and the targets.
 
-    In each row of ``windows``, [B, T + 1], all tokens but the last are inputs. Documents are counted from 0 in each
-    row, and a document includes its end-of-text token. The target of an end-of-text token is the start of an
-    unrelated document, so this target is set to `IGNORED`.
+    In each row of ``windows``, [B, T + 1], all tokens but the last are inputs, and the target of an input is the next
+    token. Documents are counted from 0 in each row, and a document includes its end-of-text token. After an
+    end-of-text token, the next token begins an unrelated document, so its target is `IGNORED`.
     """
     ends_BT = windows[:, :-1] == end_of_text
     documents_BT = ends_BT.cumsum(1) - ends_BT.long()
@@ -37,18 +37,20 @@ class WholeVocabulary:
     """Computes the loss of a chunk of tokens in a process that has all tokens and the whole vocabulary."""
 
     def gather(self, hidden_ND: Tensor) -> Tensor:
-        """Return the hidden states of all tokens, given those of this process's tokens."""
+        """Return the hidden states of all tokens. ``hidden_ND`` contains those of this process's tokens."""
         return hidden_ND
 
     def scatter(self, grad_ND: Tensor) -> Tensor:
-        """Return the gradient of the hidden states that were passed to :meth:`gather`."""
+        """Return the gradient of this process's hidden states, given that of the result of :meth:`gather`."""
         return grad_ND
 
     def loss(
         self, logits_nV: Tensor, targets_n: Tensor, weight: Tensor, learns: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Return the loss of a chunk, a scalar, and ``weight`` times its gradient with respect to the logits, (n, V).
-        The gradient is None if ``learns`` is false. This method may overwrite the logits."""
+
+        Instead of the gradient, return None if ``learns`` is false. This method may overwrite the logits.
+        """
         counts_n = targets_n != IGNORED
         targets_n1 = targets_n.clamp(min=0)[:, None]
         log_p_nV = torch.log_softmax(logits_nV, -1, dtype=weight.dtype)

@@ -1,5 +1,6 @@
-"""Define the transformer, which is built from a model shape. Its parameters have the names and shapes that
-``ModelShape.parameters()`` lists. :class:`Stage` contains a part of its layers, for pipeline parallelism.
+"""Define the transformer that a model shape describes, and its stages for pipeline parallelism.
+
+The parameters have the names and shapes that ``ModelShape.parameters()`` lists.
 
 Shape suffixes: B sequences, T positions, D d_model, F d_ff, H query heads, K key/value heads, E d_head (d_head / 2
 for cosines and sines), V vocabulary.
@@ -18,11 +19,10 @@ from leaven.recipe.shape import ModelShape
 
 
 class RMSNorm(nn.RMSNorm):
-    """An RMSNorm that computes in the dtype of its gain (fp32) for any input dtype. torch's RMSNorm is slow if the
-    dtypes differ.
+    """An RMSNorm that computes in the dtype of its gain (fp32) for any input dtype.
 
-    Under autocast, the result is cast to the autocast dtype here. Otherwise every product that reads the result would
-    cast it again.
+    torch's RMSNorm is slow if the dtypes of gain and input differ. Under autocast, the result is cast to the autocast
+    dtype here. Otherwise every matrix product that reads the result would cast it again.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PerHeadNorm(nn.Module):
-    """Normalises each head separately. Every entry of every head has its own gain."""
+    """A norm over the entries of each head, with a separate gain for every entry of every head."""
 
     def __init__(self, shape: ModelShape, heads: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block: x + attention(norm(x)), then x + mlp(norm(x)). Each branch has a constant factor."""
+    """A transformer block: x + a attention(norm(x)), then x + m mlp(norm(x)), with constant factors a and m."""
 
     def __init__(
         self, shape: ModelShape, multipliers: Mapping[str, float], attention_scale: float, layer: int
@@ -166,24 +166,28 @@ class Transformer(nn.Module):
         self.logit_multiplier = multipliers.get(readout, 1.0)
 
     def forward(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider. :meth:`hidden` describes
-        ``documents_BT``."""
+        """Return the logits (B, T, V) of tokens (B, T), in fp32 or wider.
+
+        ``documents_BT`` is the number of each token's document, as in :meth:`hidden`.
+        """
         logits_BTV = F.linear(self.hidden(tokens_BT, documents_BT), self.readout)
         logits_BTV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
         return logits_BTV if self.logit_multiplier == 1.0 else logits_BTV * self.logit_multiplier
 
     @property
     def readout(self) -> Tensor:
-        """The unembedding matrix, (V, D). The logits are ``logit_multiplier`` times the product of the result of
-        :meth:`hidden` and this matrix."""
+        """The unembedding matrix, (V, D).
+
+        The logits are ``logit_multiplier`` times the product of the final hidden states and this matrix.
+        """
         return self.embedding.weight if self.shape.tied_embeddings else self.unembedding.weight
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Return the final hidden states, (B, T, D), which are the input of the unembedding.
 
         ``documents_BT`` contains the number of each token's document, in non-decreasing order along T. If it is
-        given, tokens attend only to tokens of the same document and every document begins at position 0, so each
-        document gets the same result as in a batch without the others.
+        given, tokens attend only to tokens of the same document, and every document begins at position 0. The hidden
+        states of a document then do not depend on the other documents.
 
         Raises:
             ValueError: if T exceeds the number of learned positions.
@@ -215,11 +219,11 @@ class Transformer(nn.Module):
 
 
 class Positions:
-    """The cosines and sines of rotary positions, or the ALiBi bias, for attention. They are recomputed in every
-    forward pass.
+    """The cosines and sines of rotary positions, and the bias or mask of the attention scores, for one forward pass.
 
-    If document numbers are given, the bias also separates documents. Cosines and sines then are (B, T, E), and the
-    bias is (B, H, T, T), or without ALiBi (B, 1, T, T).
+    Without document numbers, cosines and sines are (T, E), and only ALiBi has a bias, (H, T, T). With document
+    numbers, cosines and sines are (B, T, E), and the bias also masks tokens of other documents. It is then
+    (B, H, T, T) with ALiBi, and (B, 1, T, T) without.
     """
 
     def __init__(self, shape: ModelShape, length: int, like: Tensor, documents_BT: Tensor | None = None) -> None:
@@ -249,7 +253,7 @@ class Positions:
         )
 
     def rotate(self, x_BTHE: Tensor) -> Tensor:
-        """Return queries or keys as (B, H, T, E), rotated by the angles of their positions."""
+        """Return queries or keys as (B, H, T, E), rotated by their positions if the model has rotary positions."""
         if self.cos_TE is None or self.sin_TE is None:
             return x_BTHE.transpose(1, 2)
         return rotate(x_BTHE, self.cos_TE.to(x_BTHE.dtype), self.sin_TE.to(x_BTHE.dtype))
@@ -284,15 +288,18 @@ def _norm(shape: ModelShape, size: int, bias: bool | None = None) -> nn.Module:
 
 
 class Stage(nn.Module):
-    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model. The first stage also has the embedding, and
-    the last stage also has the loss. Parameters have the same names as in the whole model, prefixed with ``model.``.
+    """A pipeline stage: the layers ``first`` to ``last - 1`` of a model.
+
+    The first stage also has the embedding. The last stage also has the final norm, the unembedding and the loss. A
+    parameter has the name of the whole model's parameter, prefixed with ``model.``. Layers and parameters that the
+    stage does not have are removed from the model that is passed.
 
     Args:
         dtype: the dtype of matrix products.
         splits_backward: whether the backward pass computes the gradients of inputs and of parameters separately.
 
-    ``factor`` multiplies the loss; set it before a forward pass. ``loss`` is a function like
-    :func:`leaven.model.loss.cross_entropy`.
+    The attribute ``factor`` multiplies the loss; set it before a forward pass. The attribute ``loss`` is the loss
+    function, which has the arguments of :func:`leaven.model.loss.cross_entropy`.
     """
 
     def __init__(
@@ -327,9 +334,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, documents_BT: Tensor | None = None) -> Tensor:
         """Run the layers of this stage.
 
-        The first stage gets the tokens as ``x``, (B, T). Every other stage gets the activations of the previous stage
-        as ``x``, (B, T, D). The last stage returns ``factor`` times the loss, (1,): the loss is in nats and summed
-        over all targets that are not ignored. Every other stage returns its activations, (B, T, D).
+        In the first stage, ``x`` contains the tokens, (B, T). In every other stage, ``x`` contains the activations of
+        the previous stage, (B, T, D). The last stage returns ``factor`` times the loss, (1,). The loss is in nats and
+        summed over all targets that are not ignored. Every other stage returns its activations, (B, T, D).
         """
         model, lower = self.model, self.dtype not in {torch.float32, torch.float64}
         with torch.autocast(x.device.type, self.dtype, enabled=lower):

@@ -47,13 +47,13 @@ class Accelerator:
     name: str
     peaks: tuple[tuple[Dtype, float], ...]  # dense TFLOP/s by dtype
     memory_gib: float
-    memory_tb_s: float  # bandwidth of its memory
-    link_gb_s: float  # bandwidth to the other accelerators of its node
-    network_gb_s: float  # bandwidth to other nodes
-    node_size: int = 8  # accelerators that the link connects
-    power_w: float | None = None  # rated power of the board
+    memory_tb_s: float  # memory bandwidth, TB/s
+    link_gb_s: float  # bandwidth to the other accelerators of the node, GB/s
+    network_gb_s: float  # bandwidth to other nodes, GB/s
+    node_size: int = 8  # number of accelerators in a node, which the link connects
+    power_w: float | None = None  # rated power of the board, watts
     multiprocessors: int | None = None
-    matmuls: tuple[tuple[Dtype, float], ...] = ()  # best measured TFLOP/s by dtype
+    matmuls: tuple[tuple[Dtype, float], ...] = ()  # TFLOP/s of the fastest measured matmul, by dtype
     dtype: Dtype = "bf16"  # the dtype in which the training computes; fp16 if the device has no bf16
     sources: tuple[NumberSource, ...] = ()
     note: str = ""
@@ -63,7 +63,10 @@ class Accelerator:
         return dict(self.peaks).get(dtype)
 
     def matmul(self, dtype: Dtype) -> float | None:
-        """Return the TFLOP/s of the best matmul in a dtype: measured, else 80% of the peak, None without a peak."""
+        """Return the TFLOP/s of the fastest matmul in a dtype.
+
+        Without a measurement, this is 80% of the peak, or None if the peak is unknown too.
+        """
         peak = self.peak(dtype)
         return dict(self.matmuls).get(dtype, None if peak is None else peak * _USUAL_MATMUL_SHARE)
 
@@ -74,7 +77,7 @@ class Accelerator:
 
     @cached_property
     def matmul_flops(self) -> float:
-        """The FLOP/s of the best matmul in that dtype, which no training step can exceed."""
+        """The FLOP/s of the fastest matmul in the training's dtype. No training step can exceed this speed."""
         return dict(self.matmuls).get(self.dtype, self.peak_tflops * _USUAL_MATMUL_SHARE) * 1e12
 
     def document(self) -> AcceleratorRow:
@@ -92,7 +95,7 @@ _Count = Annotated[int, Field(gt=0)]
 
 
 class _Group(Part):
-    """A group of numbers in a TOML file, with their source."""
+    """A group of numbers in a TOML file, such as ``memory``, with their source."""
 
     source: str = ""
     confidence: Confidence = "yours"
@@ -210,8 +213,8 @@ def _parsed(path: Path) -> dict[str, Any]:
 def _accelerator(name: str, values: dict[str, Any], sources: Mapping[str, str], file: str) -> Accelerator:
     """Return the accelerator that a TOML table describes; ``sources`` maps short names of sources to full names.
 
-    An error reports one fault. Unknown keys are reported before missing keys, because an unknown key is often a
-    misspelling of the missing key.
+    If the table has several faults, the error reports one of them. An unknown key comes before a missing key, because
+    an unknown key is often a misspelling of the missing key.
     """
     try:
         entry = _Entry.model_validate(values)

@@ -34,17 +34,18 @@ class ParameterSettings:
 
     init_mean: float
     init_std: float
-    lr: float  # at the peak
+    lr: float  # peak learning rate
     weight_decay: float
     beta1: float
     beta2: float
     eps: float
-    multiplier: float = 1.0  # on the output of the matrix
+    multiplier: float = 1.0  # constant factor on the output of the matrix
 
     def folded(self, factor: float, decoupled: bool) -> "ParameterSettings":
-        """Return equivalent settings with ``factor`` folded into the parameter.
+        """Return the settings after a factor on the parameter's output is folded into the parameter.
 
-        ``decoupled`` states whether the decay is AdamW's and not part of the gradient.
+        With these settings, ``factor`` times the parameter trains like the parameter with ``factor`` on its output.
+        ``decoupled`` is true for the decoupled weight decay of AdamW, and false if the decay is part of the gradient.
         """
         return replace(
             self,
@@ -60,7 +61,7 @@ QUANTITIES = tuple(field.name for field in fields(ParameterSettings))
 
 
 class ResolvedRecipe:
-    """A recipe with its parameter table, and its token counts as sequences, optimizer steps and micro-batches."""
+    """A recipe with its parameter table, and with its sizes in sequences, optimizer steps and micro-batches."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -77,7 +78,10 @@ class ResolvedRecipe:
 
     @cached_property
     def plain(self) -> dict[str, ParameterSettings]:
-        """The settings in an equivalent model without multipliers, by parameter; only gradient clipping differs."""
+        """The settings of an equivalent model without multipliers, by name of the parameter.
+
+        The model trains like the recipe's model, except that gradient clipping acts differently.
+        """
         return {
             name: replace(settings.folded(self.folding.get(name, 1.0), self.decoupled), multiplier=1.0)
             for name, settings in self.rows.items()
@@ -102,8 +106,9 @@ class ResolvedRecipe:
 
     @cached_property
     def micro_batch(self) -> int:
-        """The number of sequences in one forward pass of a rank: at most the recipe's micro-batch, and a divisor of
-        every batch size.
+        """The number of sequences in one forward pass of a rank.
+
+        It is at most the recipe's micro-batch (1 for ``auto``), and divides a rank's share of every batch size.
 
         Raises:
             InputError: if a batch does not divide over the data-parallel ranks.
@@ -116,7 +121,7 @@ class ResolvedRecipe:
             if sequences % dp:
                 raise InputError(
                     f"a batch of {sequences} sequences does not divide over {dp} data-parallel ranks, as every "
-                    "target requires; set layout.dp to a divisor"
+                    "target requires; set layout.dp to a divisor of the batch"
                 )
             share = math.gcd(share, sequences // dp)
         return max(size for size in range(1, 1 + (1 if wanted == "auto" else wanted)) if share % size == 0)
@@ -135,14 +140,17 @@ def compare(
     *,
     plain: bool,
 ) -> tuple[list[LossRow], int]:
-    """Return the differences between the recipe and a target: one loss for each quantity and value. Also return the
-    number of differences, which counts each module of a loss.
+    """Return the losses of an export and the number of differences between the recipe and the target.
+
+    A loss is a quantity, such as the lr, with its values in the recipe and in the target. Modules that have the same
+    values are in one loss, but each of them counts as a difference.
 
     Args:
         given: the target's settings by parameter. Parameters that the target does not have are not compared.
         attention_scale: the target's factor on query . key; None if that factor is folded into the weights.
         reasons: why the target loses a quantity, by quantity.
-        plain: whether to compare with an equivalent model without multipliers.
+        plain: whether the target's model has no multipliers. It is then compared with ``run.plain``, an equivalent of
+            the recipe's model that also has no multipliers.
     """
     ours = run.plain if plain else run.rows
     found: dict[tuple[str, str, str], list[str]] = {}
@@ -179,7 +187,10 @@ def compare(
 
 
 def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str, str]:
-    """Return two ranges of numbers as text, with enough digits (at least four) to show the difference."""
+    """Return both lists of numbers as texts. A text is a single number, or the lowest and the highest number.
+
+    Numbers have at least four digits, and more if the two texts would otherwise be equal.
+    """
 
     def text(values: Sequence[float], digits: int) -> str:
         low, high = (f"{value:.{digits}g}" for value in (min(values), max(values)))
@@ -190,10 +201,10 @@ def distinct_texts(ours: Sequence[float], theirs: Sequence[float]) -> tuple[str,
 
 
 def fitted(shape: ModelShape, holds: Mapping[str, Sequence[Any]], target: str) -> tuple[ModelShape, list[LossRow]]:
-    """Return the nearest model shape that a target supports, and the losses.
+    """Return a model shape that a target supports, and a loss for each value that had to be replaced.
 
-    ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first of the
-    list. For ``d_attention``, "d_model" means the default.
+    ``holds`` lists the supported values of each key of ``[model]``. Other values are replaced by the first value of
+    the list. For the key ``d_attention``, "d_model" in the list means its default (None).
     """
     losses, changes = [], {}
     for key, held in holds.items():

@@ -34,18 +34,18 @@ class Imported:
 class Draft:
     """A recipe under construction: its values by dotted path, each with a reason."""
 
-    origin: str  # the file or folder, for messages
+    origin: str  # the imported file or folder, for messages
     values: dict[str, Any] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)  # as in `Imported`
-    unread: list[str] = field(default_factory=list)  # as in `Imported`
+    unknown: list[str] = field(default_factory=list)  # missing values, and what was assumed
+    unread: list[str] = field(default_factory=list)  # keys that no recipe can represent
 
     def set(self, path: str, value: Any, why: str) -> None:
         self.values[path] = value
         self.why[path] = why
 
     def set_architecture(self, model: HuggingFaceModel, file: str) -> None:
-        """Set the model shape and the initial std from a config.json, which the reasons call ``file``."""
+        """Set the model shape and the initial std from a config.json. ``file`` is its name in the reasons."""
         architecture = model.architecture
 
         def origin(*keys: str) -> str:
@@ -71,7 +71,7 @@ class Draft:
         return validated(ModelShape, values, f"{self.origin}: not a shape that leaven supports")
 
     def finish(self, name: str, shape: ModelShape) -> Imported:
-        """Return the recipe. If the duration, batch or lr is missing, it is estimated.
+        """Return the recipe, with lists of its unknown and unread values. Estimate a missing duration, batch or lr.
 
         Raises:
             InputError: if the values are not a valid recipe.
@@ -115,17 +115,18 @@ class Settings:
     - ``kind``: "count", "number", "word", "switch" or "table";
     - ``default``: the default value; a number without a default is required;
     - ``path``: the key of a recipe that has the same meaning;
-    - ``values``: the recipe's value for each word, or for a switch the values for off and on;
-    - ``optional``: whether to set ``path`` only if the setting is given.
+    - ``values``: for a word, the recipe's value for each word; for a switch, the recipe's values for off and on;
+    - ``optional``: if true, ``path`` is set only if the setting is given, and never to the default.
     """
 
-    origin: str  # the file, for messages
+    origin: str  # the imported file, for messages
     table: Mapping[str, Mapping[str, Any]]  # a row for each setting
-    default: str  # the reason for a default value, with {} for the name of the setting
+    default: str  # the reason of a recipe value that is a default; {} stands for the name of the setting
     prefix: str = ""  # text before the name of a setting, such as "--"
     suffix: str = ""  # text after the names of settings in a reason
     given: dict[str, Any] = field(default_factory=dict)
-    unset: dict[str, str] = field(default_factory=dict)  # names of variables without a value, by setting
+    # for each setting whose value is an unset shell variable: the name of the variable
+    unset: dict[str, str] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.given
@@ -166,12 +167,13 @@ class Settings:
     def choice(self, name: str, known: Mapping[str, str] | Sequence[bool]) -> Any:
         """Return leaven's equivalent for the value of a setting.
 
-        ``known`` has the equivalents by value, or for a switch as (off, on).
+        ``known`` maps each supported value to its equivalent. For a switch, it is the pair of equivalents of off and
+        on.
         """
         if not isinstance(known, Mapping):  # the equivalents of a switch: off, on
             return known[self[name]]
         if self[name] not in known:
-            raise InputError(f"{self.label(name)} {self[name]}: leaven reads {', '.join(known)}")
+            raise InputError(f"{self.label(name)} {self[name]}: leaven supports only {', '.join(known)}")
         return known[self[name]]
 
     def why(self, *names: str) -> str:
@@ -183,7 +185,7 @@ class Settings:
         return " and ".join(there) + self.suffix if there else self.default.format(names[0])
 
     def copy_to(self, draft: Draft) -> None:
-        """Copy all settings with an equivalent key of a recipe into ``draft``, but do not replace values."""
+        """Set each value of ``draft`` that has an equivalent setting and is not set yet."""
         for name, row in self.table.items():
             path = row.get("path")
             if path and path not in draft.values and not (row.get("optional") and name not in self):

@@ -34,28 +34,28 @@ TARGETS = tuple(CANDIDATES)
 class Target:
     """An export target, read from its table in ``targets/``."""
 
-    title: str  # its name in sentences
-    sources: str  # the sources of its flags, keys, defaults and behaviour
-    path: str  # the default path, with {name} or {identifier} of the recipe
+    title: str  # name of the target in sentences
+    sources: str  # where the target's flags, keys, defaults and behaviour are documented
+    path: str  # default path of the export; {name} and {identifier} stand for the recipe's name
     files: Mapping[str, str]  # templates by file name; "" is the name if the target has a single file
-    decays: Mapping[str, str]  # its name for each decay; a missing decay is exported as cosine
+    decays: Mapping[str, str]  # the target's name of each lr decay; a missing decay is exported as cosine
     # why the target loses a quantity; "*" stands for all other quantities
     reasons: Mapping[str, str] = field(default_factory=dict)
-    holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values of keys of [model]
+    holds: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # supported values by key of [model]
     plain: bool = False  # whether multipliers are folded into the weights
     ramp: bool = False  # whether the target supports a batch ramp
     samples: bool = False  # whether the target counts samples instead of steps
     # the target's words for leaven's, for templates
     names: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    lost: Sequence[Mapping[str, str]] = ()  # losses, in rows as in common.toml
-    notes: Sequence[Mapping[str, str]] = ()  # notes, in rows as in common.toml
+    lost: Sequence[Mapping[str, str]] = ()  # losses, written as in targets/common.toml
+    notes: Sequence[Mapping[str, str]] = ()  # notes, written as in targets/common.toml
 
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export: files, losses and notes."""
+    """The result of an export: files, notes, and losses (values that the target cannot represent)."""
 
-    files: Mapping[str, str]  # text by file name, "" if the target has a single file
+    files: Mapping[str, str]  # text by file name; "" is the name if the target has a single file
     losses: list[LossRow]
     notes: list[str]  # remarks that are not losses
 
@@ -134,7 +134,7 @@ class Verbatim(str):
 
 
 def _context(to: Target, run: ResolvedRecipe, shape: ModelShape, chosen: Candidate) -> dict[str, Any]:
-    """Return the variables that templates and expressions can use."""
+    """Return the variables that a target's templates and expressions can use."""
     recipe = run.recipe
     unlike = any(
         abs(row.multiplier / chosen.given[row.name].multiplier - 1) > SAME
@@ -223,11 +223,11 @@ def _json(value: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as YAML: its JSON text, with 1e-08 as 1.0e-08, because YAML 1.1 reads 1e-08 as a string."""
+    """Return a value as YAML: its JSON text, but 1.0e-08 for 1e-08, which YAML 1.1 reads as a string."""
     text = _json(value)
     return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
 
 def _literal(quote: Callable[[str], str]) -> Callable[[Any], str]:
-    """Return a function that writes a string with ``quote``, and any other value as Python does."""
+    """Return a function that converts a value to text: a string with ``quote``, any other value with ``repr``."""
     return lambda value: quote(value) if isinstance(value, str) else repr(_digits(value))

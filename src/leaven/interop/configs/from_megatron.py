@@ -2,7 +2,7 @@
 
 ``targets/megatron_flags.toml`` contains the flags, their defaults and the corresponding keys of a recipe. Megatron
 uses the same lr, decay and initial std for all matrices, except for embedding, unembedding and the last matrices of
-branches; the imported recipe has multipliers for these modules, and scaling rule ``standard``.
+branches. The imported recipe has multipliers for these modules. Its scaling rule is ``standard``.
 """
 
 import math
@@ -79,7 +79,10 @@ def _read_flags(text: str, draft: Draft) -> Settings:
 
 
 def _sizes(given: Settings, draft: Draft) -> None:
-    """Set the sizes that follow from several flags, or from the absence of a flag."""
+    """Set the head dimension, key/value heads, d_ff and vocabulary size in the draft.
+
+    Each of them follows from several flags, or from the absence of a flag.
+    """
     origin, heads, width = given.origin, given["num-attention-heads"], given["hidden-size"]
     own_head_size = "kv-channels" in given or "kv-channels" in given.unset
     if width % heads and not own_head_size:
@@ -143,8 +146,11 @@ def _kind(given: Settings, draft: Draft) -> None:
 
 
 def _modules(given: Settings, draft: Draft, n_layers: int, *, tied: bool, learned: bool) -> None:
-    """Set multipliers: for the init std of embeddings and of the last matrices of branches, and for the lr of
-    embedding and unembedding."""
+    """Set the multipliers of modules in the draft.
+
+    Embeddings and the last matrices of branches get a multiplier of the init std, and embedding and unembedding get
+    one of the lr.
+    """
 
     def multiply(quantity: str, modules: Sequence[str], value: float, why: str) -> None:
         for module in modules:
@@ -209,7 +215,7 @@ def _schedule(given: Settings, length: int, draft: Draft) -> None:
     duration, batch = draft.values.get("data.tokens"), draft.values.get("batch.tokens")
 
     def span(prefix: str) -> int | None:
-        """Convert --PREFIX-samples or --PREFIX-iters to a number of tokens."""
+        """Return the tokens of --PREFIX-samples or --PREFIX-iters, or None if the number is unknown."""
         if f"{prefix}-samples" in given:
             return int(given[f"{prefix}-samples"] * length)
         return int(given[f"{prefix}-iters"] * batch) if f"{prefix}-iters" in given and batch is not None else None

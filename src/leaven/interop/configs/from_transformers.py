@@ -20,9 +20,10 @@ TABLE = tomllib.loads((Path(__file__).parent / "targets/transformers_arguments.t
 
 
 def read(path: Path, name: str, ranks: int | None = None) -> Imported:
-    """Read a recipe from a folder. ``path`` is the folder or one of the two files in it; both files are read.
+    """Return the recipe of a folder that contains config.json and usually training_args.json.
 
-    ``ranks`` is the number of processes of the run; it is not needed for a folder that leaven exported.
+    ``path`` is the folder or one of these files. ``ranks`` is the number of processes of the run; it is not needed
+    for a folder that leaven exported.
 
     Raises:
         InputError: if a file cannot be read, or a recipe cannot represent a value.

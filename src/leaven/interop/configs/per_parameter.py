@@ -17,9 +17,9 @@ from leaven.scaling.table import ParameterRow, optimizer_groups
 
 @dataclass(frozen=True)
 class Candidate:
-    """A possible configuration of a target. The export uses the candidate with the fewest losses."""
+    """A possible configuration of a target. The export uses the one with the fewest differences from the recipe."""
 
-    given: Mapping[str, ParameterSettings]  # by leaven's name of the parameter
+    given: Mapping[str, ParameterSettings]  # the target's settings, by leaven's name of the parameter
     attention_scale: float | None = None  # the factor on query . key; None if it is folded into the weights
     values: Mapping[str, Any] = field(default_factory=dict)  # more variables for the templates
 
@@ -28,10 +28,10 @@ Candidates = Callable[[ResolvedRecipe, ModelShape, Architecture | None], Iterato
 
 
 def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the candidates for Megatron: with --lr, and --decoupled-lr for embedding and unembedding; and with
-    --use-mup.
+    """Yield one or two candidates for Megatron.
 
-    --use-mup, which implements Table 8 of Yang et al. 2022, is a candidate only if the model is wider than its base.
+    The first uses --lr, and --decoupled-lr for embedding and unembedding. If the model is wider than its base, the
+    second uses --use-mup, which implements Table 8 of Yang et al. 2022.
     """
     recipe, hidden, rows = run.recipe, run.hidden, run.rows
     d_head = recipe.model.d_head
@@ -101,8 +101,11 @@ def megatron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield two candidates for nanotron, which has a single parameter group: the last matrices of branches start with
-    std / sqrt(2 n_layers) (NUM_LAYERS) or with std (NONE)."""
+    """Yield two candidates for nanotron. Both have the same lr, betas and eps for all parameters.
+
+    The last matrices of branches have the initial std of the other matrices, divided by sqrt(2 n_layers) in the first
+    candidate (``NUM_LAYERS``) and unchanged in the second (``NONE``).
+    """
     recipe, base = run.recipe, replace(run.hidden, multiplier=1.0)
     vector = base if recipe.hyperparameters.decay_norm_and_bias else replace(base, weight_decay=0.0)
     for method, ratio in (("NUM_LAYERS", 1 / math.sqrt(2 * recipe.model.n_layers)), ("NONE", 1.0)):
@@ -111,8 +114,11 @@ def nanotron(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> 
 
 
 def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the settings of litgpt: one parameter group with weight decay, also for gains, fixed initial values, and
-    a rounded attention scale."""
+    """Yield the only candidate for litgpt.
+
+    All parameters, including gains, have the same lr and weight decay. litgpt fixes the initial stds, and
+    1 / attention scale^2 is rounded to a whole number.
+    """
     base, width = replace(run.hidden, multiplier=1.0), run.recipe.model.d_model
     matrix = replace(base, init_std=math.sqrt(2 / 5 / width))
     end = replace(base, init_std=1 / math.sqrt(width) / run.recipe.model.n_layers)
@@ -124,8 +130,11 @@ def litgpt(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> It
 def _alike(
     run: ResolvedRecipe, matrix: ParameterSettings, end: ParameterSettings, vector: ParameterSettings
 ) -> dict[str, ParameterSettings]:
-    """Return the settings of all parameters: ``end`` for the last matrices of branches, ``matrix`` for other
-    matrices, and ``vector`` with the recipe's initial values for gains and biases."""
+    """Return the settings of all parameters by name.
+
+    They are ``end`` for the last matrices of branches and ``matrix`` for other matrices. Gains and biases have
+    ``vector`` with the initial values of the recipe.
+    """
     return {
         row.name: replace(vector, init_mean=row.init_mean, init_std=0.0)
         if not row.role.is_matrix
@@ -135,8 +144,10 @@ def _alike(
 
 
 def deepspeed(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield a candidate for DeepSpeed without settings: the user's program defines the model, its initial values and
-    its groups."""
+    """Yield the only candidate for DeepSpeed, without settings of parameters.
+
+    The user's program defines the model, its initial values and its parameter groups.
+    """
     yield Candidate({}, None, {"client_groups": len(optimizer_groups(run.table.rows))})
 
 
@@ -162,8 +173,11 @@ TORCHTITAN_SHARED_START = {"attention.key": "attention.value", "norm.key": "norm
 
 
 def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -> Iterator[Candidate]:
-    """Yield the settings of torchtitan: the settings of the recipe, except that key matrices get the initial values
-    of value matrices, and key gains the initial values of query gains."""
+    """Yield the only candidate for torchtitan: the recipe's settings, for an equivalent model without multipliers.
+
+    Key matrices have the initial values of value matrices, and the gains of key norms have those of query norms,
+    because torchtitan initialises each of these pairs alike.
+    """
     given: dict[str, ParameterSettings] = {}
     starts: dict[str, list[float]] = {}
     groups: dict[tuple[float, ...], list[str]] = {}
@@ -195,7 +209,7 @@ def torchtitan(run: ResolvedRecipe, shape: ModelShape, _: Architecture | None) -
 
 
 def _pattern(places: Iterable[str], n_layers: int) -> str:
-    """Return a regular expression that matches exactly these modules."""
+    """Return a regular expression that matches the names of exactly these modules' weights."""
     layers: dict[str, list[str]] = {}
     alternatives = []
     for place in places:
@@ -222,8 +236,11 @@ def identifier(name: str) -> str:
 
 
 def transformers(run: ResolvedRecipe, shape: ModelShape, architecture: Architecture | None) -> Iterator[Candidate]:
-    """Yield the settings of each tensor of transformers. Parts of a fused matrix (query, key and value) have separate
-    initial stds, but all other settings are those of the query."""
+    """Yield the only candidate for transformers.
+
+    The query, key and value parts of a fused matrix have separate initial stds. All their other settings are those of
+    the query.
+    """
     assert architecture is not None
     # Biases that the recipe does not have start at 0.
     fallback = replace(run.hidden, init_mean=0.0, init_std=0.0, weight_decay=0.0, multiplier=1.0)

@@ -17,7 +17,9 @@ HEADS = {"lm_head.weight": "embed_out.weight"}
 
 
 def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
-    """Draw new weights for ``model``, and return its Adam or AdamW with one group for each set of values.
+    """Draw new weights for ``model``, and return its optimizer, Adam or AdamW.
+
+    ``path`` is the file parameters.json. Parameters with the same lr, betas, eps and weight decay form a group.
 
     Raises:
         ValueError: if the file belongs to another model.
@@ -28,7 +30,7 @@ def prepare(model: nn.Module, path: str | Path) -> torch.optim.Optimizer:
         if now in named and before in wanted:
             wanted[now] = wanted.pop(before)
     if unlike := named.keys() ^ wanted.keys():
-        raise ValueError(f"{path} belongs to another model: {', '.join(sorted(unlike)[:3])}")
+        raise ValueError(f"{path} belongs to another model; only one of them has {', '.join(sorted(unlike)[:3])}")
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in named.items():
         values = wanted[name]

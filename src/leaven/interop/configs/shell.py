@@ -1,7 +1,7 @@
 """Parses the flags in a shell script or in a list of flags.
 
 The parser supports comments, backslashes, quotes, arrays (``ARGS=( ... )``) and variables that the file itself sets.
-Commands are not run, so their output stays unknown, as do variables that the file does not set.
+It does not run commands. The output of commands and variables that the file does not set are unknown values.
 """
 
 import re
