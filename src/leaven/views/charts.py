@@ -208,7 +208,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, evenly spaced along the x axis, with the last point."""
+    """Return at most ``most`` of the points, evenly spaced along the x axis. The last point is kept."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

@@ -87,9 +87,10 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the changed values at the best point, and at an equally good point with fewer changes.
+    """Return the table of the changed hyperparameters, with their starting values and their best values.
 
-    Return None if there is no best point, or if the best point is the start.
+    If there are equally good values with fewer changes, the table has a column for them. Return None if no best
+    values are known, or if they are the starting values.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -162,7 +163,7 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """Return the argument of ``--space`` for the searched values. A value of all modules is written with a ``*``."""
+    """Return the argument of ``--space`` for the searched paths. If all modules are searched, ``*`` replaces them."""
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -28,9 +28,9 @@ class Column:
     cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
     align: Literal["left", "right", "point"] = "right"  # point aligns numbers at their decimal points
-    drop: int = 0  # if space is short, columns with the highest number are left out first; 0: never left out
+    drop: int = 0  # 0: always shown; otherwise, the column with the highest number is the first to be left out
     free: bool = False  # whether the cells are free text, which may be shortened
-    width: int = 0  # width in characters in a `RowByRow`
+    width: int = 0  # width in characters; only tables that are printed row by row (`RowByRow`) use it
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Table:
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    notes: Sequence[Sequence[str]] = ()  # the notes of each row, which are printed in full below the row
+    notes: Sequence[Sequence[str]] = ()  # the notes of each row; they are printed in full below the row
 
     @classmethod
     def of(

@@ -136,7 +136,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Describe a batch size: as a multiple of each law's batch size, its cost, and the valid rules for the lr."""
+    """Describe a batch size: its ratio to each law's batch size, its cost, and the rules for the lr at this batch."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
