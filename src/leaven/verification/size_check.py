@@ -82,9 +82,9 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        If no widths are given, widths that fit the recipe are chosen. ``source`` (of text) and ``alpha`` (the rule
-        multiplies branches by depth^-alpha) are only for factories. ``grow_heads`` is only for recipes. ``options``
-        are steps, seeds and lr_factor.
+        If no widths are given, widths that fit the recipe are chosen. ``source`` (the text to train on) and ``alpha``
+        (the rule multiplies branches by depth^-alpha) are only for factories. ``grow_heads`` is only for recipes.
+        ``options`` are steps, seeds and lr_factor.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.

@@ -28,8 +28,10 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return b of the least-squares fit log2 y = a + b log2 x, or None if a value of y is zero, negative or not
-    finite."""
+    """Return the slope b of the least-squares fit log2 y = a + b log2 x.
+
+    Return None if a value of y is zero, negative or not finite.
+    """
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None

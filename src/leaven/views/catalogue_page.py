@@ -167,7 +167,7 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of a value of the published runs over the model size, and the names of the chart's lines.
+    """Return a chart of published runs over the model size, and the names of the lines in the chart.
 
     The lines are numbered in the chart, in the order of the names. The recipe ``own`` is drawn as a star at its size
     and ``own_value``.

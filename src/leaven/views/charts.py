@@ -73,7 +73,7 @@ def text(written: str) -> str:
 
 
 def hue(number: int) -> str:
-    """Return one of the nine categorical colours of the style sheet. ``number`` counts from 0, and 9 is 0 again."""
+    """Return one of the nine categorical colours of the style sheet. The numbers 0 and 9 have the same colour."""
     return f"var(--hue-{number % 9 + 1})"
 
 

@@ -34,8 +34,8 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return charts over the model size with a curve for each module, and the sections of the page with the charts.
 
-    The values of a curve are divided by its first value, so that the curve starts at 1. Before, gradients are divided
-    by the eps of Adam.
+    Gradients are first divided by the eps of Adam. Then the values of each curve are divided by its first value, so
+    that the curve starts at 1.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}

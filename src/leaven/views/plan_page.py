@@ -20,7 +20,7 @@ STEADY = 4  # in the chart of a long pipeline, number of micro-batches between i
 
 @dataclass(frozen=True)
 class FormField:
-    """A field of the form of the planner."""
+    """An input field of the planner's form in ``leaven serve``."""
 
     name: str
     label: str

@@ -220,7 +220,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far the loss curve of each trial is above the curve of the best trial at the same tokens."""
+    """Return how far the loss curve of each trial is above that of the best trial after the same number of tokens."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}

@@ -163,7 +163,10 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """Return the argument of ``--space`` for the searched paths. If all modules are searched, ``*`` replaces them."""
+    """Return the argument of ``--space`` for the searched hyperparameters.
+
+    If a hyperparameter such as ``lr`` is searched in all modules, ``*`` replaces the names of the modules.
+    """
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -189,7 +189,8 @@ def cut(text: str, width: int) -> str:
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
     """Pad numbers with spaces so that their decimal points are aligned.
 
-    In a number without a point, it is assumed after the leading digits: after 16 in ``16*``, after 1 in ``1e-8``.
+    In a number without a decimal point, the point is assumed after the leading digits: after 16 in ``16*``, after 1
+    in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)

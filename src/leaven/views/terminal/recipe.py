@@ -15,7 +15,7 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of numbers of the parameter table. It shows the field ``quantity`` or, by default, ``header``."""
+    """Return a column of numbers of the parameter table: the field ``quantity`` or, by default, ``header``."""
     return Column(
         header, lambda group: numbers.value(getattr(group.row, quantity or header)), unit=unit, align="point"
     )
