@@ -133,7 +133,7 @@ class RowByRow:
 class Facts:
     """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A long line is wrapped between its parts.
 
-    ``indent`` is the width of the labels. By default, it is the width of the longest label.
+    ``indent`` is the width of the labels. By default, it is the longest label plus two spaces.
     """
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:

@@ -162,10 +162,10 @@ def _spreads(
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """Return the median and range of each predicted quantity over the laws, and the number of parameters that
-    the laws were given.
+    """Return lines with the median and range of each quantity that the laws predict.
 
-    If a law has several forms, only the main form counts.
+    The first line has the numbers of parameters that the laws were given. If a law has several forms, only the main
+    form counts.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]
