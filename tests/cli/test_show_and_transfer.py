@@ -27,7 +27,7 @@ def test_show_explains_clipping_and_the_ramp(leaven: Verb, tiny_file: Path) -> N
     ramp = "batch.ramp={start_tokens = 64, increment_tokens = 64, over_tokens = 1_000, rule = 'scaled'}"
     shown = document(leaven("show", tiny_file, "--set", clip, "--set", ramp, "--json"))
     assert (shown["clip"]["mode"], shown["clip"]["limit"]) == ("running", 2.0)
-    assert "lr x 0.5, weight decay x 0.5, eps x 2" in shown["ramp"]["why"]
+    assert "the lr by 0.5, weight decay by 0.5, eps by 2 and" in shown["ramp"]["why"]
     text = " ".join(leaven("show", tiny_file, "--set", clip, "--set", ramp)[1].split())
     assert shown["clip"]["why"] in text
     assert shown["ramp"]["why"] in text

@@ -1,21 +1,24 @@
-"""Invariants of a scaling rule: combinations of optimizer settings that must not change with the model, the batch or
-the run length.
+"""Check without training how a scaling rule changes the optimizer settings with the scale of a run.
 
-The check reads the lr, eps, betas and weight decay of each module at two scales, and computes the exponent with which
-each combination changes. This is exact and needs no training step. Parametrizations that train in the same way
-(multiplier x c, init / c, lr / c, eps x c, decay x c) have the same combinations.
+The scale is the width and depth of the model, the batch, and the tokens of the run. The check reads the lr, eps,
+betas and weight decay of each module at two scales. It computes the exponents with which the combinations below
+change between these scales, and compares them with the exponents of a correct rule. The result is exact.
 
 - ``lr x eps x entries`` is constant, where entries is the number of weights of the module in all layers. This follows
-  from two facts. A step changes the loss by lr x the sum of absolute gradients, the same amount at every scale. And
-  eps scales like the gradient, which the gradient check tests.
+  from two facts. A step of Adam changes the loss by lr x the sum of absolute gradients, and a correct rule keeps this
+  change constant. And eps is proportional to the gradients, which the gradient check tests.
 - ``lr x decay x steps``, the share by which a weight shrinks in a run, is constant. If alpha is below 1 (the rule
   multiplies residual branches by L^-alpha, where L is the depth), this share may fall as L^(alpha - 1).
 - ``beta1`` and ``beta2`` stand for the half-lives of Adam's moments as shares of the run, which are constant.
 - ``lr`` grows as the square root of the batch (Malladi et al. 2022, arXiv 2205.10287). It falls with the tokens of
-  the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth its exponent
-  depends on the parametrization and is not judged.
+  the run as tokens^-t, with t from 0 to 1/2; the literature finds 0.3 to 0.5. Over width and depth, the exponent of
+  the lr depends on the parametrization and is not judged.
 
-The axis ``both`` changes width and depth at once: an exponent can be right on each axis and wrong if both grow.
+Two parametrizations that train in the same way (one has multiplier x c, init / c, lr / c, eps x c and decay x c)
+have the same products of lr with eps and with decay.
+
+On the axis ``both``, the width and the depth grow together. An exponent can be right for each of them alone, and
+wrong for both.
 """
 
 import math
@@ -50,8 +53,11 @@ Combinations = dict[str, list[dict[str, float]]]
 
 
 def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
-    """Return the combinations of a model's settings. ``steps`` is the number of steps of the run, as a multiple of
-    the base's. Parameters without an eps in their optimizer group are left out."""
+    """Return ``lr x eps x entries`` and the other combinations of a model's optimizer settings, for each parameter.
+
+    ``steps`` is the number of steps of the run, divided by that of the run at the smallest scale. Parameters without
+    an eps in their optimizer group are left out.
+    """
     groups = {parameter: group for group in instance.optimizer.param_groups for parameter in group["params"]}
     found: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for name, parameter in instance.model.named_parameters():
@@ -79,16 +85,18 @@ def combinations(instance: ModelInstance, steps: float = 1.0) -> Combinations:
 
 @dataclass(frozen=True)
 class ScaleChange:
-    """A larger scale, and how it differs from the smallest scale."""
+    """The optimizer settings at a larger scale, and how much this scale exceeds the smallest scale."""
 
-    axis: str  # width | depth | both | batch | tokens
-    ratio: float  # by which the axis grows
-    at: Combinations  # at the larger scale
+    axis: str  # what is larger: width | depth | both | batch | tokens
+    ratio: float  # larger size / smallest size; for both, the product of the ratios of width and depth
+    at: Combinations  # the combinations of optimizer settings at the larger scale
 
 
 def invariants(family: SmallModels | ForeignFamily, widths: Sequence[int], depths: Sequence[int]) -> list[VerdictRow]:
-    """Return the rows of the check: a judged row for each label, and a row for each of batch and tokens with which no
-    setting changes."""
+    """Return a row for each module label, which says whether the module's settings change with the right exponents.
+
+    If the rule changes no setting with the batch, or no setting with the tokens, a row without a verdict says so.
+    """
     width, depth = min(widths), min(depths)
     wider, deeper = sorted({*widths} - {width}), sorted({*depths} - {depth})
 
@@ -140,7 +148,9 @@ def _row(label: str, base: Sequence[Mapping[str, float]], changes: Sequence[Scal
 def _exponents(
     column: str, small: Sequence[Mapping[str, float]], large: Sequence[Mapping[str, float]], ratio: float
 ) -> list[float]:
-    """Return the exponents with which the combination ``column`` changes between two scales, one for each layer.
+    """Return the exponents with which a combination of settings changes between two scales, one for each layer.
+
+    ``column`` is the name of the combination, such as ``lr x decay x steps``. ``ratio`` is the ratio of the sizes.
 
     If the scales have different numbers of layers, only their first and their last layers are compared. An exponent
     is infinite if the combination is 0 at only one of the scales.
@@ -158,7 +168,7 @@ def _exponents(
 
 
 def _allowed(column: str, axis: str, alpha: float) -> tuple[float, float]:
-    """Return the lowest and the highest exponent that the combination ``column`` may have over an axis."""
+    """Return the lowest and the highest right exponent of the combination ``column`` over an axis such as width."""
     if column == "lr":
         return (0.5, 0.5) if axis == "batch" else (-0.5, 0.0)
     return (alpha - 1 if column == "lr x decay x steps" and axis in {"depth", "both"} else 0.0), 0.0

@@ -1,8 +1,8 @@
 """The memory check: does a rank need as much memory as the planner says?
 
 The planner computes the memory of a rank from formulas. The dry run (:mod:`leaven.verification.dry_run`) executes
-training steps without data and records every allocation. Both leave out memory that is not in tensors: the device
-context, kernels and fragmentation.
+training steps without data and records every allocation. The comparison of the two leaves out memory that is not in
+tensors: the device context, kernels and fragmentation.
 """
 
 import time
@@ -30,7 +30,9 @@ PARTS = ("weights", "gathered", "grads", "optimizer", "activations", "logits", "
 
 
 def with_layout(recipe: Recipe, text: str) -> Recipe:
-    """Return the recipe with a layout such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``; other keys get their defaults.
+    """Return the recipe with the layout that ``text`` describes, such as ``tp=8,pp=12,dp=4,zero=1,mbs=2``.
+
+    Keys of the layout that are not in the text get their defaults.
 
     Raises:
         InputError: if the text is not a layout.
@@ -68,7 +70,7 @@ def rehearsal(recipe: Recipe) -> Recipe:
 
 
 def arrangement(recipe: Recipe) -> Arrangement:
-    """Return the layout and micro-batches of a :func:`rehearsal`."""
+    """Return the layout and the micro-batches of a recipe that :func:`rehearsal` made."""
     size = recipe.batch.micro_batch
     assert isinstance(size, int)
     count = recipe.batch.tokens // recipe.model.seq_len // recipe.layout.dp // size
@@ -76,10 +78,9 @@ def arrangement(recipe: Recipe) -> Arrangement:
 
 
 def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stages: bool = False) -> list[int]:
-    """Return the ranks to check.
+    """Return the ranks to check: the given ``ranks`` or, by default, the first rank of some pipeline stages.
 
-    These are the given ``ranks``. By default they are the first rank of the first, the second and the last pipeline
-    stage or, if ``all_stages`` is true, of every stage.
+    By default, these are the first, the second and the last stage. If ``all_stages`` is true, these are all stages.
 
     Raises:
         InputError: if the layout has no such rank.
@@ -87,7 +88,7 @@ def ranks_to_check(layout: Layout, ranks: Iterable[int] | None = None, all_stage
     if ranks:
         beyond = [rank for rank in ranks if rank >= layout.ranks]
         if beyond:
-            raise InputError(f"--rank {beyond[0]}: the layout has ranks 0 to {layout.ranks - 1}")
+            raise InputError(f"--rank {beyond[0]}: the layout has ranks 0 to {layout.ranks - 1}; give one of these")
         return sorted(set(ranks))
     of_a_stage, last = layout.ranks // layout.pp, layout.pp - 1
     return [of_a_stage * stage for stage in (range(layout.pp) if all_stages else sorted({0, min(1, last), last}))]
@@ -128,7 +129,7 @@ def check_memory(
 
 
 def tensors(recipe: Recipe) -> TrainingCode:
-    """Return the planner's memory constants of leaven's trainer for tensors only: constants of other memory are 0."""
+    """Return the constants with which the planner computes the memory of leaven's trainer, for tensors only."""
     return (LEAVEN_FP32 if recipe.precision.compute == "fp32" else LEAVEN_BF16).tensors_only()
 
 

@@ -27,8 +27,8 @@ class RunScale:
 
     width: int
     depth: int
-    batch: float = 1.0  # multiple of the batch of the recipe or factory
-    tokens: float = 1.0  # multiple of the tokens of a run of the recipe or factory
+    batch: float = 1.0  # batch size / batch size of the recipe or factory
+    tokens: float = 1.0  # tokens of the run / tokens of a run of the recipe or factory
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,17 @@ class RunSetting:
     """The scale and hyperparameters of one training run."""
 
     scale: RunScale
-    value: float  # of ``quantity``: a base value of the recipe, or a multiple of the factory's value
+    value: float  # value of ``quantity`` in the recipe before scaling, or a multiple of the factory's value
     seed: int = 0
-    quantity: Quantity = "lr"
+    quantity: Quantity = "lr"  # the hyperparameter that is set
     ruled: bool = True  # whether the scaling rule adapts hyperparameters to the batch and tokens
 
     @property
     def ruled_scale(self) -> RunScale:
-        """The scale for which the rule computes the hyperparameters: without the changes of batch and tokens if the
-        run is not ``ruled``."""
+        """The scale for which the scaling rule computes the hyperparameters.
+
+        If ``ruled`` is false, it has the batch and tokens of the recipe or factory instead of those of the run.
+        """
         return self.scale if self.ruled else RunScale(self.scale.width, self.scale.depth)
 
 
@@ -55,8 +57,8 @@ class ModelInstance:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Batches
-    seed: int  # of the batches to train on
-    label: Callable[[str], str | None]  # from the name of a module or parameter to its label; None leaves it out
+    seed: int  # selects the batches to train on
+    label: Callable[[str], str | None]  # returns the label of a module or parameter, or None to leave it out
 
     def loss(self, step: int) -> Tensor:
         """Return the mean cross-entropy on the batch of a step, in nats per token."""
@@ -90,7 +92,8 @@ def plain_label(name: str) -> str:
 def own_label(name: str) -> str:
     """Return the label of a module of leaven's own transformer: the plain label without ``layers.``.
 
-    A whole block is labelled "residual", because it returns the residual stream, and the whole model "unembedding".
+    A block is labelled "residual", because it returns the residual stream. The model is labelled "unembedding",
+    because it returns the logits.
     """
     plain = plain_label(name)
     named = {"output": "unembedding", "layers": "residual"}

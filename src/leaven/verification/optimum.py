@@ -1,7 +1,7 @@
 """Find the best value of a swept hyperparameter, its confidence interval, and the cost of using another value.
 
-Losses are in nats per token. Values of the hyperparameter are given as their log2, in octaves. Arrays may have
-leading dimensions "..." for bootstrap samples, so that all samples are computed at once.
+Losses are in nats per token. Values of the hyperparameter are given as their log2, in octaves. In the shapes of
+arrays, "..." stands for optional leading dimensions. They contain bootstrap samples, which are computed all at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ class LossGrid:
 
     @property
     def means(self) -> Array:
-        """The mean losses over seeds, (..., values)."""
+        """The mean losses over seeds, an array of shape (..., values)."""
         return np.asarray(self.losses.mean(-1))
 
     @property
@@ -48,7 +48,7 @@ class LossGrid:
     def noise(self) -> float | None:
         """The standard deviation of the loss between seeds, or None for one seed.
 
-        It is pooled over the `POINTS` values around the lowest mean loss.
+        The variance is averaged over the `POINTS` values of the hyperparameter around the lowest mean loss.
         """
         if self.losses.shape[1] < 2:
             return None
@@ -68,11 +68,11 @@ class LossGrid:
 
     @property
     def lowest(self) -> Array:
-        """The predicted loss at the optimum, (...)."""
+        """The loss that the fitted parabola predicts for the best value, an array of shape (...)."""
         return self.loss_at(self.optimum())
 
     def optimum(self) -> Array:
-        """Return log2 of the best value, (...).
+        """Return log2 of the best value of the hyperparameter, as an array of shape (...).
 
         The best value is the vertex of a parabola through the mean losses around the lowest one, clipped to the grid.
         If the parabola has no minimum, the best value is the grid value with the lowest mean loss.
@@ -85,13 +85,16 @@ class LossGrid:
         return np.clip(convex, self.octaves[0], self.octaves[-1])
 
     def loss_at(self, octave: Array) -> Array:
-        """Return the loss (...) at ``octave`` (...), log2 of the hyperparameter, from the parabola through the losses
-        around the nearest grid value."""
+        """Return the predicted loss at ``octave``, the log2 of a value of the hyperparameter.
+
+        The prediction is a parabola through the mean losses around the nearest grid value. ``octave`` and the
+        returned loss have the shape (...).
+        """
         a, b, c = self._parabola(np.abs(self.octaves - np.expand_dims(octave, -1)).argmin(-1))
         return np.asarray(a * octave**2 + b * octave + c)
 
     def _points(self, place: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of the `POINTS` grid values around each index in ``place``, all within the grid."""
+        """Return the indices of the `POINTS` grid values that are nearest to each index in ``place``."""
         first = np.clip(place - POINTS // 2, 0, max(len(self.octaves) - POINTS, 0))
         return np.asarray(np.expand_dims(first, -1) + np.arange(POINTS))
 

@@ -50,10 +50,10 @@ class RecipeFamily:
         return self.recipe.model.vocab_size
 
     def value(self, quantity: Quantity) -> float:
-        """Return the recipe's value of a quantity.
+        """Return the recipe's value of a hyperparameter.
 
         Raises:
-            InputError: if the recipe has no value for this quantity, or the value is 0 and cannot be swept.
+            InputError: if the recipe has no value for this hyperparameter, or the value is 0 and cannot be swept.
         """
         hyperparameters = self.recipe.hyperparameters
         if quantity == "init_std" and hyperparameters.init != "rule":
@@ -69,8 +69,10 @@ class RecipeFamily:
         return value
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return the exponent with which the rule scales a quantity over the batch or tokens. It is 0 for width and
-        depth, over which the rule scales each tensor differently."""
+        """Return the exponent with which the rule scales a hyperparameter over the batch or tokens.
+
+        For width and depth, return 0, because the rule scales each tensor differently over them.
+        """
         scaling = self.recipe.scaling
         cell = RULES[scaling.rule].columns.get(quantity)
         if cell is None or axis not in ("batch", "tokens"):
@@ -110,7 +112,7 @@ class RecipeTrial:
 
     @property
     def key(self) -> str:
-        """A hash of everything in the recipe that affects the loss. Names and reasons do not."""
+        """A hash of everything in the recipe that affects the loss. Names and reasons do not affect the hash."""
         document = self.recipe.model_dump(mode="json", exclude=NOT_NUMBERS)
         return blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=12).hexdigest()
 

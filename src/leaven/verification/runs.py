@@ -97,7 +97,7 @@ class RunStore:
         return lambda trial: self._ended[trial.key]
 
     def losses(self, family: ModelFamily, settings: Mapping[Key, RunSetting], seeds: int) -> dict[Key, list[float]]:
-        """Train each setting with the seeds 0 to ``seeds - 1``. Return the losses of all seeds for each key."""
+        """Train each setting with the seeds 0 to ``seeds - 1``. Return a setting's losses under its key."""
         trials = {
             key: [family.trial(replace(setting, seed=seed)) for seed in range(seeds)]
             for key, setting in settings.items()
@@ -111,8 +111,10 @@ class RunStore:
         return document
 
     def _open(self) -> WorkerPool:
-        """Return the workers. The first call locks the folder, reads its results and starts the workers. Lines of the
-        file that have no outcome are ignored."""
+        """Return the worker pool. The first call locks the folder, reads the saved results and starts the workers.
+
+        Lines of the results file that contain no outcome are ignored.
+        """
         if self._pool is None:
             self._resources.enter_context(locked_folder(self.folder, "--run"))
             for entry in storage.read_json_lines(self.folder / LINES).documents:

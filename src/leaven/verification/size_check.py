@@ -61,10 +61,10 @@ class SizeCheck(ABC, Generic[Measured]):
     changed: Sequence[str] = ()  # differences from the user's recipe, listed in the document's settings
 
     name: ClassVar[str]
-    quantity: ClassVar[str]  # what the judged numbers are
+    quantity: ClassVar[str]  # description of the number by which a module is judged
     start: ClassVar[CheckStart]  # initial values at which small models show the exponents of large ones
-    parts: ClassVar[tuple[str, ...]]  # the names of the quantities that are measured
-    drawn: ClassVar[tuple[str, ...]]  # those of the parts that have curves
+    parts: ClassVar[tuple[str, ...]]  # the names of the numbers that are measured for each module
+    drawn: ClassVar[tuple[str, ...]]  # the names in ``parts`` that are drawn as curves over the size
 
     @classmethod
     def of(
@@ -82,19 +82,23 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> Self:
         """Return the check of a recipe, or of a user's factory function ``module:factory``.
 
-        If no widths are given, widths that fit the recipe are chosen. ``source`` (of text) and ``alpha`` (the rule
-        multiplies branches by depth^-alpha) are only for factories. ``grow_heads`` is only for recipes. ``options``
-        are steps, seeds and lr_factor.
+        If no widths are given, widths that fit the recipe are chosen. ``source`` (the text to train on) and ``alpha``
+        (the rule multiplies branches by depth^-alpha) are only for factories. ``grow_heads`` is only for recipes.
+        ``options`` are steps, seeds and lr_factor.
 
         Raises:
             InputError: if there are fewer than two sizes, or a size does not fit the recipe or factory.
         """
         wide, deep = widths or [WIDTH * times for times in TIMES], depths or DEPTHS
         if all(len(set(axis)) < 2 for axis in (wide, deep)):
-            raise InputError("a slope needs at least two sizes; give more --widths or --depths")
+            raise InputError(
+                "the check fits slopes, and a slope needs at least two sizes; give more --widths or --depths"
+            )
         if isinstance(subject, str):
             if grow_heads:
-                raise InputError(f"{subject}: --grow-heads is only for recipes; change the factory")
+                raise InputError(
+                    f"{subject}: --grow-heads is only for recipes; leave it out and change the factory instead"
+                )
             scale = RunScale(min(wide), min(deep))
             family = foreign(subject, scale, prepare, source=source, batch_tokens=batch_tokens, alpha=alpha)
             return cls(family, wide, deep, **options)
@@ -111,7 +115,7 @@ class SizeCheck(ABC, Generic[Measured]):
 
     @abstractmethod
     def record(self, instance: ModelInstance) -> Mapping[str, Measured]:
-        """Train a model, and return the measurements of each module by its label."""
+        """Train a model, and return a mapping from the label of each module to its measurements."""
 
     @abstractmethod
     def judge(
@@ -124,13 +128,14 @@ class SizeCheck(ABC, Generic[Measured]):
     ) -> VerdictRow:
         """Return the row that says whether a module passes.
 
-        ``lines`` has the measurements of the module for each size and, within a size, for each seed. For each of the
-        ``parts``, ``means`` has the geometric means over seeds, one for each size, and ``slopes`` has the slope of
-        log2 of the means over log2 of the size.
+        ``lines`` contains the measurements of the module for each size and, within a size, for each seed. ``means``
+        and ``slopes`` have an entry for each measured number. In ``means``, it is the list of the number's geometric
+        means over seeds, one for each size. In ``slopes``, it is the slope of log2 of these means over log2 of the
+        size.
         """
 
     def value(self, measured: Measured, part: str, axis: SizeAxis) -> float:
-        """Return one of the ``parts`` of a measurement."""
+        """Return the number named ``part`` of a module's measurements. In subclasses, it may depend on the axis."""
         value: float = getattr(measured, part)
         return value
 
@@ -145,7 +150,7 @@ class SizeCheck(ABC, Generic[Measured]):
         return tuple(axis for axis in (width, depth) if len(axis.scales) > 1)
 
     def exact_rows(self) -> Sequence[VerdictRow]:
-        """Return the rows of the check that need no training."""
+        """Return rows that are computed without training. There are none unless a subclass defines some."""
         return ()
 
     def run(self, on_model: Callable[[int, int], None] = lambda done, total: None) -> CheckDocument:

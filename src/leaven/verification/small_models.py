@@ -30,8 +30,10 @@ LARGEST_GROUP = 8
 
 
 def small_recipe(recipe: Recipe) -> tuple[Recipe, tuple[str, ...]]:
-    """Return (recipe, changes): the recipe at or near width 64, and texts such as "d_head 128 -> 64" for the other
-    changes."""
+    """Return (recipe, changes): the recipe with a model of width 64 or a nearby width, and what else has changed.
+
+    ``changes`` contains a text such as "d_head 128 -> 64" for each changed proportion, vocabulary or sequence length.
+    """
     shape = _fitted(recipe.model)
     sizes: dict[str, Any] = {"seq_len": min(shape.seq_len, SEQ_LEN)}
     if recipe.data.tokenizer == "bpe":  # another tokenizer's vocabulary has a fixed size
@@ -102,11 +104,11 @@ def calibrated(recipe: Recipe, width: int, depth: int, start: CheckStart) -> Rec
 
     The returned recipe has its base (the scale at which its values apply unchanged) at ``width`` and ``depth``.
 
-    The embedding starts at RMS 1. If it started smaller, the residual stream at depth 2 would consist mostly of
-    branches, whose sum falls with the depth L as L^(1/2 - alpha), and gradients inside blocks would fall in the same
-    way. The readout starts at 1/width. If it started larger, the first gradient of the final norm's gain would be of
-    order 1/width^2, and the logits would keep their initial values for longer. A tied readout is reduced by its
-    multiplier (:meth:`SmallModels.table`).
+    The embedding starts at RMS 1. With a smaller embedding, the residual stream at depth 2 would consist mostly of
+    the outputs of branches. Their sum falls with the depth L as L^(1/2 - alpha), and gradients inside blocks would
+    fall in the same way. The unembedding starts at RMS 1/width. With a larger unembedding, the first gradient of the
+    final norm's gain would be of order 1/width^2, and the logits would keep their initial values for longer. If
+    embedding and unembedding are tied, a multiplier makes the logits smaller instead (:meth:`SmallModels.table`).
 
     Raises:
         InputError: if the width does not fit the recipe.
@@ -143,8 +145,9 @@ class SmallModels(RecipeFamily):
     def table(self, recipe: Recipe) -> ParameterTable:
         """Return the parameter table of this family's recipe at any scale.
 
-        A tied matrix is both embedding and readout, so it cannot start at 1 and at 1/width. It starts at 1, and its
-        factor on the logits is divided by the base's width at every scale. This does not change any exponent.
+        A matrix that is both embedding and unembedding cannot start at RMS 1 and at RMS 1/width. So it starts at RMS
+        1, and its multiplier for the logits is divided by the width of the recipe's base. This does not change any
+        exponent, because the base is the same at every scale.
         """
         table = parameter_table(recipe)
         rows = tuple(

@@ -2,8 +2,8 @@
 
 The checks transfer (over width and depth), duration, batch, decay and init all use sweeps. A sweep trains models on a
 grid of values of one hyperparameter, with several seeds for each value, at two or more scales. The first scale is the
-base, with which the others are compared. Values are base values, which the scaling rule converts to each scale. So if
-the rule is right, the best value is the same at all scales.
+base, with which the others are compared. The grid contains values for the base, which the scaling rule converts to
+each scale. So if the rule is right, the same value of the grid is the best at all scales.
 
 A sweep measures three numbers (compare Kalra and Barkeshli 2026, arXiv 2605.21486):
 
@@ -55,8 +55,8 @@ class SweptValue:
 
     key: Quantity
     option: str  # command-line option for the grid
-    octaves: tuple[int, ...]  # the default grid: log2 of multiples of the value of the recipe or factory
-    shift_limit: float  # allowed shift in octaves: half a step of the default grid
+    octaves: tuple[int, ...]  # the default grid: log2 of (value / value of the recipe or factory)
+    shift_limit: float  # allowed change of the best value, in octaves: half a step of the grid
 
     @property
     def label(self) -> str:
@@ -84,8 +84,9 @@ def sweep(
 ) -> tuple[CheckDocument, dict[RunScale, LossGrid]]:
     """Run or resume a sweep. Return its document and the losses at each scale.
 
-    ``family`` makes the models. The other scales are compared with the first one. ``grid`` has base values of a
-    recipe, or multiples of a factory's value; the default is a grid around the value of the recipe or factory.
+    ``family`` makes the models. The first of the ``scales`` is the base, with which the others are compared. ``grid``
+    contains values of a recipe before scaling, or multiples of a factory's value. By default, the grid is around the
+    value of the recipe or factory.
 
     Raises:
         InputError: if there are fewer than two scales or fewer than three values, if the family has no model at a
@@ -181,7 +182,8 @@ def along(losses: Mapping[RunScale, LossGrid], axis: ScaleAxis) -> dict[RunScale
 def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale, LossGrid]) -> list[MeasuredRow]:
     """Return a row for each axis with the exponent at which the best value changes with the scale.
 
-    Values are base values, so the exponent of the rule is added to the fitted exponent.
+    The best values in ``losses`` are values before scaling. So the exponent with which the rule scales them is added
+    to their fitted exponent.
     """
     found = []
     for axis in AXES:
@@ -204,8 +206,11 @@ def _exponents(family: ModelFamily, swept: SweptValue, losses: Mapping[RunScale,
 def _curves(
     swept: SweptValue, losses: Mapping[RunScale, LossGrid], names: Mapping[RunScale, str]
 ) -> Iterator[VerdictCurve]:
-    """Yield the curves of the document: for each scale, the loss over the values, and the optimum; for each axis, the
-    best value over the size of the axis."""
+    """Yield the curves of the check's document.
+
+    For each scale, there is a curve of the loss over the swept value, and a curve with one point at the best value.
+    For each axis, such as width, there is a curve of the best value over the size.
+    """
     best: dict[RunScale, tuple[float, float, float]] = {}
     for scale, grid in losses.items():
         yield curve(names[scale], swept.key, "loss", (2**grid.octaves).tolist(), grid.losses.tolist())
@@ -233,8 +238,10 @@ def _curves(
 
 
 def _row(swept: SweptValue, pair: Mapping[str, LossGrid], seeds: int) -> VerdictRow:
-    """Return the row that compares a scale with the base. ``pair`` maps the names of the base and of the other scale,
-    in this order, to their losses."""
+    """Return the row that compares a scale with the base.
+
+    ``pair`` maps two names to losses: first the name of the base, then the name of the other scale.
+    """
     limit = swept.shift_limit
     row = partial(VerdictRow, module=f"best {swept.label}, octaves", axis=" -> ".join(pair), limit=limit)
     for name, grid in pair.items():

@@ -10,10 +10,10 @@ from leaven.documents.checks import CheckDocument, VerdictCurve, VerdictRow
 
 
 def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow], **more: Any) -> CheckDocument:
-    """Return the document of a check. ``more`` are its other fields.
+    """Return the document of a check. ``more`` contains the document's other fields.
 
-    The check passes if no row failed and at least one row passed. ``fault`` names the row that failed by the most; a
-    row that failed clearly comes before undecided rows.
+    The check passes if no row failed and at least one row passed. The field ``fault`` of the document is the module
+    whose row is farthest beyond its limit. Undecided rows are considered only if no row failed clearly.
     """
     failed = [row for row in rows if row.passed is False]
     return CheckDocument(
@@ -28,8 +28,10 @@ def verdict(check: str, subject: str, quantity: str, rows: Sequence[VerdictRow],
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return b of the least-squares fit log2 y = a + b log2 x, or None if a value of y is zero, negative or not
-    finite."""
+    """Return the slope b of the least-squares fit log2 y = a + b log2 x.
+
+    Return None if a value of y is zero, negative or not finite.
+    """
     values = np.asarray(y, dtype=float)
     if not (np.isfinite(values).all() and (values > 0).all()):
         return None

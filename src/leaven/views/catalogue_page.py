@@ -42,8 +42,8 @@ class CatalogueChart:
     note: str  # text below the title
     unit: str  # title of the y axis
     hover: str  # pattern of the value in a point's tooltip
-    path: str  # path of the drawn value in a run; its source is shown in the tooltip
-    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # takes sizes, returns the points of each line
+    path: str  # where the value is in a run, such as ``schedule.peak_lr``; the tooltip shows its source
+    lines: Callable[[Sequence[float]], dict[str, list[LinePoint]]]  # takes sizes, returns each line's points
 
 
 def _laws(sizes: Sequence[float], predicted: str) -> dict[str, list[LinePoint]]:
@@ -67,7 +67,8 @@ def _chinchilla(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
 def _inits(sizes: Sequence[float]) -> dict[str, list[LinePoint]]:
     """Return a line for each init rule: its init std for models of these sizes.
 
-    A model of N parameters with width d has d / ASPECT layers. Without embeddings, d is (N x ASPECT / 12)^(1/3).
+    A model has width / ASPECT layers. So the width of a model with N parameters without embeddings is
+    (N x ASPECT / 12)^(1/3).
     """
     rules: dict[str, Callable[[float], float]] = {
         "fan-in, 1 / sqrt(d)": lambda d: d**-0.5,
@@ -166,9 +167,10 @@ def scatter(
     own: Recipe | None = None,
     own_value: float | None = None,
 ) -> tuple[Figure, list[str]]:
-    """Return a chart of the published runs, and the names of its lines in the order of their numbers in the chart.
+    """Return a chart of published runs over the model size, and the names of the lines in the chart.
 
-    The recipe ``own`` is drawn as a star at its size and ``own_value``.
+    The lines are numbered in the chart, in the order of the names. The recipe ``own`` is drawn as a star at its size
+    and ``own_value``.
     """
     points = [(run, value) for run in runs if (value := read(run, quantity.path))]
     sizes, values = [run.params_total for run, _ in points], [value for _, value in points]
@@ -240,10 +242,10 @@ def hover_text(quantity: CatalogueChart, run: PublishedRun, value: float) -> str
 
 
 def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, float, float]]:
-    """Return the points (size, lower quartile, upper quartile) of the band over model sizes.
+    """Return (size, lower quartile, upper quartile) for each model size of a band that shows the usual values.
 
-    The quartiles are computed from one median for each lineage with runs near the size. At least four such lineages
-    are needed; other sizes are left out.
+    At each size, a lineage (a family of models) has one vote: the median of its runs that are near this size. The
+    quartiles are those of the votes. A size with fewer than four votes is left out.
     """
     sizes = [run.params_total for run, _ in points]
     edge = []
@@ -259,7 +261,7 @@ def band(points: Sequence[tuple[PublishedRun, float]]) -> list[tuple[float, floa
 
 
 def _apart(ends: Sequence[tuple[float, float]], decades: float) -> list[tuple[float, float]]:
-    """Return the positions of the labels at the ends of lines. A label that would overlap another is moved up."""
+    """Return the positions of line labels: the ends of the lines, or higher up if a label would overlap another."""
     least = 10 ** (0.045 * decades)
     placed: dict[int, tuple[float, float]] = {}
     for n in sorted(range(len(ends)), key=lambda n: ends[n][1]):

@@ -73,7 +73,7 @@ def text(written: str) -> str:
 
 
 def hue(number: int) -> str:
-    """Return one of the nine categorical colours of the style sheet. ``number`` counts from 0, and 9 is 0 again."""
+    """Return one of the nine categorical colours of the style sheet. The numbers 0 and 9 have the same colour."""
     return f"var(--hue-{number % 9 + 1})"
 
 
@@ -208,7 +208,7 @@ def smooth(x: Sequence[float], y: Sequence[float], share: float = 0.06) -> Array
 
 
 def thin(points: Sequence[Point], most: int, *, logarithmic: bool = True) -> list[Point]:
-    """Return at most ``most`` of the points, evenly spaced along the x axis, with the last point."""
+    """Return at most ``most`` of the points, evenly spaced along the x axis. The last point is kept."""
     if len(points) <= most:
         return list(points)
     x = np.array([x for x, _ in points])

@@ -34,7 +34,8 @@ def check_page(check: CheckDocument) -> str:
 def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, Any]]:
     """Return charts over the model size with a curve for each module, and the sections of the page with the charts.
 
-    A curve starts at 1: its values are divided by its first value. Gradients are divided by eps before.
+    Gradients are first divided by the eps of Adam. Then the values of each curve are divided by its first value, so
+    that the curve starts at 1.
     """
     wanted = _SLOPES[check.check]
     drawn: dict[str, Figure | None] = {}
@@ -60,7 +61,7 @@ def _slopes(check: CheckDocument) -> tuple[dict[str, Figure | None], dict[str, A
 
 
 def _relative(curve: VerdictCurve, eps: VerdictCurve | None) -> list[Point]:
-    """Return the points of a curve, with its values divided by ``eps`` (if given) and then by the first value.
+    """Return the points of a curve, with its values divided by those of ``eps`` (if given), then by the first value.
 
     Return an empty list if a value is 0 or missing, because a logarithmic axis cannot show it.
     """

@@ -79,7 +79,7 @@ def conclusion(check: CheckDocument) -> str:
 
 
 def _headers(check: CheckDocument, rows: Sequence[VerdictRow]) -> dict[str, str]:
-    """Return the header of each column, by the name of the number that the column shows."""
+    """Return the header of each column, by the number that the column shows, such as ``regret``."""
     known = {"start": "at step 0", "end": f"at step {check.settings.get('steps')}", "decay": "lr x decay"}
     ends = set()
     if check.check in SWEEPS:
@@ -103,7 +103,7 @@ def _title(check: CheckDocument, axis: str, rows: Sequence[VerdictRow]) -> str:
 
 
 def _part(check: CheckDocument, part: str) -> Callable[[VerdictRow], str]:
-    """Return the function for a column's cells: the number ``part`` of a row as text, with its interval if any."""
+    """Return a function that takes a row and returns a cell: the number named ``part``, with its interval if any."""
     slopes = check.check in SLOPES
 
     def cell(row: VerdictRow) -> str:

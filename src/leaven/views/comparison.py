@@ -45,7 +45,10 @@ def comparison_page(folders: Sequence[Path], output: Path) -> tuple[str, Compari
             raise InputError(f"{folder} is given twice; give different runs")
         run = read_folder(folder)
         if not isinstance(run, RunView):
-            raise InputError(f"{folder} is not a training run, and only runs can be compared; give this folder alone")
+            raise InputError(
+                f"{folder} is not a training run, and only runs can be compared; "
+                "to report on this folder, give it alone"
+            )
         runs.append(replace(run, title=str(folder)))
     document = compare(runs, output)
     results, different = comparison_tables(document)

@@ -25,8 +25,8 @@ COMMANDS = (
 def curves(demo: DemoDocument) -> dict[tuple[str, int], dict[float, float]]:
     """Return the loss over the lr for each (rule, width), as a mapping from the lr to the loss.
 
-    At the base width, the losses are means over all seeds, and both rules have the same losses. At larger widths, the
-    losses are those of the first seed.
+    At the base width, the losses are means over all seeds and do not depend on the rule. At larger widths, the losses
+    are those of the first seed.
     """
     base = demo.models[0].width
     return {

@@ -60,12 +60,12 @@ class StudyView(StudyDocument):
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval of the best loss in nats per token. None without runs with fresh seeds."""
+        """The 95% interval of the best loss in nats per token, or None if no runs with fresh seeds were made."""
         return self.best.interval if self.best is not None and math.isfinite(self.best.interval[0]) else None
 
     @property
     def start_loss(self) -> float | None:
-        """The mean loss of the starting values over seeds, or else the loss of the first complete trial."""
+        """The mean loss of the trials with the starting values, or else the loss of the first complete trial."""
         done = [trial for trial in self.trials if trial.loss is not None and trial.state == "complete"]
         losses = [trial.loss for trial in list(filter(at_start, done)) or done[:1] if trial.loss is not None]
         return sum(losses) / len(losses) if losses else None

@@ -54,7 +54,7 @@ def setting(value_of: Any) -> str:
 
 
 def span(low: float, high: float, spell: Callable[[float], str]) -> str:
-    """Return the range from ``low`` to ``high`` as text, or one number if ``spell`` writes both ends equally."""
+    """Return the range from ``low`` to ``high`` as text, or one number if ``spell`` gives both the same text."""
     first, last = spell(low), spell(high)
     if first == last:
         return first

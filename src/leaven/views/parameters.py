@@ -1,7 +1,7 @@
 """Prepare the table of every parameter's init std, lr and other values for display.
 
 Layers with equal values share a row, and each value has a reason. The base is the scale (width, depth, batch, tokens)
-at which the hyperparameters were tuned; a scaling rule converts them to the recipe's own scale, the target.
+for which the hyperparameters are written; a scaling rule converts them to the recipe's own scale, the target.
 """
 
 import math
@@ -74,7 +74,7 @@ def groups(rows: Iterable[AnyRow]) -> list[LayerGroup]:
 
 
 def at_base(recipe: Recipe) -> Recipe | None:
-    """Return the recipe at its base scale, at which the hyperparameters were tuned.
+    """Return the recipe at its base scale, for which the hyperparameters are written.
 
     Return None if the recipe is at base scale already, or if the model cannot be built at base scale.
     """
@@ -98,10 +98,11 @@ def at_base(recipe: Recipe) -> Recipe | None:
 
 
 def reason(recipe: Recipe, table: ParameterTable, row: ParameterRow, quantity: str) -> str:
-    """Return the formula of the factor by which a value differs from its base value, such as ``m_in^-1 = 0.25``.
+    """Return why a tensor's value differs from its base value: a formula such as ``m_in^-1 = 0.25``, or a sentence.
 
-    m_in, m_out, m_H, m_L, m_B and m_D are the ratios target / base of the tensor's fan in and fan out, the head
-    dimension, the depth, the batch size and the tokens.
+    The formula is that of the factor by which the scaling rule multiplies the value. In it, m_in, m_out, m_H, m_L,
+    m_B and m_D are the ratios target / base of the tensor's fan in and fan out, the head dimension, the depth, the
+    batch size and the tokens.
     """
     init = recipe.hyperparameters.init
     if quantity == "init_std" and init != "rule" and row.init_std:

@@ -24,7 +24,7 @@ _LEAST_GIB = 0.05  # parts of memory that are smaller on every rank are not draw
 
 
 def part_hues(stages: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Return the colour of each part of memory, such as activations, without parts that are small on every rank."""
+    """Return the colour of each part of memory, such as activations, except parts that are small on every rank."""
     parts = [part for part in stages[0] if max(sizes[part] for sizes in stages) >= _LEAST_GIB]
     return {part: HUES.get(part, MUTED) for part in parts}
 
@@ -147,13 +147,13 @@ _SYMBOLS = {"none": "circle", "selective": "diamond", "full": "square"}
 
 
 def drawn_layouts(candidates: Sequence[CandidateRow], chosen: CandidateRow) -> list[CandidateRow]:
-    """Return which of the layouts are drawn, given all of them with the best first."""
+    """Return the layouts that the chart shows. ``candidates`` are all layouts, with the best first."""
     slowest = _slowest(candidates, chosen)
     return [each for each in candidates if each.step_seconds <= slowest][:DOTS]
 
 
 def _slowest(candidates: Iterable[CandidateRow], chosen: CandidateRow) -> float:
-    """Return the largest step time that is drawn."""
+    """Return the largest step time of a layout that the chart shows."""
     fastest = min(each.step_seconds for each in [*candidates, chosen])
     return max(SLOWEST * fastest, 1.3 * chosen.step_seconds)
 

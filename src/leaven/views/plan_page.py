@@ -20,7 +20,7 @@ STEADY = 4  # in the chart of a long pipeline, number of micro-batches between i
 
 @dataclass(frozen=True)
 class FormField:
-    """A field of the form of the planner."""
+    """An input field of the planner's form in ``leaven serve``."""
 
     name: str
     label: str
@@ -33,9 +33,9 @@ def plan_page(
 ) -> str:
     """Return the HTML page of a plan.
 
-    Its numbers and tables are those of the ``document``; ``plan`` adds all layouts that fit, the passes of the
-    pipeline and the accelerator. ``command`` is the shell command of the plan. If ``form`` is given, the page begins
-    with the input form of the planner of ``leaven serve``.
+    The ``document`` has the numbers and tables of the page. ``plan`` has what the document lacks: all layouts that
+    fit, the passes of the pipeline, and the accelerator. ``command`` is the shell command of the plan. If ``form`` is
+    given, the page begins with the input form of the planner of ``leaven serve``.
     """
     stages = [stage.parts for stage in document.stages]
     capacity = document.memory.capacity_gib

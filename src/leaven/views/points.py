@@ -20,14 +20,17 @@ UNMOVED = 0.005  # octaves (factors of 2); a smaller change would be printed as 
 
 
 def change(dimension: Dimension, to: float) -> str:
-    """Return a change from the start as text, for example ``2×``, ``1/4×``, ``+0.05`` or the option of a choice."""
+    """Return the change of a hyperparameter from its starting value as text, for example ``2×`` or ``+0.05``.
+
+    For a choice, such as the optimizer, return the name of the chosen option.
+    """
     return numbers.ratio(2.0**to) if dimension.unit == "octave" else dimension.change(to)
 
 
 def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: Mapping[str, float], room: int) -> str:
-    """List the changes from one point to another, the largest first, for example ``embedding.lr x1.41, …``.
+    """List how hyperparameters change from ``before`` to ``now``, for example ``embedding.lr x1.41, …``.
 
-    Changes that do not fit into ``room`` characters are left out.
+    The largest changes come first. Changes that do not fit into ``room`` characters are left out.
     """
     moved = [(d, now[d.path], before.get(d.path, 0.0)) for d in dimensions if d.path in now]
     names = [
@@ -43,9 +46,10 @@ def changes(dimensions: Sequence[Dimension], before: Mapping[str, float], now: M
 
 
 def summary(trial: StudyTrial, state: StudyDocument, room: int, best: StudyTrial | None = None) -> str:
-    """Describe a trial in at most ``room`` characters: its changes from ``best``, or from the start if that is None.
+    """Describe a trial in at most ``room`` characters, by the hyperparameters that it changes.
 
-    A trial that runs an earlier point again with another seed is described by the number of the earlier trial.
+    The changes are from the trial ``best`` or, by default, from the starting values. If the trial repeats an earlier
+    trial with another seed, the text has the number of the earlier trial instead.
     """
     seed = f", seed +{trial.seed}" if trial.seed else ""
     if seed and at_start(trial):
@@ -63,7 +67,7 @@ def at_start(trial: StudyTrial) -> bool:
 
 
 def share(trial: StudyTrial, state: StudyDocument) -> str:
-    """Return at which share of a whole run a trial stopped, for example ``at 18%``, or "" if no trial is complete."""
+    """Return the share of a whole run that a trial trained, for example ``at 18%``, or "" if no trial is complete."""
     whole = max((other.tokens for other in state.trials if other.state == "complete"), default=0)
     return f"at {min(trial.tokens / whole, 1.0):.0%}" if whole and trial.tokens else ""
 
@@ -76,8 +80,11 @@ def workers(state: StudyDocument) -> dict[str, str]:
 
 
 def result(state: StudyDocument) -> list[str]:
-    """Return lines about the best point: its loss, how certain the loss is, and its gain against the start and the
-    noise. The study must have a best point."""
+    """Return lines about the best hyperparameters that a study found.
+
+    They say the loss, how certain the loss is, the gain over the starting values, and whether the gain is above the
+    noise. The study must have best hyperparameters.
+    """
     best, gain, noise = state.best, state.gain if state.moved else None, state.noise_floor
     assert best is not None
     against = "" if gain is None else f", {signed(-gain)} against the start"
@@ -103,7 +110,10 @@ def repeats(state: StudyDocument) -> str:
 
 
 def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
-    """Return lines about the point with the fewest changes, the searched values, and the gain of more trials.
+    """Return lines about what a study found besides the best hyperparameters.
+
+    They say which few changes are as good as the best ones, which hyperparameters are at a limit of the search space,
+    which hyperparameters do not matter, and what more trials are expected to gain.
 
     ``budget`` is the number of trials that the search was allowed to run.
     """
@@ -132,7 +142,7 @@ def findings(state: StudyDocument, budget: int | None = None) -> list[Fact]:
 
 
 def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[Fact]:
-    """Return lines about the point ``fewest``, which is as good as the best point with the fewest changed values."""
+    """Return lines about ``fewest``: the hyperparameters with the fewest changes that are as good as the best."""
     if fewest == state.octaves:
         return [("fewest", ["no trial with fewer changes is equal to the best within the noise"])]
     moved = {path: octaves for path, octaves in fewest.items() if octaves}
@@ -152,7 +162,7 @@ def _fewest_changes(state: StudyDocument, fewest: Mapping[str, float]) -> list[F
 
 
 def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
-    """Return lines about the gain of more trials, and about the two values that bring most of the predicted gain."""
+    """Return lines about the predicted gain of more trials, and the two hyperparameters that bring most of it."""
     facts: list[Fact] = []
     if outlook.gain is not None:
         against = ", less than the noise" if noise is not None and outlook.gain < noise else ""
@@ -166,7 +176,7 @@ def outlook_facts(outlook: Outlook, noise: float | None) -> list[Fact]:
 
 
 def _wider(dimension: Dimension, best: float) -> str:
-    """Return the recipe setting with which the search goes beyond ``best``, the limit of the search space."""
+    """Return the recipe setting that extends the search space beyond ``best``, a value at its limit."""
     low, high, step = dimension.low, dimension.high, 2 * dimension.scale
     low, high = (low, math.ceil(high + step)) if best > 0 else (math.floor(low - step), high)
     # 0, which stands for the value in the recipe, must be between the two limits.
@@ -174,5 +184,5 @@ def _wider(dimension: Dimension, best: float) -> str:
 
 
 def names(found: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first names of a list as text, and how many more there are."""
     return ", ".join(found[:NAMES]) + (f" and {len(found) - NAMES} more" if len(found) > NAMES else "")

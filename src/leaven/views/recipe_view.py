@@ -24,7 +24,7 @@ def recipe_view(recipe: Recipe, beside: Recipe | None, names: tuple[str, str]) -
     others = by_label(parameter_table(beside).rows) if beside else {}
 
     def line(name: str, rows: Sequence[ParameterRow]) -> Mapping[str, Any]:
-        """Return a line of the parameter table. A cell is (range in ``beside``, range in the recipe, reason)."""
+        """Return a line of the parameter table. A cell is (range in ``beside``, range in the recipe, formula)."""
         first, base = rows[0], others.get(name, [])
         cells = [
             (_range(base, quantity), _range(rows, quantity), f"{header}: {reason(recipe, table, first, quantity)}")
@@ -62,7 +62,7 @@ def _network(rows: Mapping[str, Sequence[ParameterRow]], lr: float) -> Mapping[s
 
 
 def _band(label: str, factors: Sequence[float], reach: int, text: str, state: str = "") -> Mapping[str, Any]:
-    """Return a band with a colour for each layer's factor.
+    """Return a band of colours that shows the ``factors``, one for each layer.
 
     ``text`` is next to the band, ``label`` in its tooltip. ``state`` is "left" if the value was not searched.
     """
@@ -134,7 +134,7 @@ def multiplier_kinds(recipe: Recipe, space: Sequence[str]) -> list[str]:
 
 
 def acts(recipe: Recipe, module: str, kind: str) -> bool:
-    """Return whether a kind of multiplier has an effect on a module."""
+    """Return whether a kind of multiplier, such as ``init_std``, has an effect on a module, such as ``mlp.in``."""
     return recipe.hyperparameters.refusal(recipe.model.roles, module, kind) is None
 
 
@@ -145,7 +145,7 @@ def over_depth(recipe: Recipe, kind: str) -> list[float]:
 
 
 def module_layers(recipe: Recipe, module: str, kind: str) -> list[float]:
-    """Return the multiplier of a module times the depth multiplier, for each layer.
+    """Return a module's multiplier of a ``kind`` such as ``lr``, times the depth multiplier, for each layer.
 
     For a module outside the layers, such as the embedding, return only the module's multiplier.
     """

@@ -62,8 +62,8 @@ def served(page: ServedPage) -> Iterator[None]:
 def render(template: str, charts: Mapping[str, Figure | None], **context: Any) -> str:
     """Return the HTML of a template in ``templates/``. Every text in the context is escaped.
 
-    The template shows the chart ``loss`` of ``charts`` with ``ui.chart("loss", ...)``, and tests with ``if
-    charts.loss`` whether the chart exists.
+    A template shows the chart that is named ``loss`` with ``ui.chart("loss", ...)``. The condition ``if charts.loss``
+    tests whether this chart exists.
 
     Raises:
         InputError: if plotly is missing.

@@ -78,7 +78,7 @@ def window(study: StudyView) -> tuple[float, float]:
 
 
 def hover(trial: StudyTrial, study: StudyView) -> str:
-    """Return the tooltip of a trial, with its loss and its changes."""
+    """Return the tooltip of a trial, with its loss and the hyperparameters that it changes."""
     lines = [f"<b>trial {trial.number}</b>"]
     if trial.loss is not None:
         lines.append(f"{numbers.loss(trial.loss)} nats per token{' predicted' if trial.state == 'stopped' else ''}")
@@ -90,8 +90,8 @@ def hover(trial: StudyTrial, study: StudyView) -> str:
 def search(study: StudyView) -> Figure:
     """Draw the losses of all trials in order, with a line through the lowest loss so far.
 
-    The answer, which is the loss of the best point (over fresh seeds, if there are any), is drawn to the right with
-    its interval. A band around the answer shows the noise between seeds.
+    To the right of the trials is the loss of the best hyperparameters, with its interval. It is a mean over fresh
+    seeds, if there are any. A band around this loss shows the noise between seeds.
     """
     low, top = window(study)
     first, last = study.trials[0].number, study.trials[-1].number
@@ -134,7 +134,7 @@ def search(study: StudyView) -> Figure:
 
 
 def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
-    """Draw a chart for each of the most important values: the predicted loss over this value.
+    """Draw a chart for each of the most important hyperparameters: the predicted loss over its value.
 
     All charts have the same y axis, in nats above the best point. The surrogate may predict a loss below the best
     point, so the axis may go below 0.
@@ -149,11 +149,12 @@ def slices(study: StudyView) -> list[tuple[Coordinate, Figure]]:
 
 
 def _slice(study: StudyView, coordinate: Coordinate, depth: float, height: float) -> Figure:
-    """Draw the predicted loss over one value's change from the start, in nats above the best point.
+    """Draw the predicted loss over the change of one hyperparameter from its starting value.
 
-    The line is the surrogate's prediction, with a band of one standard deviation. In the grey region, the loss is
-    flat within the noise. The red area is the probability of divergence, which is 1 at the top. Crosses are trials
-    that diverged, and ticks are complete trials. The y axis is from ``depth`` to ``height``.
+    The loss is in nats above that of the best hyperparameters. The line is the surrogate's prediction, with a band of
+    one standard deviation. In the grey region, the loss is flat within the noise. The red area is the probability of
+    divergence, which is 1 at the top. Crosses are trials that diverged, and ticks are complete trials. The y axis is
+    from ``depth`` to ``height``.
     """
     dimension = study.dimension(coordinate.path)
     bottom, top = depth - 0.18 * (height - depth), height + 0.08 * (height - depth)
@@ -219,7 +220,7 @@ def known_curves(study: StudyView) -> Curves:
 
 
 def against_best(study: StudyView, known: Curves) -> Curves:
-    """Return how far the loss curve of each trial is above the curve of the best trial at the same tokens."""
+    """Return how far the loss curve of each trial is above that of the best trial after the same number of tokens."""
     best = known.get(study.best.number) if study.best else None
     if best is None:
         return {}
@@ -263,7 +264,8 @@ def curves(study: StudyView, known: Curves, title: str) -> Figure:
 def front(study: StudyView) -> Figure | None:
     """Draw the final losses of trials over their tokens, and the Pareto front as a line with steps.
 
-    A trial with several durations has a dot for each. Return None if all trials have about the same duration.
+    A trial that was evaluated after several durations has a dot for each of them. Return None if all trials have
+    about the same duration.
     """
     tokens = [one.tokens for one in study.front]
     if len(tokens) < 2 or max(tokens) <= SAME * min(tokens):

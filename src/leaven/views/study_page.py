@@ -87,9 +87,10 @@ def _value_row(coordinate: Coordinate, study: StudyView) -> Mapping[str, Any]:
 
 
 def changes(study: StudyView) -> Mapping[str, Any] | None:
-    """Return the table of the changed values at the best point, and at an equally good point with fewer changes.
+    """Return the table of the changed hyperparameters, with their starting values and their best values.
 
-    Return None if there is no best point, or if the best point is the start.
+    If there are equally good values with fewer changes, the table has a column for them. Return None if no best
+    values are known, or if they are the starting values.
     """
     moved, fewer = (
         {path: to for path, to in (point or {}).items() if abs(to) > points.UNMOVED}
@@ -108,7 +109,7 @@ def changes(study: StudyView) -> Mapping[str, Any] | None:
 
 
 def trial_rows(study: StudyView) -> list[Mapping[str, Any]]:
-    """Return the rows of the table of trials, sorted by loss. Trials without a loss come last."""
+    """Return the rows of the table of trials: complete trials first, then the others, each group sorted by loss."""
     names, best = points.workers(study), study.best_trial
     ended = [trial.loss for trial in study.trials if trial.state == "complete" and trial.loss is not None]
     lowest = best.loss if best else min(ended, default=None)
@@ -162,7 +163,10 @@ def tune_command(study: StudyView, recipe: str, folder: str) -> str:
 
 
 def _space(study: StudyView) -> str:
-    """Return the argument of ``--space`` for the searched values. A value of all modules is written with a ``*``."""
+    """Return the argument of ``--space`` for the searched hyperparameters.
+
+    If a hyperparameter such as ``lr`` is searched in all modules, ``*`` replaces the names of the modules.
+    """
     recipe, searched = study.centre, set(study.space)
     names = dict[str, None]()
     for path in study.space:

@@ -28,9 +28,9 @@ class Column:
     cell: Callable[[Any], Cell] = str  # returns the cell of an item
     unit: str = ""  # printed below the header
     align: Literal["left", "right", "point"] = "right"  # point aligns numbers at their decimal points
-    drop: int = 0  # if space is short, columns with the highest number are left out first; 0: never left out
+    drop: int = 0  # 0: always shown; otherwise, the column with the highest number is the first to be left out
     free: bool = False  # whether the cells are free text, which may be shortened
-    width: int = 0  # width in characters in a `RowByRow`
+    width: int = 0  # width in characters; only tables that are printed row by row (`RowByRow`) use it
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Table:
 
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
-    notes: Sequence[Sequence[str]] = ()  # the notes of each row, which are printed in full below the row
+    notes: Sequence[Sequence[str]] = ()  # the notes of each row; they are printed in full below the row
 
     @classmethod
     def of(
@@ -133,7 +133,7 @@ class RowByRow:
 class Facts:
     """Labelled lines, for example ``layout   dp 64 · tp 1 · pp 1``. A long line is wrapped between its parts.
 
-    ``indent`` is the width of the labels. By default, it is the width of the longest label.
+    ``indent`` is the width of the labels. By default, it is the longest label plus two spaces.
     """
 
     def __init__(self, facts: Sequence[Fact], indent: int = 0) -> None:
@@ -189,7 +189,8 @@ def cut(text: str, width: int) -> str:
 def at_point(cells: Sequence[Cell]) -> list[Cell]:
     """Pad numbers with spaces so that their decimal points are aligned.
 
-    In a number without a point, it is assumed after the leading digits: after 16 in ``16*``, after 1 in ``1e-8``.
+    In a number without a decimal point, the point is assumed after the leading digits: after 16 in ``16*``, after 1
+    in ``1e-8``.
     """
     ends = [len(re.split("[.e*]", str(cell), maxsplit=1)[0]) for cell in cells]
     before = max(ends, default=0)

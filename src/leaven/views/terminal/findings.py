@@ -49,7 +49,7 @@ def verdict(found: Sequence[FindingRow], checks: int) -> Text:
 
 
 def written(value: Any) -> str:
-    """Return a value as it is typed in ``--set``. None is the empty text, with which ``--set`` removes a value."""
+    """Return a value as it is typed in ``--set``. For None, return "", with which ``--set`` removes a value."""
     match value:
         case None:
             return ""
@@ -78,7 +78,7 @@ def _evidence(one: FindingRow) -> Iterator[str]:
 
 
 def _to_type(suggestion: Mapping[str, Any], width: int) -> Iterator[Text]:
-    """Yield the options to type. A long line is broken between options with a backslash for the shell."""
+    """Yield the ``--set`` options to type. A long line is broken between options with a backslash for the shell."""
     line = " " * _LABEL + "->"
     for path, to in suggestion.items():
         option = f" --set {path}={written(to)}"

@@ -82,7 +82,7 @@ def accelerator_screen(one: AcceleratorRow) -> Iterator[RenderableType]:
 
 
 def _half(one: AcceleratorRow) -> str:
-    """Return the 16-bit dtype that the planner uses."""
+    """Return the 16-bit dtype that the planner uses on an accelerator."""
     return "fp16" if one.peak_tflops["bf16"] is None else "bf16"
 
 

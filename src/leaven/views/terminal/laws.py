@@ -136,7 +136,7 @@ def optimum_screen(rows: Sequence[OptimumRow]) -> Iterator[RenderableType]:
 
 
 def _batch(laws: Sequence[LawRow], batch_tokens: float) -> Facts:
-    """Describe a batch size: as a multiple of each law's batch size, its cost, and the valid rules for the lr."""
+    """Describe a batch size: its ratio to each law's batch size, its cost, and the rules for the lr at this batch."""
     multiples = {
         kind: [f"{batch_tokens / batch:.2g}x {law}" for law, batch in batches(laws, kind).items()] for kind in _KINDS
     }
@@ -162,10 +162,10 @@ def _spreads(
     batch_tokens: float | None,
     params_non_embedding: float | None,
 ) -> Facts:
-    """Return the median and range of each predicted quantity over the laws, and the number of parameters that
-    the laws were given.
+    """Return lines with the median and range of each quantity that the laws predict.
 
-    If a law has several forms, only the main form counts.
+    The first line has the numbers of parameters that the laws were given. If a law has several forms, only the main
+    form counts.
     """
     own = [law for law in laws if law.form_of is None]
     by_kind = [(kind, [law for law in own if law.batch_kind == kind]) for kind in _KINDS]

@@ -64,7 +64,7 @@ def _speed(plan: PlanDocument) -> list[Cell]:
 
 
 def _time(plan: PlanDocument) -> list[Cell]:
-    """Return the parts of a step that take more than 0.5% of its time."""
+    """Return the parts of a step with their shares of its time, as text. Parts up to 0.5% are left out."""
     shares = {part: seconds / plan.speed.step_seconds for part, seconds in plan.time.items()}
     return [f"{PARTS[part]} {share:.0%}" for part, share in shares.items() if share > 0.005]
 
@@ -87,7 +87,7 @@ def _ramp(plan: PlanDocument) -> list[Cell]:
 
 
 def _start(choice: RampChoice) -> str:
-    """Return the first batch size of a ramp, and its share of the full speed. Only a share of 1 is shown as 100%."""
+    """Return the first batch size of a ramp, and its speed as a share of the full speed. Only 1 is shown as 100%."""
     share = choice.share if choice.share >= 1 else min(choice.share, 0.99)
     return f"{format_quantity(choice.start_tokens)} tokens: {share:.0%}"
 
@@ -119,7 +119,10 @@ def _choices(layout: Layout) -> list[str]:
 
 
 def _explained(explained: Explanation, step_seconds: float) -> list[Cell]:
-    """Return why a layout was not chosen, and the parts of a step whose times differ by at least 1% of the step."""
+    """Return why a requested layout was not chosen, and which parts of a step differ from the chosen layout's.
+
+    Parts whose times differ by less than 1% of the step are left out.
+    """
     return [
         f"{explained.asked}: {explained.line}",
         *(

@@ -15,7 +15,7 @@ from leaven.views.tables import Column, Fact, Facts, Table
 
 
 def _number(header: str, unit: str = "", quantity: str = "") -> Column:
-    """Return a column of numbers of the parameter table. ``quantity`` is the field; by default the header."""
+    """Return a column of numbers of the parameter table: the field ``quantity`` or, by default, ``header``."""
     return Column(
         header, lambda group: numbers.value(getattr(group.row, quantity or header)), unit=unit, align="point"
     )
@@ -49,7 +49,7 @@ def parameters_screen(shown: ShowDocument) -> Iterator[RenderableType]:
 
 
 def transfer_screen(shown: ShowDocument) -> Iterator[RenderableType]:
-    """Yield the parameter table, and what the gain of the study is worth at this size if a study chose the values."""
+    """Yield the parameter table. If a study chose the values, also yield how many more tokens would gain as much."""
     yield from parameters_screen(shown)
     if shown.worth:
         worth = [f"{row.times:.2f}" if math.isfinite(row.times) else "any number of" for row in shown.worth]
@@ -97,13 +97,13 @@ _LETTERS = (
 
 
 def rule_table(shown: RuleDocument) -> Iterator[RenderableType]:
-    """Yield a scaling rule: its factors for each role of a parameter, its other factors, and the letters in them."""
+    """Yield a scaling rule: its factors for each role of a parameter, its other factors, and a legend of symbols."""
 
     def cell(quantity: str) -> Callable[[str], str]:
         return lambda role: shown.roles[role][quantity].text
 
     def sources(role: str) -> list[str]:
-        """Return the sources of a row, each with the columns that it is the source of."""
+        """Return the sources of a row of the table, each with the names of the columns that come from it."""
         by_source: dict[str, list[str]] = {}
         for quantity, cell in shown.roles[role].items():
             by_source.setdefault(cell.source, []).append(quantity.replace("_", " "))
