@@ -489,7 +489,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another recipe: hyperparameters.lr 0.01 there, 0.02 here", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("another text: .* there, x here", {"text": "x"}),
-    ("durations: a cosine run does not contain shorter runs", {"durations": (1024, 2048)}),
+    ("durations: with decay cosine they cannot share one run", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),
@@ -500,7 +500,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("is not empty and contains no study; use another folder", {"out": "full"}),
     ("full/x: a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
-    ("method best: there are trust-region, random", {"method": "best", "out": "new"}),
+    ("method best: unknown; choose from trust-region, random", {"method": "best", "out": "new"}),
 ]
 
 
