@@ -471,7 +471,7 @@ def test_a_study_in_a_database_has_its_recipe_there(short: Recipe, tokens: Token
     assert saved(tmp_path / "there")[0] == saved(tmp_path / "here")[0]
     other = short.replace({LR: 0.02})
     with (
-        pytest.raises(InputError, match=r"sqlite:///.* has another recipe: hyperparameters.lr 0.01 there, 0.02 here"),
+        pytest.raises(InputError, match=r"sqlite:///.* has another recipe: hyperparameters.lr was 0.01, is now 0.02"),
         Study(tmp_path / "elsewhere", other, space(other, LR), "random", tokens, url),
     ):
         pass
