@@ -486,7 +486,7 @@ def tree(folder: Path) -> dict[Path, bytes | None]:
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another method: random there, tpe here", {"method": "tpe"}),
     ("another space: .* only here", {"which": "global"}),
-    ("another recipe: hyperparameters.lr 0.01 there, 0.02 here", {"change": {LR: 0.02}}),
+    ("another recipe: hyperparameters.lr was 0.01, is now 0.02", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("another text: .* there, x here", {"text": "x"}),
     ("durations: with decay cosine they cannot share one run", {"durations": (1024, 2048)}),
