@@ -217,7 +217,7 @@ def test_an_earlier_study_that_says_nothing_is_refused(folder: Path, tiny: Recip
         earlier_trials(folder, space(recipe_at(tiny.replace({"scaling.base": base}), {}), LR))
     document = json.loads((folder / "study.json").read_text())
     (folder / "study.json").write_text(json.dumps(document | {"trials": document["trials"][:3]}))
-    with pytest.raises(InputError, match="3 of its trials are finished, fewer than 4"):
+    with pytest.raises(InputError, match="only 3 of its trials are finished, at least 4 are needed"):
         earlier_trials(folder, searched)
 
 

@@ -202,7 +202,7 @@ def test_a_start_that_diverges_is_left(space: dict[str, tuple[float, float]], na
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"method": "trust-regoin"}, "method trust-regoin: did you mean trust-region?"),
+        ({"method": "trust-regoin"}, "method trust-regoin: unknown; did you mean trust-region?"),
         ({"objective": 3}, "objective = 3: input should be callable"),
         ({"space": ["a"]}, "space = ['a']: input should be a valid dictionary"),
         (

@@ -506,7 +506,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("is not empty and contains no study; use another folder", {"out": "full"}),
     ("full/x: a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
-    ("method best: there are trust-region, random", {"method": "best", "out": "new"}),
+    ("method best: unknown; choose from trust-region, random", {"method": "best", "out": "new"}),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Defines the result of a trial, in the form in which searches, workers and users' objectives exchange it. This
+"""Defines the result of a trial: the object that worker processes and users' objectives return to a search. This
 module does not import torch."""
 
 import math
@@ -11,7 +11,7 @@ Curve = tuple[tuple[int, float], ...]
 
 
 def curve_of(points: Iterable[Sequence[float]]) -> Curve:
-    """Convert a list of points, from JSON or from a user's objective, to a curve."""
+    """Return a list of (tokens, loss) points, from JSON or from a user's objective, as a tuple of tuples."""
     return tuple((int(tokens), float(loss)) for tokens, loss in points)
 
 
@@ -20,17 +20,17 @@ class Outcome:
     """The outcome of a trial: its loss, its cost and its curve."""
 
     loss: float  # validation loss, nats per token; not finite if the trial diverged, an estimate if pruned
-    tokens: int = 0  # number of tokens trained, including the cooldowns of shorter durations
+    tokens: int = 0  # number of trained tokens; with several durations, including the cooldown of each
     flops: float = 0.0  # model FLOPs of these tokens
     seconds: float = 0.0  # training time
-    curve: Curve = ()  # training loss, at each point the mean since the previous point
-    stopped: bool = False  # pruned: ended early because it could not reach the best trial
-    branches: Curve = ()  # validation loss at the end of each duration, if several are trained
-    worker: str = ""  # host:pid of the process that trained it
+    curve: Curve = ()  # (tokens, training loss) points; each loss is the mean since the previous point
+    stopped: bool = False  # whether the trial was pruned: ended early because it could not reach the best trial
+    branches: Curve = ()  # (duration in tokens, validation loss at its end), if several durations are trained
+    worker: str = ""  # host:pid of the process that trained the trial
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> "Outcome":
-        """Read an outcome from its JSON document."""
+        """Return the outcome that a JSON document contains."""
         return cls(**{**document, **{key: curve_of(document.get(key, ())) for key in ("curve", "branches")}})
 
     @property
@@ -43,6 +43,6 @@ class Outcome:
 class Baseline:
     """The best trial so far, with which running trials are compared."""
 
-    curve: Curve  # of the training loss
-    loss: float  # validation loss at its end, nats per token
+    curve: Curve  # (tokens, training loss) points of this trial
+    loss: float  # validation loss at the end of this trial, nats per token
     noise: float  # standard deviation of the validation loss between seeds, nats per token

@@ -1,4 +1,5 @@
-"""Compares the recipe of a run with the recipe that is to resume it. This module does not import torch."""
+"""Compares the recipe of a run with the recipe with which the run is to be resumed. This module does not import
+torch."""
 
 from typing import Any
 
@@ -11,14 +12,15 @@ HYPERPARAMETERS = ("lr", "weight_decay", "beta1", "beta2", "eps", "grad_clip")
 
 
 def changes_of(there: Recipe, here: Recipe) -> list[Difference]:
-    """Return the differences between two recipes that prevent a run of one from being resumed with the other.
-    Differences in layout and micro-batch do not count."""
+    """Return the differences that prevent a run of the recipe ``there`` from being resumed with the recipe ``here``.
+    Differences in the parallel layout and the micro-batch size do not prevent it, so they are left out."""
     free = rearrangement(there, here)
     return [change for change in differences(there, here) if change not in free]
 
 
 def changeable(path: str) -> bool:
-    """Return whether --rewind-to can change the recipe's value at a dotted path."""
+    """Return whether a run that goes back to an earlier checkpoint (``--rewind-to``) can get another value at a
+    dotted path of its recipe."""
     section, *keys = path.split(".")
     if section == "hyperparameters" and keys[0] in {"modules", "depth"}:
         return keys[-1] in HYPERPARAMETERS
@@ -26,16 +28,17 @@ def changeable(path: str) -> bool:
 
 
 def describe_changes(changes: list[Difference]) -> str:
-    """Return the values of a run or study that a new recipe changes, as one line with the old and the new value."""
+    """Return one line of text that lists changes of a recipe, each with its old and its new value."""
     return "; ".join(f"{path} was {brief(before)}, is now {brief(now)}" for path, before, now in changes)
 
 
 def recorded_changes(changes: list[Difference], recipe: Recipe) -> dict[str, Any]:
-    """Return the values of the event that records these changes of a run's recipe. ``recipe`` is the new recipe."""
+    """Return the fields with which an event in events.jsonl records changes of a run's recipe. ``recipe`` is the new
+    recipe."""
     listed = [{"path": path, "before": before, "after": after} for path, before, after in changes]
     return {"changes": listed, "recipe": recipe.model_dump(mode="json", exclude_none=True)}
 
 
 def brief(value: Any) -> str:
-    """Return a value of a recipe as text."""
+    """Return a value of a recipe as text: "not set" for None."""
     return "not set" if value is None else f"{value}"

@@ -1,9 +1,10 @@
-"""Defines the rewinds of a run, and what follows from them. This module does not import torch.
+"""Defines the rewinds of a run, and computes their effect on its data, lr and checkpoints. This module does not
+import torch.
 
 A rewind returns the run to an earlier state, automatically after a spike (:mod:`leaven.training.spikes`) or manually
-(:mod:`leaven.training.manual_rewind`). The list of rewinds and the number of tokens trained determine everything
-else: which part of the data is skipped, how far the lr is lowered, and which checkpoints have been undone. The result
-of a run does not depend on the checkpoint from which a rewind continued.
+(:mod:`leaven.training.manual_rewind`). The list of rewinds and the number of trained tokens determine which part of
+the data is skipped, how far the lr is lowered, and which checkpoints have been undone. The result of a run does not
+depend on the checkpoint from which it continued after a rewind.
 """
 
 from collections.abc import Sequence
@@ -14,13 +15,13 @@ from dataclasses import dataclass
 class Rewind:
     """A return of a run to an earlier state."""
 
-    to_tokens: int  # number of tokens trained in that state
-    skip_from: int  # first token of the stream that is skipped
-    skip_to: int  # first token after the skipped part of the stream
+    to_tokens: int  # number of trained tokens to which the run returns
+    skip_from: int  # position of the first skipped token in the stream of training tokens
+    skip_to: int  # position of the first token after the skipped part
     lr: float = 1.0  # factor on the lr right after the rewind
     lr_tokens: int = 0  # number of tokens over which this factor rises to 1
     attempt: int = 0  # number of rewinds for the same anomaly, including this rewind; 0 for a manual rewind
-    found_step: int = 0  # step at which the anomaly was found
+    found_step: int = 0  # step at which the anomaly was found; 0 for a manual rewind
 
 
 def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
@@ -35,7 +36,8 @@ def skipped(rewinds: Sequence[Rewind]) -> tuple[tuple[int, int], ...]:
 
 
 def position(rewinds: Sequence[Rewind], tokens: int) -> int:
-    """Return the position in the token stream at which the step after ``tokens`` trained tokens starts."""
+    """Return the position in the token stream, skipped parts included, of the next token to train after ``tokens``
+    trained tokens."""
     for start, end in skipped(rewinds):
         if tokens >= start:
             tokens += end - start
@@ -43,7 +45,7 @@ def position(rewinds: Sequence[Rewind], tokens: int) -> int:
 
 
 def lr_factor(rewinds: Sequence[Rewind], tokens: int) -> float:
-    """Return the factor that multiplies the schedule's lr after ``tokens`` trained tokens."""
+    """Return the factor by which the rewinds lower the schedule's lr after ``tokens`` trained tokens."""
     factor = 1.0
     for rewind in rewinds:
         since = tokens - rewind.to_tokens

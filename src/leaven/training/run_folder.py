@@ -24,7 +24,8 @@ RETURNS = ("rollback", "rewind")  # names of the events of automatic and manual 
 
 @contextmanager
 def locked_folder(folder: Path, kind: str) -> Iterator[None]:
-    """Create a folder and lock it for this process. The lock is released when the process ends, even if it is killed.
+    """Create a folder if necessary, and lock it for this process. The lock is released when the process ends, even if
+    it is killed.
 
     Raises:
         InputError: if another process has locked the folder, or it cannot be created.
@@ -41,7 +42,8 @@ def locked_folder(folder: Path, kind: str) -> Iterator[None]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the paths of all checkpoints in a folder, including damaged ones, oldest first."""
+    """Return the paths of the checkpoints in a folder, fewest tokens first. Damaged checkpoints are included until
+    they are found and renamed."""
     return sorted(folder.glob("tokens-*"))  # damaged ones that were found are named damaged-tokens-*
 
 
@@ -51,10 +53,12 @@ def tokens_of(path: Path) -> int:
 
 
 class RunFolder:
-    """The folder of a run on disk. While the disk is full, ``unwritten`` is the error message, and lines are kept in
-    memory and written later.
+    """The folder of a run on disk.
 
-    ``writes`` is true in only one process of a run. In the other processes, methods that write do nothing.
+    If a line of metrics.jsonl or events.jsonl cannot be written, for example because the disk is full, it is kept in
+    memory and written later. Meanwhile ``unwritten`` is the error message.
+
+    ``writes`` is true in only one process of a run. In the other processes, lines and recipes are not written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,9 +118,9 @@ class RunFolder:
 
     @contextmanager
     def opened(self, recipe: Recipe) -> Iterator[None]:
-        """Lock the folder for this process. If the folder is new, write the resolved recipe.
+        """Create the folder if necessary, and lock it for this process. If it has no recipe file, write ``recipe``.
 
-        Call :meth:`check` first: this creates the folder.
+        Call :meth:`check` before this method, so that no folder is created for a recipe that is refused.
         """
         with locked_folder(self.path, "run folder"):
             self.check(recipe)
@@ -128,8 +132,8 @@ class RunFolder:
             yield
 
     def change_recipe(self, recipe: Recipe, changes: list[Difference], since: str) -> Recipe:
-        """Write ``recipe`` as the run's recipe, and return it. The reasons in ``why`` name the old value of each
-        change and ``since`` when it applies, for example "1,000 tokens"."""
+        """Write ``recipe`` as the run's recipe, and return it with a reason for each change in its ``why``. A reason
+        states the old value and ``since`` when the new value applies, for example "1,000 tokens"."""
         why = {path: f"since {since}; before: {brief(before)}" for path, before, _ in changes}
         recipe = recipe.replace({"why": self.recipe().why | recipe.why | why})
         if self.writes:
@@ -142,8 +146,8 @@ class RunFolder:
             write_text(self.tokenizer_file, read_text(path))
 
     def truncate_metrics(self, step: int) -> None:
-        """Remove the lines of metrics.jsonl after ``step``, whose steps will be repeated, and an incomplete last
-        line. The file is truncated, which works even on a full disk."""
+        """Remove the lines of metrics.jsonl for steps after ``step``, because these steps will be repeated. Remove an
+        incomplete last line, too. The file is truncated in place, which works even on a full disk."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != self._metrics)
         if not self.writes or not self._metrics.exists():
             return
@@ -208,10 +212,10 @@ class RunFolder:
                 storage.sync_file(self._events)  # before the run rolls back
 
     def require_written(self) -> None:
-        """Check that every line has been written.
+        """Write the lines that are still in memory, and check that none is left.
 
         Raises:
-            InputError: if there is no room on the disk for some lines.
+            InputError: if some lines cannot be written, for example because the disk is full.
         """
         self._write()
         if self.unwritten is not None:
@@ -227,7 +231,7 @@ class RunFolder:
         self._write()
 
     def _write(self) -> None:
-        """Write the waiting lines in order, until none is left or the disk is full."""
+        """Write the lines that are still in memory, in order, until none is left or writing fails."""
         while self._waiting:
             path, line = self._waiting[0]
             try:

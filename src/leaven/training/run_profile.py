@@ -40,7 +40,8 @@ ENOUGH = 10
 
 
 class RunProfile(Callback):
-    """Measures step time and memory from one start of a run to its stop. Each batch size has a row in ``plan.json``.
+    """Measures the step time and peak memory of a run between a start and the next stop. For each batch size,
+    ``plan.json`` gets a row.
 
     A new row replaces the row of an earlier start if the new row covers at least as many steps.
     """
@@ -63,8 +64,9 @@ class RunProfile(Callback):
             self._memory[size] = step.memory_gib
 
     def write(self) -> list[CalibrationRecord]:
-        """Write the rows of all starts to ``plan.json``. Return the records of this start, one for each batch size so
-        far and for the next one. If the disk is full, nothing is written and the run continues."""
+        """Write the rows of this and all earlier starts to ``plan.json``. Return the records of this start: one for
+        each batch size that was trained, and one for the batch size of the next step. If the file cannot be written,
+        the run continues without it."""
         if not self._run.writes:
             return []
         sizes = dict.fromkeys((*self._seen, self._training.next_batch_tokens))
@@ -79,7 +81,8 @@ class RunProfile(Callback):
         return records
 
     def close(self) -> None:
-        """Write the rows, and add the row of the last batch size to the calibration history."""
+        """Write the rows. Add the record of the last batch size to the calibration history if it covers at least
+        :data:`ENOUGH` steps."""
         for record in self.write():
             if self._keep_history and record.batch_tokens == self._batch_tokens and record.steps >= ENOUGH:
                 remember(record)
@@ -103,7 +106,8 @@ def record_of(
     by: Literal["run", "measurement"],
     steps: int,
 ) -> CalibrationRecord:
-    """Return the predicted and the measured cost of a step, which was measured over ``steps`` steps."""
+    """Return a record of the predicted and the measured cost of a step. ``measured`` is the median over ``steps``
+    steps."""
     accelerator = accelerator_of(device)
     return CalibrationRecord(
         by=by,
@@ -126,7 +130,7 @@ def record_of(
 
 
 def _key(record: CalibrationRecord) -> tuple[object, ...]:
-    """Return the values that identify a row. Rows of two starts that agree in them measure the same thing."""
+    """Return the values that identify a row of ``plan.json``. Two starts with equal values share one row."""
     return record.device, record.threads, record.layout, record.compute, record.batch_tokens, record.micro_batch
 
 
@@ -142,7 +146,8 @@ def _row(record: CalibrationRecord) -> dict[str, Any]:
 
 
 def _rows(run: RunFolder) -> list[CalibrationRecord]:
-    """Return the records of earlier starts, or an empty list if ``plan.json`` is missing or damaged."""
+    """Return the records in ``plan.json`` from earlier starts of the run. If this file is missing or damaged, the
+    list is empty."""
     try:
         return [
             CalibrationRecord.model_validate_json(json.dumps(row))

@@ -1,8 +1,8 @@
-"""Detects anomalies of a run from its loss, gradient norm and update norm, and rewinds the run.
+"""Detects anomalies of a run from its loss, gradient norm and update norm, and rolls the run back or stops it.
 
-For each of the three quantities and each step:
+At each step, the detector does the following for each of the three quantities:
 
-1. The usual level is the median over the last :data:`LEVEL` steps.
+1. The usual level of the quantity is its median over the last :data:`LEVEL` steps.
 2. The distance of the new value from this level is divided by a robust standard deviation: 1.4826 times the median of
    the last :data:`WINDOW` absolute distances, but at least a floor.
 3. The resulting number of deviations, minus :data:`ALLOWANCE`, is added to a sum that never falls below 0 (a
@@ -11,12 +11,15 @@ For each of the three quantities and each step:
    steps since then are suspicious; they do not change the usual level.
 
 Three steps with a large deviation are an anomaly, and so are a dozen steps with a small deviation, but not a single
-batch of unusual text. Both norms enter as logarithms, and the update norm is divided by the learning rate first. The
-update norm is monitored because in a 32B run it doubled before loss and gradient changed
+batch of unusual text. The logarithms of the two norms are used, and the update norm is divided by the learning rate
+first. The update norm is monitored because in a 32B run it doubled before loss and gradient changed
 (marin-community/marin#1368).
 
 A loss, gradient or update that is not finite is an anomaly at once. Other anomalies are detected only after the first
 2 x :data:`LEVEL` steps, which establish the usual level. docs/log.md has the rate of false alarms.
+
+The setting ``on_spike = "skip"`` works differently: outlier steps are not applied, and only many such steps in a row
+are an anomaly (:class:`SpikeDetector`).
 """
 
 import math
@@ -55,7 +58,7 @@ TITLES = {"loss": "loss", "grad_norm": "gradient norm", "update_norm": "update n
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits for a step, which is applied only if its loss and its gradient norm are below them."""
+    """Upper limits for the loss and the gradient norm of a step. A step that is not below both is skipped."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -68,16 +71,16 @@ class Anomaly:
     onset: int  # the first suspicious step
     step: int  # the step at which it was detected
     why: str  # what was found, in words
-    numbers: dict[str, dict[str, float]]  # value, median, deviations and sum of each quantity at the detection
+    numbers: dict[str, dict[str, float]]  # by quantity: value, median, deviations and sum at this step
 
 
 @dataclass
 class QuantityMonitor:
     """Tracks the usual level of one quantity, and its cumulative sum of deviations."""
 
-    floor: float  # least standard deviation
+    floor: float  # lower limit of the standard deviation
     values: list[float] = field(default_factory=list)  # the last :data:`LEVEL` values that were not suspicious
-    distances: list[float] = field(default_factory=list)  # absolute distance of each value from the median before it
+    distances: list[float] = field(default_factory=list)  # absolute distance of each value from the level before it
     total: float = 0.0  # cumulative sum of deviations
     since: int | None = None  # step at which the sum last rose above 0; None while the sum is 0
 
@@ -86,12 +89,13 @@ class QuantityMonitor:
         return len(self.distances) >= LEVEL
 
     def usual(self) -> tuple[float, float]:
-        """Return the expected next value and the robust standard deviation of values."""
+        """Return (usual level, robust standard deviation): the median of the last values, and the spread around
+        it."""
         return median(self.values), max(1.4826 * median(self.distances), self.floor)
 
     def add(self, step: int, value: float) -> tuple[float, float]:
-        """Add the value of a step. Return the value that was expected, and the number of standard deviations by which
-        the new value exceeds the expected value."""
+        """Add the value of a step. Return the usual level before this step, and the number of standard deviations by
+        which the value exceeds this level. The number is 0 until enough steps have established the level."""
         middle = median(self.values) if self.values else value
         deviations = 0.0
         if self.ready:
@@ -109,8 +113,9 @@ class QuantityMonitor:
 class SpikeDetector:
     """Detects anomalies from the metrics of all steps, which must be passed to :meth:`observe` in order.
 
-    With ``skipping``, a step that is not below its :meth:`limits` is skipped, and only :data:`PATIENCE` skipped steps
-    in a row are an anomaly. An update norm that is not finite is an anomaly in either case.
+    With ``skipping``, :meth:`limits` returns the limits above which the trainer skips a step, and only
+    :data:`PATIENCE` skipped steps in a row are an anomaly. An update norm that is not finite is an anomaly in either
+    case.
     """
 
     def __init__(self, skipping: bool = False) -> None:
@@ -125,7 +130,7 @@ class SpikeDetector:
         return min((watch.since for watch in self.watches.values() if watch.since is not None), default=None)
 
     def observe(self, step: "Step") -> Anomaly | None:
-        """Add the metrics of a step. Return an anomaly if this step completes one, else None."""
+        """Add the metrics of a step. Return the anomaly that this step reveals, or None."""
         if was_skipped(step):
             return self._leave_out(step)
         if step.skipped:  # the loss scale was too large, and adjusts itself
@@ -175,8 +180,8 @@ class SpikeDetector:
         return Anomaly(min(self.since or onset, onset), step.step, why, numbers)
 
     def limits(self, step: int) -> Limits:
-        """Return the limits for a step. They come from results at least two steps before, so that they do not depend
-        on whether the loop reads results one step late."""
+        """Return the upper limits for a step. They are computed only from metrics at least two steps older, so that
+        they are the same whether or not the loop reads the metrics of each step one step late."""
         return next((limits for first, limits in reversed(self._limits) if first <= step), Limits())
 
     def state_dict(self) -> dict[str, Any]:
@@ -202,13 +207,13 @@ def was_skipped(step: "Step") -> bool:
 def rollback(
     rewinds: Sequence[Rewind], anomaly: Anomaly, batches: BatchSchedule, stability: Stability, oldest_tokens: int
 ) -> Rewind:
-    """Choose the rewind that responds to an anomaly. ``rewinds`` are the earlier rewinds of the run.
+    """Return the rewind with which to respond to an anomaly. ``rewinds`` are the earlier rewinds of the run.
 
     The first attempt for an anomaly goes back to the first suspicious step. It skips the data of the suspicious steps
     and the same amount of data after them. Each further attempt for the same anomaly skips four times as much data
     after the anomaly as the attempt before. It also skips about the same amount before the anomaly, because the bad
-    data may extend beyond the suspicious steps on both sides. A rewind does not go back beyond ``oldest_tokens``, the
-    position of the oldest checkpoint.
+    data may extend beyond the suspicious steps on both sides. A rewind does not go back beyond the oldest checkpoint,
+    which has ``oldest_tokens`` trained tokens.
     """
     last = rewinds[-1] if rewinds else None
     # It is the same anomaly if it begins within WINDOW steps after the last anomaly was found.
@@ -234,13 +239,13 @@ def oldest_checkpoint(
 ) -> int:
     """Return the token count of the oldest scheduled checkpoint that is still kept when an anomaly is found.
 
-    It is computed and not read from the disk, because it must not depend on checkpoints that are damaged or that were
-    added when the run was stopped.
+    The count is computed from the schedule of checkpoints, not read from the disk. So it does not depend on damaged
+    checkpoints, or on checkpoints that were added when the run was stopped.
     """
 
     def kept(there: list[int], step: int, good_tokens: int) -> list[int]:
-        """Return the token counts of the checkpoints that exist when the result of ``step`` is read. ``there`` are
-        those after the latest earlier rewind; the run continued from the newest of them."""
+        """Return the token counts of the checkpoints that exist when the metrics of ``step`` are read. ``there`` are
+        the token counts that the latest rewind before this step has left, or [0]."""
         reached = batches.tokens_at_step(step - 1)
         thresholds = range((there[-1] // every_tokens + 1) * every_tokens, reached + 1, every_tokens)
         due = [batches.tokens_at_step(batches.first_step_at(threshold)) for threshold in thresholds]

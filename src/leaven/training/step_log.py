@@ -23,9 +23,10 @@ WRITERS = ("tensorboard", "wandb", "trackio")
 class StepLog(Callback):
     """Logs the steps of a run.
 
-    Before each step, it sends a heartbeat, and logs an event if the batch size has changed. After each step, it
-    writes a line of metrics.jsonl and points of the curves, and calls ``on_step``. If a writer of curves fails (full
-    disk, service down), the run continues without it.
+    Before each step, it records which step this process has reached (a heartbeat for the other processes), and logs
+    an event if the batch size has changed. After each step, it writes a line to metrics.jsonl, adds a point to each
+    curve, and calls ``on_step``. If a writer of curves such as W&B fails (full disk, service down), the run continues
+    without it.
     """
 
     def __init__(self, trainer: "RunTrainer", writers: Sequence[str], on_step: Callable[[Step], None]) -> None:
@@ -96,7 +97,7 @@ class StepLog(Callback):
 
 def writers(log_to: str | None) -> tuple[str, ...]:
     """Return the names of the writers in ``log_to``, the value of ``--log-to``: names separated by commas, or "none".
-    If it is None, return TensorBoard if it is installed.
+    If ``log_to`` is None, the result is TensorBoard if it is installed, else no writer.
 
     Raises:
         InputError: if a name is unknown or its package is not installed.

@@ -1,4 +1,4 @@
-"""Measures the metrics of an optimizer step without making the device wait."""
+"""Measures the metrics of an optimizer step without making the device wait for the host."""
 
 import math
 import time
@@ -23,17 +23,17 @@ from leaven.training.loop import StepResult
 class Step(StepResult):
     """The metrics of a step: a line of metrics.jsonl. The norms cover all parameters."""
 
-    lr: float  # of the hidden weights (mlp.out of the first block)
+    lr: float  # lr of the hidden weights (mlp.out of the first block)
     grad_norm: float
     update_norm: float
     tokens_per_second: float
-    tflops: float  # model FLOPs per second and device
-    mfu: float | None  # tflops over the device's peak; None if the peak is unknown
+    tflops: float  # model FLOPs per second of one device, in 10^12
+    mfu: float | None  # tflops divided by the device's peak; None if the peak is unknown
     memory_gib: float  # peak memory use so far
-    skipped: bool  # the loss or gradient norm was not finite or not below the limits; nothing changed
+    skipped: bool  # not applied, because the loss or gradient norm was not finite or too high
     loss_scale: float | None  # None except in fp16
-    modules: dict[str, tuple[float, float]]  # by module, over all blocks: norm of the update, of the parameters
-    noise_scale: float | None = None  # tokens; None without a measurement, or if the estimate is not positive
+    modules: dict[str, tuple[float, float]]  # by module: norms of (update, parameters) over all blocks
+    noise_scale: float | None = None  # gradient noise scale, tokens; None if not measured or not positive
 
     @property
     def seconds(self) -> float:
@@ -42,15 +42,15 @@ class Step(StepResult):
 
     @property
     def diverged(self) -> bool:
-        """Whether the step was skipped because its loss or gradient is not finite. An overflow does not count if its
-        cause was a loss scale that was too large."""
+        """Whether the step was skipped because its loss or gradient is not finite. A gradient overflow does not
+        count if the fp16 loss scale was too large."""
         overflow = not math.isfinite(self.grad_norm) and self.loss_scale in {None, 1.0}
         return self.skipped and (not math.isfinite(self.loss) or overflow)
 
 
 class Telemetry:
-    """Measures steps without making the device wait. Each step calls begin, remember_parameters and
-    measure_later once."""
+    """Measures steps without making the device wait for the host. In each step, the trainer calls :meth:`begin`,
+    :meth:`remember_parameters` and :meth:`measure_later`, in this order."""
 
     def __init__(self, recipe: Recipe, table: ParameterTable, model: ShardedModel) -> None:
         self._model, self._device = model, model.device
@@ -130,8 +130,8 @@ class Telemetry:
         return sizes.new_zeros(len(self._modules)).index_add_(0, self._owners, sizes**2).sqrt()
 
     def _to_host(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start a copy to the host. Return the copy and the event after which it is complete. A plain read would also
-        wait for later steps."""
+        """Start a copy to the host. Return the copy, and the CUDA event that marks its completion (None on other
+        devices). Waiting for this event does not wait for later steps."""
         if not values.is_cuda:
             return values.cpu(), None  # on mps this waits for the step
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -6,16 +6,16 @@ What ``leaven train`` does from start to end:
    (``data/tokens.py``). Sample n of the token stream depends only on the seed and n, so the stream has no state to
    save.
 2. :func:`train` checks the run folder (``run_folder.py``), builds the run's state (``engine.py``) and chooses the
-   micro-batch (``micro_batch.py``); a resumed run keeps the one it has. Initial values are drawn from the parameter
+   micro-batch (``micro_batch.py``); a resumed run keeps its micro-batch. Initial values are drawn from the parameter
    table and the seed. The table also gives each parameter its lr: base lr x multiplier of its module x multiplier of
    its depth x factor of the scaling rule (``scaling/table.py``). For example, complete-d-p gives a hidden matrix the
    factor I^-1 L^(alpha-1) B^(1/2) D^-t, where I, L, B and D are the ratios of its fan in, the depth, the batch and
    the tokens to those of the base model.
-3. If the folder has a checkpoint, the run continues from the newest whole one (``checkpoint.py``).
+3. If the folder has a checkpoint, the run continues from the newest undamaged one (``checkpoint.py``).
 4. :class:`RunTrainer` takes optimizer steps (``Training.issue`` in ``engine.py``, which ends in AdamW's step in
-   ``optimizer.py``). In each step, the lr of every parameter is multiplied by the schedule at the tokens trained
-   after this step, and by the factor of recent rewinds. The loop (``loop.py``) reads the result of a step only
-   after it has started the next one, so that the device never waits.
+   ``optimizer.py``). In each step, the lr of every parameter is multiplied by the value of the lr schedule at the end
+   of this step, and by a factor that recent rewinds have lowered. The loop (``loop.py``) reads the result of a step
+   only after it has started the next one, so that the device never waits.
 5. Callbacks act around the steps. The step log (``step_log.py``) writes one line to metrics.jsonl with loss, lr,
    norms and speed. The run profile (``run_profile.py``) compares time and memory with the plan and writes plan.json.
    The validation loss is computed in ``validation.py``, and checkpoints are saved in ``checkpoint_manager.py``. The
@@ -86,25 +86,26 @@ def train(
     group: ProcessGroup = SINGLE_PROCESS,
     history: bool = True,
 ) -> TrainDocument:
-    """Train a recipe in a run folder. If the folder has whole checkpoints, continue from the newest one.
+    """Train a recipe in a run folder, and return the result. If the folder has undamaged checkpoints, continue from
+    the newest one. If the run has finished already, only return its result.
 
     On one device, the losses are bit-identical no matter how often the run is stopped or killed. Every process of a
     ``group`` must call this with the same arguments.
 
     Args:
-        on_step: called with the metrics of each step, once it is done.
+        on_step: called with the metrics of each step, after the step.
         on_event: called with the name and values of each line of events.jsonl.
         stop: polled before every forward pass of a single process, and between the steps of several processes. When
-            it returns True, the current step is abandoned, the state before that step is saved, and the result is not
-            ``finished``.
+            it returns True, the current step is abandoned, the state before that step is saved, and ``finished`` of
+            the result is False.
         log_to: writers of curves (:data:`leaven.training.step_log.WRITERS`).
-        back: a manual rewind to do first. It is done only once: if the call is repeated, the run resumes.
+        back: a manual rewind to do before training. It is done only once: a repeated call resumes the rewound run.
         history: whether to add step times to the calibration history. Set it to False for runs that share a machine.
 
     Raises:
         InputError: if the folder contains a run of another recipe, is in use, or cannot be written.
-        Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, if rolling back does not help, or if too many
-            steps in a row are skipped.
+        Diverged: if an anomaly occurs and ``on_spike`` is ``stop``, if rolling back does not help or is not possible,
+            if too many steps in a row are skipped, or if the final validation loss is not finite.
     """
     run, recipe, back = check(recipe, folder, back)
     run.check_text(tokens.fingerprint)
@@ -140,8 +141,8 @@ def train(
 def _built(
     recipe: Recipe, tokens: "TokenSet", group: ProcessGroup, stop: Callable[[], bool]
 ) -> tuple[Training, Choice | None]:
-    """Return the state of a new run, and how its micro-batch was chosen: None if the recipe states the micro-batch,
-    or if there are several processes.
+    """Build the model and optimizer of a run. Return this state, and how the micro-batch was chosen. The choice is
+    None if the recipe states the micro-batch, or if there are several processes.
 
     Raises:
         StopRequested: if ``stop`` returns True while micro-batches are timed.
@@ -160,7 +161,8 @@ def _built(
 
 
 class RunTrainer:
-    """Trains a run in its folder, from one start to the next stop. It starts from the newest checkpoint."""
+    """Trains a run in its folder, from one start of the process to its stop. Training continues from the newest
+    checkpoint."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -187,8 +189,8 @@ class RunTrainer:
         self.loop = Loop(training, self.callbacks, lookahead=True)
 
     def start(self, **about: Any) -> None:
-        """Continue from the newest checkpoint, or start a new run, and log this with the values in ``about``. A new
-        run saves a checkpoint before its first step, so that it can always roll back."""
+        """Restore the newest checkpoint, or start a new run. Log this as an event that contains the values ``about``.
+        A new run saves a checkpoint before its first step, so that it can always roll back."""
         rewinds = self.run.rewinds()
         found = self._newest(rewinds)
         self._restore(found, rewinds)
@@ -230,13 +232,15 @@ class RunTrainer:
         return _summary(self.run, self.training.progress, result)
 
     def rearrange(self, changes: list[Difference]) -> None:
-        """Log that the run continues with another layout or micro-batch, and write the changes into its recipe."""
+        """Log that the run continues with another parallel layout or micro-batch, and write these changes into the
+        recipe of the run."""
         training = self.training
         training.recipe = self.run.change_recipe(training.recipe, changes, f"{training.tokens:,} tokens")
         self.event("layout", **recorded_changes(changes, training.recipe))
 
     def roll_back(self, rewind: Rewind, values: dict[str, Any]) -> None:
-        """Continue from the newest checkpoint that the rewind does not undo. The run keeps its count of seconds."""
+        """Restore the newest checkpoint that the rewind does not undo. The training time so far still counts. An
+        event with ``values`` records the rewind."""
         rewinds = (*self.training.rewinds, rewind)
         found = self._newest(rewinds)
         if found is None:
@@ -265,8 +269,8 @@ class RunTrainer:
                 self._on_event("unwritten", values | {"why": self._unwritten})
 
     def _newest(self, rewinds: tuple[Rewind, ...]) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Set ``damaged`` to the
-        newer checkpoints, which are damaged.
+        """Return the newest undamaged checkpoint that these rewinds have not undone, or None. Store the newer
+        checkpoints, which are all damaged, in ``self.damaged``.
 
         Raises:
             InputError: if all checkpoints are damaged. Nothing has been changed, so the user may still be able to
@@ -293,8 +297,8 @@ class RunTrainer:
 
 @contextmanager
 def _opened(run: RunFolder, recipe: Recipe, back: ManualRewind | None, group: ProcessGroup) -> Iterator[None]:
-    """Wait until every process has read the run folder. Then do the rewind ``back``, if any, and lock the folder in
-    the first process, which alone writes to it."""
+    """Open the run folder for training. First wait until every process of ``group`` has read it. Then the first
+    process, which alone writes to the folder, does the rewind ``back``, if any, and locks the folder."""
     group.barrier()
     run.writes = group.is_first
     with ExitStack() as stack:
@@ -345,7 +349,8 @@ def check(
 def _summary(
     run: RunFolder, progress: Progress, finish: dict[str, Any] | None, unsaved: str | None = None
 ) -> TrainDocument:
-    """Return the result of a run so far, summed over all its starts."""
+    """Return the result of a run so far, over all its starts. ``finish`` is the run's ``finish`` event, or None.
+    ``unsaved`` is the reason why the last state could not be saved, or None."""
     # Each start may have measured another peak; the speed of all steps is divided by the latest.
     starts = [event for event in run.events() if event.get("peak_tflops")]
     metrics = run.metrics()

@@ -1,5 +1,5 @@
-"""Trains one trial: a recipe until it is done, diverges or is pruned (ended early because it cannot win).
-:class:`WorkerPool` trains trials in worker processes.
+"""Trains one trial: a recipe until it is done, diverges or is pruned (ended early because it cannot beat the best
+trial so far). :class:`WorkerPool` runs several trials at once in worker processes.
 
 A trial that takes longer than a minute writes checkpoints, from which another process can resume it bit for bit.
 
@@ -51,10 +51,11 @@ def train_trial(
     durations: Sequence[int] = (),
     checkpoint_seconds: float = 60,
 ) -> Outcome:
-    """Train a recipe until it is done, diverges, or cannot reach the ``baseline``. Return the result.
+    """Train a recipe until it is done, diverges, or can no longer reach the loss of the ``baseline``. Return the
+    outcome.
 
     Args:
-        baseline: the best trial so far, with the same duration and schedule.
+        baseline: the best trial so far, which has the same duration and schedule. By default, no trial is pruned.
         checkpoint: a folder for a checkpoint every ``checkpoint_seconds``, from which the same trial can resume. The
             caller removes the folder once the outcome is saved.
         durations: several durations to train, in tokens. The shorter ones are branches of the run with the longest.
@@ -101,14 +102,16 @@ def train_trial(
 
 
 def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> list[Recipe]:
-    """Return a copy of the recipe for each duration, in tokens. The shortest duration comes first.
+    """Return one copy of the recipe for each duration in tokens, shortest first.
 
     Raises:
         InputError: if the shorter durations cannot be branches of the run with the longest.
     """
     schedule, batches, found = recipe.schedule, recipe.batches, list[Recipe]()
     if durations and schedule.decay != "wsd":
-        raise InputError(f"durations: a {schedule.decay} run does not contain shorter runs; set schedule.decay = wsd")
+        raise InputError(
+            f"durations: with decay {schedule.decay} they cannot share one run; set schedule.decay = wsd"
+        )
     for duration in sorted(set(durations)):
         prefix = f"durations: {duration:,} tokens"
         if duration <= schedule.warmup_tokens:
@@ -128,15 +131,15 @@ def branches_of(recipe: Recipe, durations: Sequence[int], tokens: TokenSet) -> l
     tables = map(parameter_table, found)
     if len({(table.rows, table.attention_scale, table.beta2) for table in tables}) > 1:
         raise InputError(
-            f"durations: rule {recipe.scaling.rule} gives each duration different values, so they cannot share "
-            "one run; remove scaling.base, or train each duration separately"
+            f"durations: rule {recipe.scaling.rule} gives each duration different hyperparameters, so they cannot "
+            "share one run; remove scaling.base, or train each duration separately"
         )
     return found
 
 
 def cooldown_start(recipe: Recipe) -> float:
-    """Return the number of tokens at which a wsd run starts its cooldown. The lr is lowered from the first step that
-    ends after that count."""
+    """Return the number of trained tokens at which a run with the wsd schedule starts its cooldown. The first step
+    with a lower lr is the first step that ends after this count."""
     duration, schedule = recipe.data.tokens, recipe.schedule
     return duration - min(schedule.decay_ratio * duration, duration - schedule.warmup_tokens)
 
@@ -181,7 +184,7 @@ class Cooldowns(Callback):
 
 class TrialCheckpoint(Callback):
     """Writes a checkpoint of a trial at a fixed interval in seconds. If the disk is full, the trial continues without
-    a checkpoint."""
+    a new checkpoint."""
 
     def __init__(self, training: Training, folder: Path, every_seconds: float, callbacks: Sequence[Callback]) -> None:
         self._training, self._folder, self._every, self._callbacks = training, folder, every_seconds, callbacks

@@ -6,10 +6,10 @@ size. Each trial becomes a point of the new search: for each value, the distance
 
 - The distance of a module's multiplier includes the distance of the global value, because a study that doubled the
   global lr has doubled the lr of every module. So global values of the earlier study inform a search by module.
-- The distance of the warm-up is that of its share of the run.
-- Batch and tokens are chosen for a size, and no rule scales them. So their distance is measured from the start of the
-  earlier study. If a study chose the batch or tokens of the new recipe, their distance is measured from the best
-  point of the earlier study.
+- The warm-up is compared as a share of the run's tokens.
+- Batch and tokens are chosen for each model size, and no rule scales them. So their distance is measured from the
+  start of the earlier study. But if a study chose the batch or tokens of the new recipe, the distance of this value
+  is measured from the best point of the earlier study.
 """
 
 import json
@@ -34,11 +34,11 @@ MEASURED = 4  # the fewest degrees of freedom of a noise that the new search tak
 
 
 def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | None]:
-    """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and its standard
-    deviation of the loss between seeds, or None if too few runs measured it.
+    """Return (trials, noise): the finished trials of the study in ``folder`` as points of ``space``, and the standard
+    deviation of the loss between seeds in this study. The noise is None if too few runs measured it.
 
-    A point has first the distances of the values of ``space``, then those of the numbers that only the earlier study
-    searched, divided by their scales.
+    The first columns of the points are the distances of the values of ``space``. The other columns are the distances,
+    divided by their scales, of the numbers that only the earlier study searched.
 
     Raises:
         InputError: if the folder has no readable study, if that study has another base or scaling rule or too few
@@ -55,8 +55,8 @@ def earlier_trials(folder: Path, space: Space) -> tuple[EarlierTrials, float | N
     ended = [trial for trial in document.trials if trial.state == "complete" and trial.loss is not None]
     if len(ended) < LEAST:
         raise InputError(
-            f"{what}: {len(ended)} of its trials are finished, fewer than {LEAST}; wait for more, or leave "
-            "--from-study out"
+            f"{what}: only {len(ended)} of its trials are finished, at least {LEAST} are needed; wait for more, "
+            "or leave --from-study out"
         )
     rows = []
     try:
@@ -89,9 +89,10 @@ def _read(folder: Path, what: str) -> tuple[StudyDocument, Recipe]:
 
 
 def _octaves(path: str, there: Recipe, space: Space, since: Mapping[str, float]) -> float:
-    """Return the distance from the value at ``path`` in ``space.recipe`` to that in ``there``, the recipe of a trial.
+    """Return the distance from the value at ``path`` in ``space.recipe`` to the value in ``there``, the recipe of a
+    trial.
 
-    ``since`` has the distances of batch and tokens.
+    ``since`` has the distances of ``batch.tokens`` and ``data.tokens`` by path.
     """
     here = space.recipe
     if path in since:

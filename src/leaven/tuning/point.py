@@ -1,20 +1,20 @@
 """Convert points of a search space to recipes.
 
-A point is one candidate of a search. For each searched value, by its path in the recipe, it gives the distance from
-the recipe's own value. So the recipe itself, the start of the search, has the distance 0 everywhere. The distances
-are called ``octaves``. A study's store has the same numbers as the ``params`` of a trial.
+A point is one candidate of a search. It maps the path of each searched value to the distance of this value from the
+value in the recipe. So the recipe itself, the start of the search, has the distance 0 everywhere. The distances are
+called ``octaves``. A study's store has the same numbers as the ``params`` of a trial.
 
-In the unit ``octave``, a distance of 1 doubles a value. Some values are different:
+In the unit ``octave``, a distance of 1 doubles a value. Some values have further rules:
 
 - ``beta1`` and ``beta2``: at distance x, beta becomes ``beta ** 2^x``. A distance of 1 halves the half-life of the
   moment: 1 - beta about doubles, and beta stays within (0, 1). A multiplier of a beta, for a module or over depth, is
-  an exponent of the global beta, and doubles.
+  an exponent of the global beta, so a distance of 1 doubles the exponent.
 - ``schedule.warmup_tokens`` and ``data.tokens`` are rounded to whole tokens, at least one.
 - ``batch.tokens`` is rounded to whole sequences; a batch ramp or batch stages are scaled in proportion. The sequences
   and their order stay the same, so a larger batch means fewer steps. The scaling rule adapts lr, betas, eps and decay
   to the batch, as in :func:`leaven.scaling.transfer.transfer`. For this, a recipe without a base (the scale for which
-  its values were chosen) gets its present scale as the base. With ``rule = "standard"`` nothing is adapted.
-  ``data.tokens`` works in the same way.
+  its values were chosen) gets its present scale as the base. With ``rule = "standard"`` nothing is adapted. For
+  ``data.tokens`` the scaling rule and the base apply in the same way.
 - ``hyperparameters.depth.lr[2]`` and other points of a depth profile: a profile of one point is first replaced by
   three equal points (fewer if the model has fewer blocks).
 
@@ -51,7 +51,8 @@ Value = float | str
 
 
 def searchable(recipe: Recipe) -> tuple[str, ...]:
-    """Return the paths of all values that a space may have: of the whole recipe, by module, and over depth."""
+    """Return the paths of all values of a recipe that a search can vary: global values, values by module, and values
+    over depth."""
     paths = [path for path in WHOLE_RECIPE if value_at(recipe, path) is not None]
     roles, refusal = recipe.model.roles, recipe.hyperparameters.refusal
     for quantity in QUANTITIES:
@@ -61,7 +62,7 @@ def searchable(recipe: Recipe) -> tuple[str, ...]:
 
 
 def depth_points(recipe: Recipe, quantity: str) -> list[str]:
-    """Return the paths of a quantity's depth profile: one for each of its points that affects a block."""
+    """Return the paths of the points of a quantity's depth profile, without points that affect no block."""
     n_layers, points = recipe.model.n_layers, len(_profile(recipe, quantity))
     found = []
     for point in range(points):
@@ -82,7 +83,7 @@ def quantity_of(path: str) -> str:
 
 
 def levels(recipe: Recipe, path: str) -> tuple[str, ...]:
-    """Return the levels of a choice, starting with the level in the recipe."""
+    """Return the levels of the choice at ``path``, starting with the level in the recipe."""
     own = str(value_at(recipe, path))
     return (own, *(level for level in CHOICES[path] if level != own))
 
@@ -102,7 +103,7 @@ def value_at(recipe: Recipe, path: str) -> Value | None:
 
 
 def distance(path: str, value: float, to: float) -> float:
-    """Return the distance from ``value`` to the value ``to``: the inverse of :func:`values`, up to rounding."""
+    """Return the distance at which the recipe's ``value`` at ``path`` becomes the value ``to``."""
     if path in TENTHS:
         return 10 * (to - value)
     if quantity_of(path) in {"beta1", "beta2"}:

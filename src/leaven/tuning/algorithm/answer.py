@@ -6,15 +6,15 @@
    seeds, the point of the search with the lowest predicted loss is chosen.
 2. The chosen point must be better than the start by more than the noise (the standard deviation of the loss between
    seeds), over the seeds that both were run with. Otherwise the start is the answer: the search found nothing better.
-   Without confirmation runs (3.) the point must be better by 2.5 times the noise, because one time the noise is only
-   about one standard deviation of the difference.
-3. The lowest of several means is partly luck, too: for three equal points with two runs each, it is too low by 0.6
-   standard deviations of a run. So a point chosen among several is run again with new seeds, and so is the start.
-   Over these confirmation runs, too, the point must be better than the start by more than the noise. The reported
-   loss and gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
+   Without confirmation runs (3.) the point must be better by 2.5 times the noise, because a difference of only the
+   noise is often chance.
+3. The lowest of several means is partly luck, too: for three equal points with two runs each, the lowest mean is too
+   low by 0.6 times the noise. So a point chosen among several is run again with new seeds, and so is the start. Over
+   these confirmation runs, too, the point must be better than the start by more than the noise. The reported loss and
+   gain come from these runs. If only one point was run with fresh seeds, it needs no confirmation.
 
 The answer is a pure function of the trials. Predicted losses come from a surrogate (a quadratic regression) fitted to
-all trials. ``sensitivity.py`` says what each value is worth.
+all trials. ``sensitivity.py`` computes how much each searched value contributes.
 """
 
 import math
@@ -72,20 +72,20 @@ def answer(
 ) -> Answer:
     """Return the answer of a search from its ``trials``.
 
-    The importance of a value is computed around the best point: only this value is changed, to each setting that was
-    tried. The importance is the standard deviation of the predicted losses, divided by the sum of the standard
-    deviations of all values. This is first-order fANOVA with the surrogate in place of a random forest. Optuna's
-    importance (PED-ANOVA) is also reported. If there are about as many values as trials, Optuna's importance hardly
-    correlates with the true one (docs/concepts/search.md).
+    The importance of a searched value is computed around the best point: only this value is changed, to each setting
+    that was tried. The standard deviation of the predicted losses, divided by the sum of these standard deviations
+    over all values, is the importance. This is first-order fANOVA with the surrogate in place of a random forest.
+    Optuna's importance (PED-ANOVA) is also reported. If there are about as many values as trials, Optuna's importance
+    hardly correlates with the true one (docs/concepts/search.md).
 
     Args:
         noise: standard deviation of the loss between runs of one point; by default measured from the trials.
-        over: whether the search has ended. Before that, the answer has a best point only if some points have been
+        over: whether the search has ended. Before the end, the answer has a best point only if some points have been
             run again with fresh seeds.
         by_surrogate: whether points without fresh runs are compared by the surrogate's predictions rather than by
             their losses.
         optunas: a function that returns Optuna's importances (D,) for points (n, D) and losses (n,).
-        earlier: trials of an earlier search that informed this one.
+        earlier: trials of an earlier search that this search used as prior knowledge.
     """
     axes = Axes.of(dimensions, earlier)
     seen, paths = FittedTrials.of(trials, axes, noise), list(axes.limits)
@@ -139,11 +139,14 @@ def _outlook(seen: "FittedTrials", axes: Axes, point: Array) -> Outlook:
 
 
 def _fewest_measured(seen: "FittedTrials", point: Point, best: Best) -> tuple[Best, Array]:
-    """Return the rerun point that equals the best ``point`` within the noise and changes the fewest values.
+    """Return the point with the fewest changes from the start, among those as good as the best ``point``.
 
-    The result is this point as a Best, and its octaves (D,). It may be the best point itself. A point counts as rerun
-    if it has ``RERUNS`` or more fresh runs, of which none diverged. All runs of the start count as fresh, because the
-    start was not chosen by its losses.
+    A point is as good as ``point`` if neither its measured nor its predicted loss is higher by more than the noise.
+    Only points with ``RERUNS`` or more runs with fresh seeds are considered, and only if none of these runs diverged.
+    All runs of the start count as fresh, because the start was not chosen by its losses. If there is no other such
+    point, the result is ``point``.
+
+    The result is a pair: the point as a Best, and its octaves from the start (D,).
     """
     fresh: dict[Point, dict[int, float]] = {}
     for run, x, loss in zip(seen.trials, seen.points, seen.losses, strict=True):
@@ -168,22 +171,22 @@ class FittedTrials:
     """The trials with a result, in the order in which they ended, and the trust region fitted to them."""
 
     trials: tuple[StudyTrial, ...]
-    paths: tuple[str, ...]  # of the searched values
+    paths: tuple[str, ...]  # paths of the searched values in the recipe
     points: Array  # (n, D), octaves
     losses: Array  # (n,), infinite for a divergence
     region: Region
     noise: float | None  # nats, between runs of one point; None if unknown
     degrees: int  # degrees of freedom of the noise
-    floor: float  # nats; a difference of losses counts if it is larger
+    floor: float  # nats; smaller differences of losses do not count
 
     @classmethod
     def of(cls, trials: Sequence[StudyTrial], axes: Axes, given: float | None) -> "FittedTrials":
         """Fit the trust region to ``trials``. ``given`` is the noise that the user gave, or None.
 
-        The floor is the measured noise if it has at least ``MEASURED`` degrees of freedom. With fewer, it may be far
-        too small, so a noise is fitted to the losses. Then the floor is the larger of two numbers: the measured
-        noise, and the geometric mean of the measured and the fitted noise. Without a measurement, it is the fitted
-        noise.
+        ``floor`` is the measured noise if it has at least ``MEASURED`` degrees of freedom. A noise with fewer degrees
+        of freedom may be far too small, so another noise is fitted to the losses. Then ``floor`` is the larger of two
+        numbers: the measured noise, and the geometric mean of the measured and the fitted noise. If no noise was
+        measured, ``floor`` is the fitted noise.
         """
         paths = tuple(axes.limits)
         ended, points, losses = results(trials, axes)
@@ -201,8 +204,8 @@ class FittedTrials:
         """The predicted losses of the points that were run, up to a constant. Outliers and diverged points are left
         out.
 
-        To the surrogate's prediction, the mean residual of the runs at this point is added, without the share of it
-        that is noise between seeds.
+        The predicted loss of a point is the surrogate's prediction plus a part of the mean residual of its runs. The
+        other part of the residual is taken to be noise between seeds.
         """
         ended = np.isfinite(without_outliers(self.losses))
         points = self.points[ended]
@@ -215,7 +218,8 @@ class FittedTrials:
         return {x: statistics.fmean(found) for x, found in by_point.items()}
 
     def confirmed(self, *, by_surrogate: bool) -> "Confirmation | None":
-        """Return the best point of a search that has ended, or None if no trial finished."""
+        """Return the best point of a search that has ended, with the losses of its runs. Return None if no trial
+        finished."""
         if not by_surrogate or not np.isfinite(self.losses).any():
             return confirm(self.trials, self.paths, self.noise)
         return confirm(self.trials, self.paths, None if self.noise is None else self.floor, self.predicted)
@@ -237,9 +241,9 @@ class FittedTrials:
         In a trust-region search, trials are ranked by their predicted losses (:attr:`predicted`), in this order:
 
         1. the best trial;
-        2. the point with the lowest predicted loss of all, with only those of its changes that are worth more than
-           the noise; it may never have been run;
-        3. the same point with all its changes;
+        2. the point with the lowest predicted loss in the trust region, but with the values that gain less than the
+           noise reset to the start; this point may never have been run;
+        3. the same point without such resets;
         4. the other trials;
         5. outliers, to which the surrogate was not fitted.
 
@@ -266,8 +270,8 @@ class Confirmation:
 
     point: Point
     losses: tuple[float, ...]  # nats; the reported loss is their mean
-    fresh: int  # how many of these losses were not used to choose the point (all of them, or 0)
-    gain: float | None  # nats below the start, from runs not used to choose the point; None without such runs
+    fresh: int  # number of these losses that were not used to choose the point: all or 0
+    gain: float | None  # nats below the start's loss, in runs not used to choose the point; None without such runs
 
     @property
     def loss(self) -> float:
@@ -310,7 +314,8 @@ def confirm(
 
 
 def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float | None) -> Point | None:
-    """Return the chosen point if it needs confirmation runs, or None."""
+    """Return the best point if it needs confirmation runs. Return None if it is the start, or was the only
+    finalist."""
     runs = _Runs.of(trials, paths)
     chosen = runs.chosen(noise or 0.0)
     return None if chosen is None or chosen == runs.start or runs.alone(chosen) else chosen
@@ -318,16 +323,16 @@ def to_confirm(trials: Sequence[StudyTrial], paths: Sequence[str], noise: float 
 
 @dataclass(frozen=True)
 class _Runs:
-    """The losses of a search, by the purpose of the run, the point and the seed. A diverged run has an infinite
-    loss."""
+    """The losses of the runs of a search, grouped by the purpose of the run. The loss of a diverged run is
+    infinite."""
 
     start: Point
-    at_start: Losses  # runs of the start during the search; empty if one diverged and other points did not
-    start_again: Losses  # the same, and the runs of the start during confirmation
+    at_start: Losses  # runs of the start in the search; empty if one diverged and another point can be chosen
+    start_again: Losses  # ``at_start`` and the confirmation runs of the start
     choosing: Mapping[Point, Losses]  # runs of the best few points with fresh seeds
     confirming: Mapping[Point, Losses]  # confirmation runs
     candidates: Mapping[Point, Losses]  # points that can be chosen: none of their runs diverged
-    predicted: Mapping[Point, float]  # losses of points; empty if candidates are compared by runs with fresh seeds
+    predicted: Mapping[Point, float]  # predicted losses; empty if runs with fresh seeds are compared
 
     @classmethod
     def of(
@@ -369,7 +374,8 @@ class _Runs:
         return chosen in self.choosing and len(self.choosing) == 1
 
     def refuted(self, noise: float) -> set[Point]:
-        """Return the points whose confirmation runs have ended without a gain over the start above ``noise``."""
+        """Return the points that their confirmation runs did not confirm: the gain over the start is at most
+        ``noise``."""
         beside = [
             point
             for point, losses in self.confirming.items()
@@ -378,11 +384,11 @@ class _Runs:
         return {point for point in beside if not gain(self.start_again, self.confirming[point]) > noise}
 
     def chosen(self, noise: float) -> Point | None:
-        """Return the point with the lowest mean or predicted loss. Points that :meth:`refuted` returns do not
-        count.
+        """Return the candidate with the lowest mean or predicted loss, leaving out those that :meth:`refuted`
+        returns.
 
-        Return the start if this point is not better by more than ``noise``, or if there is no such point. Return
-        None if the start has no run either.
+        Return the start if this candidate is not better than the start by more than ``noise``, or if no candidate is
+        left. Return None if no candidate is left and the start has no run.
         """
         refuted = self.refuted(noise)
         means = {
@@ -419,7 +425,7 @@ def gain(start: Losses, there: Losses) -> float:
 
 
 def changes(point: Point) -> tuple[int, float]:
-    """Return how many values a point changes, and the sum of these changes in octaves."""
+    """Return how many values differ between a point and the start, and the sum of these differences in octaves."""
     return int(np.count_nonzero(point)), float(np.abs(point).sum())
 
 
@@ -431,8 +437,9 @@ def advice_when_all_diverged(
     The usual cause is the learning rate, so the advice is to start from half of the lowest rate that was tried. If no
     learning rate is searched, the advice is the text ``elsewhere``.
 
-    The advice also names the value that made runs diverge soonest, if it is not a learning rate. To find it, a
-    divergence model is fitted that counts a run as diverged only if it lasted less than half as long as the longest.
+    The advice also names the value whose changes made runs diverge soonest, if this value is not a learning rate. To
+    find this value, a divergence model is fitted to the trials. In this fit, only runs that diverged within half the
+    length of the longest run count as diverged.
     """
     diverged = [trial for trial in trials if trial.state == "diverged"]
     points = np.array([[(trial.octaves or {}).get(d.path, 0.0) for d in dimensions] for trial in diverged])

@@ -2,11 +2,11 @@
 
 The threshold above which a run diverges differs by orders of magnitude between modules, and depends on the other
 modules (Mlodozeniec et al. 2025, arXiv 2512.22382). So a box around the start cannot describe where runs diverge.
-With x_i the distance of the i-th value from the start, the features are its squares upwards and downwards:
+With x_i the distance of the i-th value from the start, increases and decreases have separate coefficients:
 
     log odds of divergence = c + sum_i up_i max(x_i, 0)^2 + down_i max(-x_i, 0)^2,      up, down >= 0,
 
-An exponential prior keeps at 0 every coefficient that no divergence needs as an explanation. So the model attributes
+An exponential prior keeps a coefficient at 0 unless it helps to explain a divergence. So the model attributes
 divergence to the changes that diverged trials have and finished trials do not.
 """
 
@@ -26,15 +26,16 @@ _STEPS = 60  # of the fit
 class DivergenceModel:
     """A fitted divergence model, made by ``fit``."""
 
-    level: float  # c
-    slopes: Array  # (2 D,), up then down: log odds per squared distance
+    level: float  # c, the log odds of divergence at the start
+    slopes: Array  # (2 D,), log odds per squared distance: first of increases (up), then of decreases (down)
 
     def risk(self, x: Array) -> Array:
         """Return the probability that a run at points (..., D) diverges."""
         return np.asarray(1 / (1 + np.exp(-self.level - _features(x) @ self.slopes)))
 
     def shorten(self, x: Array, safe: Array, most: float) -> Array:
-        """Return ``x`` (D,) with its risky values moved towards ``safe`` (D,) until the risk is at most ``most``."""
+        """Return ``x`` (D,) with lower risk: the values that raise the probability of divergence are moved towards
+        ``safe`` (D,) until that probability is at most ``most``."""
         d = len(x)
         parts = (_features(x) - _features(safe)) * self.slopes
         to_blame = parts[:d] + parts[d:] > 0
@@ -46,8 +47,8 @@ class DivergenceModel:
 
 
 def fit(points: Array, diverged: NDArray[np.bool_]) -> DivergenceModel:
-    """Return the model fitted to trials at ``points`` (n, D), as the mode of the posterior. ``diverged`` (n,) marks
-    the trials that diverged."""
+    """Return the divergence model fitted to trials at ``points`` (n, D), by maximum a posteriori. ``diverged`` (n,)
+    marks the trials that diverged."""
     features = _features(points)
     slopes = np.zeros(features.shape[1])
     used = (features[diverged] > 0).any(0)

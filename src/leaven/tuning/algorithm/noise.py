@@ -1,4 +1,5 @@
-"""The noise between seeds: the standard deviation of the loss between runs of one point, and intervals of means."""
+"""Estimates the noise between seeds: the standard deviation of the loss between runs of one point of a search. Also
+computes confidence intervals of mean losses."""
 
 import math
 import statistics
@@ -34,12 +35,12 @@ def pooled(groups: Iterable[Sequence[float]]) -> tuple[float | None, int]:
 
 
 def pooled_noise(runs: Iterable[tuple[Hashable, int, float]]) -> tuple[float | None, int]:
-    """Return the noise of runs (point, seed, loss), pooled over repeated points, and its degrees of freedom.
+    """Return the noise and its degrees of freedom, from ``runs`` (point, seed, loss) pooled over repeated points.
 
     The noise is the standard deviation of the loss between runs of one point. Runs with equal point, seed and loss
-    are the same run and count once. Diverged runs do not count. Runs with the same seed share init and data order,
-    and therefore a part of their noise, which more points do not average out. So if there are several seeds, the
-    degrees of freedom are at most the number of seeds minus one.
+    are the same run and count once. Diverged runs do not count. Runs with the same seed share init and data order. So
+    a part of their noise is the same at all points, and more points do not average it out. Therefore, if there are
+    several seeds, the degrees of freedom are at most the number of seeds minus one.
 
     A point whose runs differ much more than those of other points is left out: it is at the divergence boundary,
     where the spread is not noise. (With equal noise everywhere, this leaves out one point in 150 if three points have
@@ -81,7 +82,8 @@ def noise_between_seeds(
 
 
 def interval_of_mean(values: Sequence[float], noise: float | None, degrees: int) -> tuple[float, float]:
-    """Return the 95% interval of the mean of ``values``. It is infinite without values, or if the noise is unknown.
+    """Return the 95% confidence interval (low, high) of the mean of ``values``. The interval is infinite if
+    ``values`` is empty or the noise is unknown.
 
     ``noise`` is the standard deviation of one value, known with ``degrees`` degrees of freedom.
     """

@@ -1,12 +1,12 @@
-"""Knowledge from before a search, as distributions of the surrogate's coefficients (``surrogate.Prior``).
+"""Converts knowledge from before a search to priors of the surrogate's coefficients (``surrogate.Prior``).
 
 b is the slope at the start, H the matrix of curvatures, and h the typical curvature, as in ``surrogate.py``.
 
 - An *expectation* from laws and published runs says that the optimum of value i is m_i +- w_i steps from the start.
   So b = -H m + e, with e_i ~ N(0, (w_i h)^2) and unknown H.
 - An *earlier search*, of another model size or other values, gives the posterior of its own surrogate. Because the
-  losses of two searches differ, the standard deviation of each coefficient is widened by one of ``DIFFERENCES``,
-  times h. The evidence decides which.
+  losses of two searches differ, the standard deviation of each coefficient is widened by one of ``DIFFERENCES`` times
+  h. The difference with the highest evidence is used.
 """
 
 from dataclasses import dataclass
@@ -29,15 +29,19 @@ DIFFERENCES = 0.3, 0.8  # standard deviations between the coefficients of two se
 
 @dataclass(frozen=True, eq=False)
 class EarlierTrials:
-    """The finished trials of an earlier search."""
+    """The finished trials of an earlier search.
 
-    points: Array  # (n, D + E), octaves from the start of this search; the last E values are not searched here
+    The first D columns of ``points`` are the values of the new search, in octaves from its start. The last E columns
+    are values that only the earlier search had, in steps.
+    """
+
+    points: Array  # (n, D + E)
     losses: Array  # (n,), finite
-    noise: float | None  # standard deviation of the loss between seeds; None if it is unknown
+    noise: float | None  # standard deviation of the loss between seeds; None if unknown
 
 
 def of_expectations(centre: Array, width: Array) -> Prior:
-    """Return the prior that expects the optimum at ``centre`` (D,) +- ``width`` (D,) steps from the start."""
+    """Return the prior under which the optimum is at ``centre`` (D,) +- ``width`` (D,), in steps from the start."""
     plain, d = Prior.plain(len(centre)), len(centre)
     mean, root = plain.mean.copy(), plain.root.copy()
     mean[:d] = -centre
@@ -53,8 +57,9 @@ def of_expectations(centre: Array, width: Array) -> Prior:
 def of_earlier(columns: Array, losses: Array, noise: float | None, d: int) -> list[Prior]:
     """Return the priors that follow from the trials of an earlier search, one prior for each of ``DIFFERENCES``.
 
-    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). This search has only the first ``d`` = D columns.
-    If the noise is None, it is fitted to the lowest losses: without noise, few trials would be trusted far too much.
+    The trials are at ``columns`` (n, D + E), with ``losses`` (n,). The new search has only the first ``d`` = D
+    columns. If ``noise`` is None, it is fitted to the lowest losses. With a noise of 0, the priors would be far too
+    narrow.
     """
     if noise is None:
         lowest = np.argsort(losses)[:FITTED]

@@ -1,17 +1,18 @@
-"""What each value is worth around the best point, and what a larger budget or two values alone would gain.
+"""Computes how much each searched value contributes to the gain of the best point. Also estimates the gain of a
+larger budget, and of two values alone.
 
 A point A is *within the noise* of a point B if A's predicted loss plus one standard deviation (two if many values
 move) exceeds B's loss by less than the noise floor, the smallest difference of losses that counts.
 
-The gain that is still possible is estimated with quadratics that are drawn from the posterior of the surrogate. Each
-of them says how far the loss at the best point is above its minimum in the trust region. The estimate is the median
-of these differences. For few values (at most ``DESIGNED``) it is too high: the prior has one typical curvature, and
-so expects the same gain from values with little effect. But then the search itself shows how fast it converges, so
-the estimate is limited to what the second half of the trials has gained.
+The gain that is still possible is estimated with quadratics that are drawn from the posterior of the surrogate. For
+each quadratic, the difference between its value at the best point and its minimum in the trust region is computed.
+The estimate is the median of these differences. For few values (at most ``DESIGNED``) this estimate is too high: the
+prior has one typical curvature, and so expects the same gain from values with little effect. But a search of few
+values shows how fast it converges, so the estimate is limited to what the second half of the trials has gained.
 
-After n trials, the regret of a regression is about 1 / n. So n further trials gain half of the gain that is still
-possible. On landscapes with a known optimum, the mean of this estimate is within a factor of two of the true gain for
-9 and 25 values, and several times too high for 2 to 4 values. For a single search the estimate is a guess
+After n trials, the gain that is still possible is about proportional to 1 / n. So n further trials gain half of it.
+On landscapes with a known optimum, the mean of this estimate is within a factor of two of the true gain for 9 and 25
+values, and several times too high for 2 to 4 values. For a single search the estimate is a guess
 (docs/concepts/search.md).
 """
 
@@ -44,8 +45,8 @@ def cost_of(now: Region, x: Array, best: Array) -> tuple[float, float]:
 def fewest_changes(now: Region, best: Array, floor: float) -> Array:
     """Return the point ``best`` with as many values as possible reset to the start.
 
-    They are reset one by one, beginning with the value that costs least. A value is reset only if the point then
-    stays within the noise (``floor``) of ``best`` and is not likely to diverge.
+    Values are reset one by one, beginning with the value whose reset raises the loss least. A value is reset only if
+    the point then stays within the noise (``floor``) of ``best`` and is not likely to diverge.
     """
     found, most = np.array(best), max(RISK, float(now.risk(best)))
     costs, deviations = (part[:, 0] for part in now.along(best, np.zeros((len(best), 1))))
@@ -149,9 +150,9 @@ def further_gain(
 def best_pair(now: Region, points: Array, best: Array, noise: float) -> tuple[int, int, float] | None:
     """Find the two values that alone bring the largest share of the predicted gain. Return (index, index, share).
 
-    All other values stay at the start. Choices are not considered. The share is at most 1. Return None if fewer than
-    three numbers are searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the gain is not
-    above the noise.
+    All other values stay at the start. Only numbers are considered, not choices. The share is at most 1. Return None
+    if fewer than three numbers are searched, if there are fewer than ``PER_VALUE`` trials for each value, or if the
+    gain is not above the noise.
 
     Args:
         points: (n, D), the trials. The two values stay between the settings that were tried.

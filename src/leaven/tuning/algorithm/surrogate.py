@@ -46,7 +46,7 @@ class Quadratic:
 
     slope: Array  # (D,)
     hessian: Array  # (D, D)
-    least: float  # a minimum is computed with at least this curvature along each column
+    least: float  # lower limit of the curvature along each column in :meth:`minimum`
 
     def __call__(self, x: Array) -> Array:
         """Return the values (m,) of the function at points (m, D)."""
@@ -69,37 +69,40 @@ class Quadratic:
         return x
 
     def effects(self, x: Array) -> Array:
-        """Return the effect of each column, (D,). Element i is the change of the function when column i goes from 0
-        to 1 and the other columns stay as in ``x`` (D,)."""
+        """Return the effect of each column, (D,). Element i is the change of the function when column i changes from
+        0 to 1 while the other columns stay as in ``x`` (D,)."""
         bend = np.diag(self.hessian)
         return np.asarray(self.slope + self.hessian @ x - bend * x + bend / 2)
 
 
 @dataclass(frozen=True)
 class Prior:
-    """A normal prior of the P coefficients of the quadratic (the terms are in :func:`_features`), in units of h."""
+    """A normal prior of the P coefficients of the surrogate's quadratic, in units of the typical curvature h.
+    :func:`_features` has the terms of these coefficients."""
 
     mean: Array  # (P,)
-    root: Array  # R, (P, P): the covariance is R R^T
+    root: Array  # the matrix R, (P, P): the covariance is R R^T
 
     @classmethod
     def plain(cls, d: int) -> "Prior":
-        """Return the prior without knowledge, which expects the optimum about one step from the start."""
+        """Return the prior of a search of ``d`` columns without knowledge from before the search. It expects the
+        optimum about one step from the start."""
         size = _size(d)
         return cls(np.where(np.arange(size) // d == 1, 1.0, 0.0), np.eye(size))
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """The posterior distribution of the quadratic given the finished trials, made by ``fit``.
+    """The posterior distribution of a quadratic that predicts the loss, given the finished trials. :func:`fit`
+    computes it.
 
     The P coefficients of the quadratic (the terms are in :func:`_features`) have the mean ``_mean`` and the
     covariance h^2 R (1 - V diag(1 - _left^2) V^T) R^T, where R is the root of the prior.
     """
 
-    curvature: float  # h, loss per step squared
+    curvature: float  # the typical curvature h, loss per step squared
     noise: float  # the assumed standard deviation of the loss between seeds
-    informed: bool  # whether a prior with knowledge has the highest evidence
+    informed: bool  # whether the prior with the highest evidence has knowledge from before the search
     _mean: Array  # (P,)
     _root: Array  # R, (P, P)
     _directions: Array  # V, (P, at most n): orthonormal combinations of features that the trials have measured
@@ -107,7 +110,7 @@ class Surrogate:
     _interactions: bool
 
     def value(self, x: Array) -> Array:
-        """Return the posterior mean (m,) of the loss at points (m, D), up to the constant ``a``."""
+        """Return the posterior mean (m,) of the loss at points (m, D), minus the loss at x = 0."""
         return np.asarray(self._features(x) @ self._mean)
 
     def deviation(self, x: Array, base: Array) -> Array:
@@ -152,13 +155,14 @@ def _size(d: int) -> int:
 
 
 def interaction(d: int) -> float:
-    """Return r for ``d`` columns: the prior standard deviation of an interaction, as a share of h."""
+    """Return the prior standard deviation of an interaction of two of ``d`` columns, divided by the typical
+    curvature."""
     return min(0.5, 8 / d**2)
 
 
 def _features(x: Array, interactions: bool) -> Array:
-    """Return the terms of the quadratic, (m, P), at points ``x`` (m, D). They are scaled so that all coefficients
-    have the prior standard deviation h."""
+    """Return the P terms of the quadratic at points ``x`` (m, D), as an array (m, P). The terms are scaled so that
+    all coefficients have the same prior standard deviation, the typical curvature h."""
     terms = [x, x**2 / 2]
     if interactions:
         i, j = np.triu_indices(x.shape[1], 1)
@@ -171,7 +175,8 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
 
     Args:
         noise: the standard deviation of the loss between seeds, 0 if it is unknown.
-        knowledge: further priors. Of these and :meth:`Prior.plain`, the one with the highest evidence is used.
+        knowledge: priors from knowledge before the search. Of these and :meth:`Prior.plain`, the one with the highest
+            evidence is used.
     """
     d = points.shape[1]
     spread = float(np.std(losses)) or noise or 1.0
@@ -181,7 +186,7 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
     constant = weights / np.linalg.norm(weights)
 
     def whitened(values: Array) -> Array:
-        """Divide by the size of the errors, and project out the constant a."""
+        """Divide each row by the standard deviation of its error, and project out the constant term a."""
         scaled = (values.T * weights).T
         return np.asarray(scaled - np.multiply.outer(constant, constant @ scaled))
 
@@ -208,11 +213,11 @@ def fit(points: Array, losses: Array, noise: float = 0.0, knowledge: Sequence[Pr
 
 
 def fitted_noise(points: Array, losses: Array) -> float:
-    """Return the noise (its standard deviation) under which ``losses`` (n,) at ``points`` (n, D) are most likely.
+    """Return the standard deviation of the noise under which ``losses`` (n,) at ``points`` (n, D) are most likely.
 
-    Noise and curvature h are fitted together: they maximise the marginal likelihood of the losses. Losses far above
-    the minimum may not follow a quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation of the
-    lower half of the losses. The function takes about 100 n^3 operations, so it is for a few dozen trials.
+    Noise and typical curvature are fitted together: they maximise the marginal likelihood of the losses. Losses far
+    above the minimum may not follow a quadratic, so the noise is at most ``LOWER_HALF`` times the standard deviation
+    of the lower half of the losses. The function takes about 100 n^3 operations, so it is for a few dozen trials.
     """
     n, d = points.shape
     spread = float(np.std(losses))

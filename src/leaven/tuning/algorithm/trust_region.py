@@ -16,8 +16,8 @@ is accepted. If the radius shrinks with every failure, it soon reaches its minim
    ``DESIGNED`` values are searched, each of the first proposals moves one value by about a step. A random half of the
    choices take a level that has never been run or, if all have been run, the best level of the drawn surrogate. The
    other choices take the best level of the posterior mean.
-4. If the proposal is likely to diverge, the values that cause this move less, and the choices that cause it keep the
-   incumbent's level.
+4. If the proposal is likely to diverge, its risky numbers are moved back towards the incumbent, and its risky choices
+   keep the incumbent's level.
 5. Before any trial has finished there is no surrogate and no known boundary. Each divergence lowers the learning
    rates by a quarter of an octave and brings the proposals closer together; if no learning rate is searched,
    proposals spread further out instead. The first trial that finishes replaces the start.
@@ -26,11 +26,11 @@ One step along a value is ``scale`` octaves (one octave doubles a multiplier). `
 Proposals stay in a box around the start (``near``). The box always reaches at least one step beyond the incumbent, up
 to the bounds of the space. So it grows while the best point lies at its edge.
 
-All trials of a search share a seed, and with it the init and the data order. So they differ by less than the noise,
-the standard deviation of the loss between seeds. But an improvement that holds for one seed only is useless. So the
-surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its gain is larger. The
-cost of these rules is small (docs/concepts/search.md). During the search the noise is pooled over all runs of
-repeated points. The answer leaves some of these runs out (``noise.noise_between_seeds``).
+All trials of a search share a seed, and with it the init and the data order. So chance changes their losses by less
+than the noise, the standard deviation of the loss between seeds. But an improvement that holds for one seed only is
+useless. So the surrogate assumes at least the noise between seeds, and a trial replaces the incumbent only if its
+gain is larger. The cost of these rules is small (docs/concepts/search.md). During the search the noise is pooled over
+all runs of repeated points. The answer leaves some of these runs out (``noise.noise_between_seeds``).
 """
 
 import math
@@ -80,7 +80,7 @@ class Axes:
     converts a point to a recipe.
     """
 
-    limits: Mapping[str, tuple[float, float] | range]  # lowest and highest log2; range(n) for a choice
+    limits: Mapping[str, tuple[float, float] | range]  # (lowest, highest) log2 multiplier; range(n) for a choice
     # Octaves from the start to a typical optimum; default 1.
     scales: Mapping[str, float] = field(default_factory=dict)
     # Octaves from the start: the initial box.
@@ -107,7 +107,7 @@ class Axes:
 
     @property
     def ends(self) -> tuple[Array, Array]:
-        """The bounds of the space: lowest and highest octaves from the start, (D,) each."""
+        """The bounds of the search space: (lowest, highest), each an array (D,) of octaves from the start."""
         both = [
             (0.0, len(limits) - 1.0) if isinstance(limits, range) else (limits[0] - at, limits[1] - at)
             for limits, at in zip(self.limits.values(), self.start.values(), strict=True)
@@ -117,7 +117,8 @@ class Axes:
 
     @property
     def box(self) -> tuple[Array, Array]:
-        """The initial box: lowest and highest octaves from the start, (D,) each."""
+        """The box around the start that limits the first proposals: (lowest, highest), each an array (D,) of octaves
+        from the start."""
         low, high = self.ends
         given = [self.near.get(name, ends) for name, *ends in zip(self.start, low, high, strict=True)]
         near_low, near_high = np.array(given, float).reshape(-1, 2).T
@@ -134,7 +135,7 @@ class Axes:
 
     @cached_property
     def knowledge(self) -> list[Prior]:
-        """The surrogate's priors from laws and an earlier search."""
+        """The priors of the surrogate's coefficients that follow from laws and from an earlier search."""
         features = Features(np.zeros(len(self.limits)), self.scale, self.levels)
         found = []
         if self.earlier is not None:
@@ -174,7 +175,7 @@ class Features:
 
     @property
     def owner(self) -> NDArray[np.int_]:
-        """The index of the hyperparameter of each column, (F,)."""
+        """For each column, the index of the hyperparameter to which it belongs, (F,)."""
         return np.repeat(np.arange(len(self.levels)), np.where(self.levels > 0, self.levels - 1, 1))
 
     @property
@@ -204,14 +205,14 @@ class Region:
     """A trust region, which proposes points and predicts losses. Points are in octaves from the start."""
 
     incumbent: Array  # (D,), the best point so far
-    radius: float  # share of the uncertainty by which a proposal moves
+    radius: float  # factor on the random move of a proposal
     surrogate: Surrogate  # its inputs are the columns of ``features``
-    divergence: DivergenceModel  # the same inputs
-    since: int  # number of trials after the incumbent
+    divergence: DivergenceModel  # its inputs are the same columns
+    since: int  # number of trials that ended after the incumbent
     low: Array  # (D,), the lower ends of the box
     high: Array  # (D,), the upper ends
     features: Features  # the origin is the start or, if the start diverged, the first trial that finished
-    never: NDArray[np.bool_]  # (F,), whether a column is 0 in all trials
+    never: NDArray[np.bool_]  # (F,), whether a column is 0 in all trials so far
 
     @property
     def predicted(self) -> Array:
@@ -236,8 +237,8 @@ class Region:
         return self._within(self._lowest(mean, levels) + self.radius * steps)
 
     def stalled(self) -> bool:
-        """Return whether the last ``ROUNDS`` rounds of trials gained less than the noise, and the predicted further
-        gain is below the noise, too.
+        """Return whether the search has stalled: no trial in the last ``ROUNDS`` rounds replaced the incumbent, and
+        the predicted further gain is below the noise.
 
         A round has half as many trials as there are values, but at least 10.
         """
@@ -254,9 +255,9 @@ class Region:
         return self.surrogate.deviation(self.features.of(x), self.features.of(base))
 
     def along(self, base: Array, x: Array) -> tuple[Array, Array]:
-        """Return (mean, standard deviation) of the change in loss when one value of ``base`` (D,) is replaced.
+        """Return the change in loss when one value of ``base`` (D,) is replaced, as (mean, standard deviation).
 
-        Element (i, j) of both results (D, m) is for ``base`` with its value i set to ``x[i, j]``.
+        Both arrays have the shape (D, m). Element (i, j) is for ``base`` with its value i set to ``x[i, j]``.
         """
         d, m = x.shape
         points = np.repeat(np.tile(base, (d, 1))[:, None], m, 1)  # (D, m, D)
@@ -270,16 +271,16 @@ class Region:
         return self.divergence.risk(self.features.of(x))
 
     def risk_along(self, base: Array, x: Array) -> Array:
-        """Return the probabilities of divergence, (D, m). Element (i, j) is for ``base`` (D,) with its value i set to
-        ``x[i, j]``."""
+        """Return the probabilities (D, m) of divergence when one value of ``base`` (D,) is replaced. Element (i, j)
+        is for ``base`` with its value i set to ``x[i, j]``."""
         d = len(base)
         return np.array([self.risk(np.where(np.arange(d) == i, x[i][:, None], base)) for i in range(d)])
 
     def _levels(self, quadratic: Quadratic, *, unseen_first: bool = False) -> Array:
-        """Return the best level of each choice, (D,), with all numbers as in the incumbent.
+        """Return the best level of each choice, (D,). Elements of numbers are 0.
 
-        The best level has the lowest loss under ``quadratic`` while the other choices keep the start's level. With
-        ``unseen_first``, levels that have never been run are preferred.
+        The best level has the lowest value of ``quadratic`` while all numbers are as in the incumbent and the other
+        choices keep the start's level. With ``unseen_first``, levels that have never been run are preferred.
         """
         found, lowest = np.zeros(len(self.incumbent)), np.zeros(len(self.incumbent))
         here = np.where(self.features.level == 0, self.features.of(self.incumbent), 0.0)
@@ -292,8 +293,8 @@ class Region:
         return found
 
     def _lowest(self, quadratic: Quadratic, levels: Array, reach: float = TRUST) -> Array:
-        """Return the columns (F,) at which ``quadratic`` is lowest, with each number in the box and within ``reach``
-        steps of the incumbent, and the choices at ``levels`` (D,)."""
+        """Return the columns (F,) at which ``quadratic`` is lowest. Each number stays in the box and within ``reach``
+        steps of the incumbent. The choices have the ``levels`` (D,)."""
         number = self.features.level == 0
         here, fixed = self.features.of(self.incumbent), self.features.of(levels)
         low = np.where(number, np.maximum(here - reach, self.features.of(self.low)), fixed)
@@ -303,8 +304,8 @@ class Region:
     def _within(self, wanted: Array) -> Array:
         """Return the point (D,) with the columns ``wanted`` (F,), limited to the box and made safe.
 
-        If the point is likely to diverge, the numbers that cause this move towards the incumbent. Choices that cause
-        it keep the incumbent's level.
+        If the point is likely to diverge, its risky numbers are moved towards the incumbent, and its risky choices
+        get the incumbent's level.
         """
         here, number = self.features.of(self.incumbent), self.features.level == 0
         low, high = self.features.of(self.low), self.features.of(self.high)
@@ -361,7 +362,8 @@ def region(
 
 
 def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
-    """Return the region after ``tried`` trials that all diverged (5. at the top of this file)."""
+    """Return the trust region after ``tried`` trials that all diverged, or before the first trial. Point 5 at the top
+    of this file describes it."""
     (low, high), rates = axes.ends, learning_rates(list(axes.limits))
     lowered = np.clip(-DOWN * tried * rates, low, high)
     features = Features(lowered, axes.scale, axes.levels)
@@ -372,8 +374,8 @@ def _region_while_all_diverge(axes: Axes, tried: int) -> Region:
 
 
 def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]:
-    """Return the trials with a result in the order in which they ended, their points (n, D) in octaves, and their
-    losses (n,)."""
+    """Return the trials that finished, diverged or were pruned, in the order in which they ended. Also return their
+    points (n, D) in octaves and their losses (n,)."""
     found = [trial for trial in trials if trial.state in RESULTS and trial.octaves is not None]
     found.sort(key=lambda trial: (trial.ended or 0.0, trial.number))
     points = [[(trial.octaves or {}).get(path, 0.0) for path in axes.limits] for trial in found]
@@ -385,13 +387,13 @@ def results(trials: Iterable[Ran], axes: Axes) -> tuple[list[Ran], Array, Array]
 
 
 def loss_of(trial: StudyTrial) -> float:
-    """Return the loss of a trial with a result: infinite if it diverged, predicted if it was pruned."""
+    """Return the loss of a trial that has ended: infinite if it diverged, an estimate if it was pruned."""
     return math.inf if trial.state == "diverged" or trial.loss is None else trial.loss
 
 
 def without_outliers(losses: Array) -> Array:
-    """Return the losses with outliers set to infinity, because outliers would dominate the surrogate's least
-    squares."""
+    """Return the losses with outliers far above the median set to infinity, because they would dominate the least
+    squares of the surrogate."""
     finite = losses[np.isfinite(losses)]
     if len(finite) < 10:
         return losses
@@ -400,8 +402,8 @@ def without_outliers(losses: Array) -> Array:
 
 
 def learning_rates(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return which ``names`` are learning rates to lower after a divergence, (D,). If the global learning rate is
-    searched, only that is; otherwise, those of all modules and depth points are."""
+    """Return which of the D ``names`` are learning rates to lower after a divergence, as an array (D,). If the global
+    learning rate is searched, it alone is lowered. Otherwise all learning rates by module and over depth are."""
     keys = [name.rpartition(".") for name in names]
     everywhere = np.array([key == "lr" and folder in {"", "hyperparameters"} for folder, _, key in keys])
     return everywhere if everywhere.any() else np.array([key.partition("[")[0] == "lr" for _, _, key in keys])

@@ -21,10 +21,10 @@ class Budget:
     """The limits of a search, which all commands of a study share. The search ends when the first of the limits is
     reached; trials that are running then are finished."""
 
-    trials: int | None = None  # runs of any purpose
-    flops: float | None = None  # FLOPs of all runs
-    hours: float | None = None  # in which at least one run was active: pauses do not count, parallel runs count once
-    run_flops: float | None = None  # FLOPs of one run; None: the first run starts alone, as it may use everything
+    trials: int | None = None  # number of runs, including repeated and confirmation runs
+    flops: float | None = None  # total FLOPs of all runs
+    hours: float | None = None  # time during which at least one run is active; parallel runs count once
+    run_flops: float | None = None  # FLOPs of one run; if None, the first run starts alone to measure them
 
     def __post_init__(self) -> None:
         if not self._given:
@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def size(self) -> float:
-        """The number of runs that the budget allows, or infinity if it is unknown before the first run."""
+        """The number of runs that the budget allows, or infinity if the limits do not determine it in advance."""
         flops = self.flops / self.run_flops if self.flops and self.run_flops else math.inf
         return min(self.trials or math.inf, flops)
 
@@ -56,7 +56,8 @@ class Budget:
     def finals(self, runs: Sequence[Evaluation], now: float) -> tuple[int, int]:
         """Return (finalists, runs of each) for the confirmation.
 
-        The result is the most expensive of the ``FINALS`` that both the reserved and the remaining budget allow.
+        The result is the most expensive pair in ``FINALS`` that both the share reserved for confirmation and the
+        remaining budget allow.
         """
         affordable = min(min(RESERVED * limit, limit - used) / cost for limit, used, cost in self._limits(runs, now))
         return max(final for final in self._finals if runs_to_confirm(*final) <= max(affordable, 0))
@@ -94,7 +95,7 @@ class Budget:
 
 
 def runs_to_confirm(finalists: int, each: int) -> int:
-    """Return the number of runs that run each finalist ``each`` times and then confirm the best one."""
+    """Return the number of runs needed to run each finalist ``each`` times and then confirm the best one."""
     return finalists * each + (2 * CONFIRMATIONS if finalists > 1 else 0)  # 2: the chosen point and the start
 
 

@@ -37,7 +37,7 @@ def check_search(method: str, axes: Axes, name: str) -> None:
     if method not in METHODS:
         close = get_close_matches(str(method), METHODS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]}? " if close else ""
-        raise InputError(f"method {method!s:.60}: {hint}there are {', '.join(METHODS)}")
+        raise InputError(f"method {method!s:.60}: unknown; {hint}choose from {', '.join(METHODS)}")
     if method != "trust-region" and (axes.expected or axes.earlier):
         raise InputError(
             f"method {method} uses no knowledge from before the search; leave {' and '.join(OPTIONS.values())} out, "
@@ -67,7 +67,7 @@ def join_study(
     recipe: Recipe | None = None,
     shared: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[optuna.Study, Axes, float | None]:
-    """Return (study, axes, noise) of the study called ``name``, which is created if it does not exist.
+    """Return (study, axes, noise) of the study called ``name``. If it does not exist, create it.
 
     A new study gets this command's settings and prior knowledge. A stored study keeps the knowledge with which it was
     created, because laws and the earlier study may have changed since then; the returned axes contain it.
@@ -75,8 +75,8 @@ def join_study(
     Args:
         what: the name of the study in messages.
         instead: what to do if the study has other settings, in messages.
-        own_noise: whether ``noise`` must equal the noise of the stored study. If false, a study that was created with
-            the trials of an earlier study keeps its stored noise.
+        own_noise: whether ``noise`` must equal the noise of the stored study. If false, and the stored study was
+            created with the trials of an earlier study, the stored noise replaces ``noise``.
         recipe: the recipe that all commands on the study must share.
         shared: further settings that all commands on the study must share.
 
@@ -113,7 +113,7 @@ def join_study(
         here["noise"] = noise = there["noise"]
     for key, value in here.items():
         if key not in there:
-            raise InputError(f"{what} was created by another program, because it has no {key}; {instead}")
+            raise InputError(f"{what} has no {key}, so another program created it; {instead}")
         if there[key] != value:
             raise InputError(f"{what} has another {key}: {_difference(there[key], value)}; {instead}")
     for key, option in OPTIONS.items():
@@ -129,11 +129,11 @@ def join_study(
 def optuna_study(
     store: BaseStorage, name: str, sampler: optuna.samplers.BaseSampler, settings: dict[str, Any], what: str
 ) -> optuna.Study:
-    """Return the Optuna study called ``name``, which is created with these settings if it does not exist.
+    """Return the Optuna study called ``name``. If it does not exist, create it with these ``settings``.
 
-    The study is looked up first, because a failed attempt to create it adds a line to a journal. If several commands
-    start at once, one of them creates the study and then writes its settings. If this command dies before it has
-    written them, another command writes its own.
+    If several commands start at once, one of them creates the study and then writes its settings. If that command
+    dies before it has written the settings, another command writes its own settings. The study is looked up before it
+    is created, because a failed attempt to create it would add a line to the file of a journal storage.
     """
 
     def load() -> optuna.Study:
