@@ -495,7 +495,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("another recipe: hyperparameters.lr was 0.01, is now 0.02", {"change": {LR: 0.02}}),
     ("contains the study tiny, not big; use another --study", {"change": {"name": "big"}}),
     ("another text: .* in the study, x in this command", {"text": "x"}),
-    ("durations: a cosine run does not contain shorter runs", {"durations": (1024, 2048)}),
+    ("durations: with decay cosine they cannot share one run", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
     ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),
