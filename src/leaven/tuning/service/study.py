@@ -257,7 +257,8 @@ class Study:
             return
         if self._stop():
             raise StoreGone(
-                f"stopped after the store had been unreachable for {seconds:.0f} s; run the same command again to resume"
+                f"stopped after the store had been unreachable for {seconds:.0f} s; "
+                "run the same command again to resume"
             )
         self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
