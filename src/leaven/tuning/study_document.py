@@ -110,7 +110,7 @@ class StudyTrial:
 class Best:
     """A point that was run, with its mean loss and a 95% interval."""
 
-    number: int  # of the first trial at this point
+    number: int  # number of the first trial at this point
     loss: float
     interval: Interval
     fresh: int = 0  # number of runs that were not used to choose the point; with 0 the loss is probably too low
@@ -145,13 +145,13 @@ class Coordinate:
     best: float  # distance of the best value from the start, octaves
     flat: tuple[float, float]  # range of distances, octaves, in which the loss is as good as the best within noise
     gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
-    importance: float  # share, up to 1, of the variation of the loss over the settings that were tried
+    importance: float  # share, up to 1, of the variation of the predicted loss that this value causes
     worth: bool  # whether it was worth tuning: the gain is above the noise
     slice: tuple[SlicePoint, ...] = ()  # the predicted loss as a function of this value
     gain_deviation: float = 0.0  # standard deviation of the gain
     at_end: bool = False  # whether the best value is at the limit of the search; the optimum may lie beyond
     end: str = ""  # name of this limit: a bound with its reason, or the recipe's [tuning.octaves]
-    optuna_importance: float = 0.0  # PED-ANOVA: how much the value differs in the best trials, up to 1
+    optuna_importance: float = 0.0  # Optuna's PED-ANOVA importance of this value, up to 1
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class StudyDocument(Answer):
     method: str
     space: tuple[str, ...]  # paths of the searched values
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # of the trust region: how far a proposal moves, as a share of the uncertainty
+    radius: float | None = None  # of the trust region: share of the uncertainty by which a proposal moves
     stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
     durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()

@@ -55,7 +55,7 @@ def equivalence(
     if steps < LEAST_STEPS:
         need = math.ceil(LEAST_STEPS * family.batch_tokens * kappas[-1])
         raise InputError(
-            f"batch x {kappas[-1]:g} leaves {steps:.0f} steps; the check needs {LEAST_STEPS}. "
+            f"with batch x {kappas[-1]:g} a run has {steps:.0f} steps; the check needs {LEAST_STEPS}. "
             f"Give {need:,} tokens, smaller batches or smaller --batch-ratios"
         )
     settings = {

@@ -33,7 +33,8 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Return the id of a command that runs in a process of this machine: ``host:machine:pid:start:number``."""
+    """Return the id of a command that runs in the process ``pid`` of this machine:
+    ``host:machine:pid:start:number``."""
     return f"{socket.gethostname()}:{_machine()}:{pid}:{_started(pid)}:{number}"
 
 
