@@ -121,7 +121,7 @@ def test_an_earlier_search_helps_if_it_was_alike_and_hardly_harms_if_it_was_not(
 def test_knowledge_is_for_the_trust_region() -> None:
     with pytest.raises(InputError, match="method random uses no knowledge from before the search"):
         search(lambda x: x["a"], {"a": (-1, 1)}, method="random", trials=4, expected={"a": (0.5, 0.5)})
-    with pytest.raises(InputError, match=r"expected\.b: not in the space"):
+    with pytest.raises(InputError, match=r"expected\.b: not a name in space"):
         search(lambda x: x["a"], {"a": (-1, 1)}, trials=4, expected={"b": (0.5, 0.5)})
     with pytest.raises(InputError, match="earlier: give finite points"):
         search(lambda x: x["a"], {"a": (-1, 1)}, trials=4, earlier=EarlierTrials(np.zeros((4, 0)), np.zeros(4), 0.1))

@@ -498,13 +498,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("durations: with decay cosine they cannot share one run", {"durations": (1024, 2048)}),
     ("another method", {"method": "tpe", "out": "new", "store": "kept.db"}),
     ("another recipe: data.seed", {"change": {"data.seed": 3}, "out": "new", "store": "kept.db"}),
-    ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "new.db"}),
-    ("has the results of 2 trials, and .* none of them", {"out": "ended", "store": "empty.db"}),
-    ("has the results of 2 trials, and .* none of them", {"out": "ended"}),
+    ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "new.db"}),
+    ("has the results of 2 trials, but .* none of them", {"out": "ended", "store": "empty.db"}),
+    ("has the results of 2 trials, but .* none of them", {"out": "ended"}),
     ("contains the study leaven, not tiny; use another --study", {"out": "leaven"}),
     ("not a journal of Optuna; give another file", {"out": "notes"}),
     ("is not empty and contains no study; use another folder", {"out": "full"}),
-    ("full/x: a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
+    ("full/x is a file; give a folder", {"out": "full/x/study", "store": "new.db"}),
     ("there is no folder .*none", {"out": "new", "store": "none/new.db"}),
     ("method best: unknown; choose from trust-region, random", {"method": "best", "out": "new"}),
 ]
@@ -613,7 +613,7 @@ def test_results_of_a_study_whose_store_is_gone_are_not_overwritten(
         opened.run(1, 1)
     journal, results = tmp_path / "study" / "journal.log", tmp_path / "study" / "study.json"
     kept = results.read_bytes()
-    lost = "has the results of 1 trials, and --study .* has none of them; bring the store back, or use another folder"
+    lost = "has the results of 1 trials, but .* has none of them; restore the store, or use another folder"
     for prepare_store in (journal.unlink, journal.touch):  # missing, then empty
         prepare_store()
         with pytest.raises(InputError, match=lost), study():

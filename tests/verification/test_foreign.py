@@ -133,7 +133,7 @@ def test_invalid_factories_are_refused(here: Path) -> None:
         foreign("their_model:no_embedding", RunScale(32, 2))
     with pytest.raises(InputError, match="vocabulary of 64 is too small for text, which needs 257.*made-up"):
         foreign("their_model:factory", RunScale(32, 2))
-    with pytest.raises(InputError, match="whole number of sequences of 64"):
+    with pytest.raises(InputError, match="give a multiple of 64"):
         foreign("their_model:factory", RunScale(32, 2), source=MADE_UP, batch_tokens=100)
     with pytest.raises(InputError, match="returns its own batches"):
         foreign("their_model:feeding", RunScale(32, 2), source=SOURCE)

@@ -122,7 +122,7 @@ def test_a_fault_does_not_widen_its_own_limit(tiny: Recipe) -> None:
 
 
 def test_too_few_steps_are_refused(tiny: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="leaves 10 steps.*204,800 tokens"):
+    with pytest.raises(InputError, match="has 10 steps.*204,800 tokens"):
         equivalence(RecipeFamily(tiny), SMALL, [0.25, 4], RunStore(tmp_path))
 
 

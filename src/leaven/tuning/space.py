@@ -1,14 +1,14 @@
 """Search spaces: which values of a recipe are searched, and how far, with the reasons (``BOUNDS``).
 
-A space is given as a set or as paths. Distances from the recipe are in octaves: one octave doubles a value.
-``point.py`` lists the values with other units.
+The user gives a space by the name of a set or by the paths of values. Distances from the recipe are in octaves: one
+octave doubles a value. ``point.py`` lists the values with other units. The sets are:
 
 - ``global`` has the nine values that apply to all modules: lr, init_std, residual (the multiplier of the residual
   branches), weight_decay, beta1, beta2, eps, warm-up and batch.
 - ``global-full`` adds clipping, dropout, min_lr_ratio, decay_ratio and the choices of decay and optimizer.
 - ``per-module`` has 25 to 35 values. lr, init_std and residual of each module mattered most among the values that
-  Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned. Two points of an lr profile over depth gained less there. The last
-  four are the global weight_decay, beta1, beta2 and eps.
+  Mlodozeniec et al. 2025 (arXiv 2512.22382) tuned. The set also has two points of an lr profile over depth, which
+  gained less in that paper, and the global weight_decay, beta1, beta2 and eps.
 - ``per-module-full`` has every quantity by module and over depth, about 90 values. In that paper a separate lr for
   each layer and module gained almost nothing.
 
@@ -71,7 +71,7 @@ class Bounds:
 
     low: float  # in the unit of the value
     high: float
-    near: float  # the box in which a search begins: octaves or tenths to either side of the recipe's value
+    near: float  # the box in which a search begins: octaves or tenths (steps of 0.1) around the recipe's value
     scale: float  # octaves or tenths from the recipe to a typical optimum
     why: str  # the reason for the bounds, shown to the user
     of_run: bool = False  # whether low and high are shares of data.tokens
@@ -108,7 +108,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class Space:
-    """The dimensions of a search around a recipe."""
+    """A search space around a recipe: which values are searched, and how far."""
 
     recipe: Recipe
     dimensions: tuple[Dimension, ...]
@@ -129,7 +129,8 @@ class Space:
 
     @property
     def limits(self) -> Mapping[str, tuple[float, float] | range]:
-        """The range or levels of each value, as the argument ``space`` of ``leaven.tuning.search``."""
+        """The range or the levels of each value, in the form of the argument ``space`` of
+        ``leaven.tuning.search``."""
         return self.axes.limits
 
     @property
@@ -138,15 +139,15 @@ class Space:
 
     @property
     def near(self) -> Mapping[str, tuple[float, float]]:
-        """The initial box of a search, which grows while the best point lies at its edge."""
+        """The box in which a search begins, by path. The search extends it while the best points lie at its edge."""
         return self.axes.near
 
     def values(self, octaves: Mapping[str, float]) -> dict[str, Value]:
-        """Return the recipe's values at a point."""
+        """Return the searched values, by path, at the distances ``octaves`` from the recipe."""
         return point.values(self.recipe, octaves)
 
     def without(self, path: str, reason: str) -> "Space":
-        """Return the space without one value."""
+        """Return the space without the value at ``path``. ``reason`` is the text for the user."""
         if path not in self.paths:
             return self
         kept = tuple(dimension for dimension in self.dimensions if dimension.path != path)
@@ -155,7 +156,8 @@ class Space:
         return replace(self, dimensions=kept, left_out=(*self.left_out, (path, reason)))
 
     def below(self, path: str, limit: float) -> "Space":
-        """Return the space with the value at ``path`` kept below ``limit``, which is in the unit of the recipe."""
+        """Return the space with its range shortened so that the value at ``path`` stays below ``limit``, which is in
+        the unit of the recipe."""
         held = next((dimension for dimension in self.dimensions if dimension.path == path), None)
         if held is None:
             return self
@@ -167,7 +169,7 @@ class Space:
         return replace(self, dimensions=tuple(kept if each is held else each for each in self.dimensions))
 
     def expecting(self, expected: Mapping[str, Expectation]) -> "Space":
-        """Return the space with the optima that laws and published runs expect.
+        """Return the space with prior knowledge: the optima that scaling laws and published runs suggest, by path.
 
         Published runs often copied one another. So the standard deviation of an expectation is raised to at least
         half of the value's scale.
@@ -180,12 +182,14 @@ class Space:
         return self.knowing(known, self.earlier)
 
     def knowing(self, expected: Mapping[str, tuple[float, float]], earlier: EarlierTrials | None) -> "Space":
-        """Return the space with this prior knowledge: expected optima by path, and earlier trials (:class:`Axes`)."""
+        """Return the space with this prior knowledge: ``expected`` optima by path (distance and its standard
+        deviation), and the trials of an ``earlier`` study."""
         informed = tuple(replace(each, expected=expected.get(each.path)) for each in self.dimensions)
         return replace(self, dimensions=informed, earlier=earlier)
 
     def within_near(self) -> "Space":
-        """Return the space limited to the box in which a search begins. A grid search cannot extend this box."""
+        """Return the space limited to the box in which a search begins. It is for a grid search, which cannot extend
+        the box."""
         kept = [
             replace(d, low=d.near[0], high=d.near[1], near=None, ends=("the end of the grid",) * 2) if d.near else d
             for d in self.dimensions
@@ -197,12 +201,12 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
     """Return a search space around a recipe.
 
     Some values cannot be searched, for example values that the recipe does not have. A set or pattern leaves them
-    out; to give the path of one is an error.
+    out. It is an error to give the path of such a value.
 
     Args:
-        which: one of ``SETS``; or paths and patterns of paths with ``*``, separated by commas; or ``recipe`` for the
-            values that the recipe names in ``[tuning]``. The default is ``recipe`` if the recipe has a ``[tuning]``,
-            otherwise ``global``.
+        which: the name of a set (``SETS``); or paths and patterns of paths with ``*``, separated by commas; or
+            ``recipe`` for the values that the recipe names in ``[tuning]``. The default is ``recipe`` if the recipe
+            has a ``[tuning]``, otherwise ``global``.
 
     Raises:
         InputError: if a given path cannot be searched, or a bound in ``[tuning]`` gives an invalid recipe.
@@ -241,7 +245,8 @@ def space(recipe: Recipe, which: str | None = None) -> Space:
 
 
 def _paths(recipe: Recipe, known: Iterable[str], origin: str, name: str) -> list[str]:
-    """Return the paths that ``name`` (a set, a pattern or a path) selects. ``origin`` names its source in errors."""
+    """Return the paths that ``name`` (a set, a pattern or a path) selects. ``origin`` is the option or the key of the
+    recipe that contains the name, for error messages."""
     if not name:
         raise InputError(f"{origin}: an empty name; give {', '.join(SETS)}, or paths separated by commas")
 
@@ -275,9 +280,13 @@ def _scaled_by_others(model: ModelShape) -> set[str]:
     """Return the modules whose init_std need not be searched, because other searched values have the same effect.
 
     With Adam, multiplying the init_std and lr of a matrix by c multiplies the matrix by c throughout the training,
-    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). For some matrices the
-    output of the model can stay the same: a norm of queries and keys removes the factor c. For the last matrix of a
-    branch, and for others on which its output depends linearly, the branch's residual multiplier can be divided by c.
+    except for effects of eps, clipping and decay (``tests/tuning/test_valleys.py`` shows this). This factor c can be
+    without effect on the output of the model:
+
+    - For the matrices of queries and keys, if queries and keys are normalised: the norm removes the factor.
+    - For the last matrix of a residual branch, and for other matrices on which the branch's output depends linearly:
+      the branch's residual multiplier can be divided by c.
+
     In a model with biases, the biases would have to be scaled, too, so the result is empty.
     """
     if model.bias:
@@ -335,9 +344,12 @@ def _fixed(recipe: Recipe, path: str) -> str | None:
 
 
 def _dimension(recipe: Recipe, path: str, ends: tuple[float, float] | None) -> Dimension:
-    """Return the dimension of a searched value. Its range is ``ends`` (lowest and highest distance, from the recipe's
-    ``[tuning]``). By default it extends to the bounds; if the value is already beyond a bound, the range ends at the
-    value."""
+    """Return the dimension of a searched value: its start, range and unit.
+
+    ``ends`` is the range that the recipe's ``[tuning]`` gives (lowest and highest distance from the recipe's value).
+    If it is None, the range extends to the bounds. If the value is already beyond a bound, the range ends at the
+    value.
+    """
     value = point.value_at(recipe, path)
     if isinstance(value, str):
         levels = point.levels(recipe, path)
@@ -368,9 +380,10 @@ def bounds_of(path: str) -> Bounds:
 
 
 def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
-    """Return how far a value may go down (``side`` 0) or up (1), as a distance from the recipe, and what limits it.
+    """Return the lowest (``side`` 0) or the highest (``side`` 1) distance from the recipe that a value may have, and
+    the reason for this limit.
 
-    The limit is a text for the user. It is empty at a natural limit, such as dropout 0.
+    The reason is a text for the user. It is empty at a natural limit, such as dropout 0.
     """
     bounds, run = bounds_of(path), recipe.data.tokens
     value = point.value_at(recipe, path)
@@ -403,7 +416,8 @@ def reach(recipe: Recipe, path: str, side: int) -> tuple[float, str]:
 
 
 def why_invalid(recipe: Recipe, path: str, octaves: float) -> str | None:
-    """Return the reason why the recipe is invalid with only the value at ``path`` moved, or None if it is valid."""
+    """Return the reason why the recipe is invalid if only the value at ``path`` moves by ``octaves``, or None if it
+    stays valid."""
     try:
         recipe_at(recipe, {path: octaves})
     except ValidationError as error:

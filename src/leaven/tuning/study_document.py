@@ -55,16 +55,16 @@ class Dimension:
     ``choice`` the distance is an index into ``levels``.
     """
 
-    path: str  # of the recipe, dotted; a point of a depth profile is hyperparameters.depth.lr[2]
+    path: str  # in the recipe, such as hyperparameters.lr, or hyperparameters.depth.lr[2] in a depth profile
     centre: float | str  # the value in the recipe that the search started from
     low: float  # the lowest distance from the start, at most 0
     high: float  # the highest distance from the start, at least 0
-    scale: float = 1.0  # how far away an optimum typically is
+    scale: float = 1.0  # typical distance of an optimum from the start
     unit: str = "octave"  # octave | tenth | choice
     levels: tuple[str, ...] = ()  # the levels of a choice, starting with the level in the recipe
-    near: tuple[float, float] | None = None  # the box in which a search begins; None for low and high
-    ends: tuple[str, str] = ("the end of the space",) * 2  # names of low and high; empty for a natural limit
-    expected: tuple[float, float] | None = None  # the best according to laws: distance, standard deviation
+    near: tuple[float, float] | None = None  # the box in which a search begins; None: from low to high
+    ends: tuple[str, str] = ("the end of the space",) * 2  # what limits low and high, as text; empty: natural limit
+    expected: tuple[float, float] | None = None  # the optimum that laws expect: distance and standard deviation
 
     @property
     def box(self) -> tuple[float, float]:
@@ -90,19 +90,19 @@ class StudyTrial:
 
     number: int
     state: str  # complete | diverged | stopped (pruned) | failed (its process died) | running | waiting (for a retry)
-    loss: Loss  # of a stopped trial, the expected loss
-    values: dict[str, int | float | str]  # by path, as the recipe has them
+    loss: Loss  # validation loss, nats per token; of a stopped trial, the predicted loss
+    values: dict[str, int | float | str]  # by path, in the units of the recipe
     seconds: float | None
     tokens_per_second: float | None
-    octaves: dict[str, float] | None = None  # by path, from the start
+    octaves: dict[str, float] | None = None  # distances from the start, by path
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
-    confirms: bool = False  # whether new seeds compare the point that the reruns chose with the start
-    seed: int = 0  # added to the recipe's; 0 in the search, so that all its trials share init and data order
+    confirms: bool = False  # whether this run compares the chosen point with the start, with new seeds
+    seed: int = 0  # added to the recipe's seed; 0 in the search, so that its trials share init and data order
     tokens: int = 0
     flops: float = 0.0
-    curve: LossCurve = ()  # training loss
-    branches: Curve = ()  # if run lengths (durations) are compared: validation loss at the end of each
-    worker: str | None = None  # host:pid
+    curve: LossCurve = ()  # (tokens, training loss)
+    branches: Curve = ()  # (tokens, validation loss) at the end of each of the compared run lengths (durations)
+    worker: str | None = None  # host:pid of the worker process
     ended: float | None = None  # seconds since 1970
 
 
@@ -110,7 +110,7 @@ class StudyTrial:
 class Best:
     """A point that was run, with its mean loss and a 95% interval."""
 
-    number: int  # of the first trial at this point
+    number: int  # number of the first trial at this point
     loss: float
     interval: Interval
     fresh: int = 0  # number of runs that were not used to choose the point; with 0 the loss is probably too low
@@ -118,7 +118,7 @@ class Best:
 
     @property
     def certainty(self) -> str:
-        """Describe how certain the loss is."""
+        """A phrase that says how certain the loss is, such as "95% interval 3.1000 to 3.2000"."""
         if not self.fresh and self.runs > 1:
             return f"the mean of {self.runs} runs that also chose this point among several, so it may be too low"
         if not self.fresh:
@@ -131,8 +131,8 @@ class Best:
 class SlicePoint:
     """The surrogate's prediction when one value of the best point is changed."""
 
-    octaves: float  # this value's distance from the start
-    loss: float  # difference from the best point
+    octaves: float  # distance of this value from the start
+    loss: float  # predicted loss minus the predicted loss of the best point, nats
     deviation: float  # standard deviation of this difference
     risk: float  # chance of divergence
 
@@ -142,23 +142,23 @@ class Coordinate:
     """What a search found out about one value."""
 
     path: str
-    best: float  # octaves from the start
-    flat: tuple[float, float]  # octaves between which the loss stays within the noise of the best
+    best: float  # distance of the best value from the start, octaves
+    flat: tuple[float, float]  # range of distances, octaves, in which the loss is as good as the best within noise
     gain: float  # loss with this value at the start and all others at the best, minus the loss at the best
-    importance: float  # share, up to 1, of the variation of the loss over the settings that were tried
+    importance: float  # share, up to 1, of the variation of the predicted loss that this value causes
     worth: bool  # whether it was worth tuning: the gain is above the noise
-    slice: tuple[SlicePoint, ...] = ()  # the loss over this value
+    slice: tuple[SlicePoint, ...] = ()  # the predicted loss as a function of this value
     gain_deviation: float = 0.0  # standard deviation of the gain
-    at_end: bool = False  # whether the best is at the limit of the search, so that the optimum may lie beyond
+    at_end: bool = False  # whether the best value is at the limit of the search; the optimum may lie beyond
     end: str = ""  # name of this limit: a bound with its reason, or the recipe's [tuning.octaves]
-    optuna_importance: float = 0.0  # share, up to 1, by PED-ANOVA: how much the best tenth of the trials differs
+    optuna_importance: float = 0.0  # Optuna's PED-ANOVA importance of this value, up to 1
 
 
 @dataclass(frozen=True)
 class Front:
     """A point of the Pareto front of loss and cost."""
 
-    number: int  # of the trial
+    number: int  # number of the trial
     tokens: int
     flops: float
     loss: float
@@ -169,23 +169,23 @@ class Answer(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    best: Best | None = None  # the best of the points run with fresh seeds; None before any was
-    octaves: dict[str, float] = {}  # the best point; without one, the point that is predicted to be best
+    best: Best | None = None  # the best point; None until the search ends or points are run with fresh seeds
+    octaves: dict[str, float] = {}  # the best point; if ``best`` is None, the point that is predicted to be best
     noise_floor: float | None = None  # standard deviation between runs of one point
     noise_runs: int = 0  # degrees of freedom of the noise: runs minus points; 10^6 if the user gave the noise
     coordinates: tuple[Coordinate, ...] = ()  # the most important first
-    fewest: Best | None = None  # the point with the fewest changes that equals the best within noise, if it was rerun
-    fewest_octaves: dict[str, float] | None = None  # the point with the fewest changes, measured or predicted
-    fewest_cost: float | None = None  # expected loss at this point minus the expected loss at the best
+    fewest: Best | None = None  # the rerun point with the fewest changes that equals the best within noise
+    fewest_octaves: dict[str, float] | None = None  # the point ``fewest``; if that is None, a predicted one
+    fewest_cost: float | None = None  # expected loss at ``fewest_octaves`` minus the expected loss at ``octaves``
     # Paths that were not worth tuning: with all of them at the start, the loss rises by less than the noise. Empty if
     # every path is like this: then the start is the best point, or there are too few trials.
     idle: tuple[str, ...] = ()
-    gain: float | None = None  # nats: the start's loss minus the best's, from runs that did not choose the best
+    gain: float | None = None  # nats: loss of the start minus that of the best, from runs not used to choose the best
     outlook: Outlook | None = None  # None before the end of a search, and for other methods than trust-region
     # Whether the search uses prior knowledge; False if the trials contradict the knowledge, None if there is none.
     informed: bool | None = None
     advice: str = ""  # if all trials diverged: which value to lower
-    dimensions: tuple[Dimension, ...] = ()  # what was searched
+    dimensions: tuple[Dimension, ...] = ()  # the searched values
 
     @property
     def moved(self) -> bool:
@@ -194,12 +194,14 @@ class Answer(BaseModel):
 
     @property
     def fewer(self) -> dict[str, float] | None:
-        """The point with the fewest changes that equals the best within the noise, if it was rerun and differs from
-        the best point; otherwise None."""
+        """The point with the fewest changes that equals the best point within the noise.
+
+        It is None if this point is the best point itself, or if there is none that was run again with fresh seeds.
+        """
         return self.fewest_octaves if self.fewest is not None and self.fewest_octaves != self.octaves else None
 
     def effect(self, coordinate: Coordinate) -> str:
-        """Return "mattered", "not worth tuning", or "unsure" if the gain of the value may be noise.
+        """Return the effect of a value: "mattered", "not worth tuning", or "unsure" if its gain may be noise.
 
         A value that was not worth tuning can be reset to the start. Return "" for a value that is at the start.
         """
@@ -217,16 +219,16 @@ class StudyDocument(Answer):
     version: int = 1
     name: str
     method: str
-    space: tuple[str, ...]  # recipe paths that vary
+    space: tuple[str, ...]  # paths of the searched values
     trials: tuple[StudyTrial, ...]
-    radius: float | None = None  # share of the uncertainty by which trust-region proposals move
-    stalled: bool = False  # whether the search stopped early because some rounds gained less than the noise
-    durations: tuple[int, ...] = ()  # tokens; each trial trains all of them
+    radius: float | None = None  # of the trust region: share of the uncertainty by which a proposal moves
+    stalled: bool = False  # whether the search stopped early because several rounds gained less than the noise
+    durations: tuple[int, ...] = ()  # compared run lengths in tokens; each trial trains all of them
     front: tuple[Front, ...] = ()
 
     @property
     def ended(self) -> int:
-        """The number of trials that have ended, as ``leaven tune --trials`` counts them."""
+        """The number of trials that have ended. A trial and its retry count once."""
         return sum(trial.state not in UNDER_WAY for trial in self.trials)
 
     def count(self, state: str) -> int:
@@ -245,12 +247,12 @@ class StudyDocument(Answer):
 
 
 def signed(loss: float) -> str:
-    """Return a difference of losses as text."""
+    """Return a difference of losses as text with its sign and four decimals, such as ``-0.0123``."""
     return f"{round(loss, 4) + 0.0:+.4f}"  # -0.0 + 0.0 is 0.0
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time covered by spans (begin, end), counting overlaps once."""
+    """Return the total time that spans (begin, end) cover. Time in which spans overlap counts once."""
     total, until = 0.0, -math.inf
     for began, ended in sorted(spans):
         total += max(ended - max(began, until), 0.0)
@@ -286,9 +288,10 @@ def front(trials: Sequence[StudyTrial]) -> tuple[Front, ...]:
 def worth_at(answer: Path, target: Recipe) -> list[WorthRow]:
     """Return by which factor the tokens of ``target`` would have to grow to gain as much as a study did.
 
-    A published loss law gives the factor, in one row for each share of the gain in ``SHARES``. ``answer`` is the
-    best.toml of the study. The list is empty if ``answer`` is another file or is not in a study's folder, if the
-    study measured no gain, or if the law does not cover runs of the target's length.
+    A published loss law gives the factor. A larger model may keep only a part of the study's gain, so there is one
+    row for each share of the gain in ``SHARES``. ``answer`` is the best.toml of the study. The list is empty if
+    ``answer`` is another file or is not in a study's folder, if the study measured no gain, or if the law does not
+    cover runs of the target's length.
     """
     try:
         study = StudyDocument.model_validate_json(read_text(answer.parent / "study.json"))

@@ -1,7 +1,7 @@
 """Checks that test a scaling rule by training small models.
 
 A family makes the models of one recipe (recipe_family.py, small_models.py) or of a user's factory function
-(foreign.py) at any scale. There are three kinds of checks::
+(foreign.py) at any scale. There are three kinds of checks, listed with the calls that they make::
 
     coordinates, gradients    SizeCheck.of(recipe, ...) -> family.build(scale, seed) -> record -> judge
     transfer, duration,       sweep(family, ...), equivalence(family, ...)

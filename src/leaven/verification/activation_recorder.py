@@ -1,7 +1,7 @@
 """Record the output of every module in a forward pass, and the attention logits.
 
-A wrong power of the head dimension in a rule shows first in the attention logits. Hooks only see the outputs of
-modules, and attention logits are not the output of a module. So calls of
+A wrong power of the head dimension in a scaling rule shows first in the attention logits. Hooks only see the outputs
+of modules, and attention logits are not the output of a module. So calls of
 ``torch.nn.functional.scaled_dot_product_attention`` are intercepted as well.
 """
 
@@ -43,12 +43,12 @@ class ActivationRecorder(TorchFunctionMode):
 
     ``label`` maps the name of a module to the label under which its output is recorded, or to None for no record.
     Outputs with the same label, from several layers or calls, are stacked in the order in which they were computed.
-    An output that a container passes on from its last child is recorded only once.
+    If a container module returns the output of its last child unchanged, this output is recorded only once.
 
     After a forward pass, the recorder has these attributes:
 
     - ``containers``: the labels of modules that computed a new output from the outputs of their children
-    - ``matrices``: the labels of modules that own a matrix
+    - ``matrices``: the labels of modules that have a matrix as a direct parameter
     - ``trained``: the labels of outputs that require a gradient
     - ``head_sizes``: the head dimension of attention logits, by label
     """

@@ -29,7 +29,7 @@ class Allocation:
     """The memory of a torch storage, which one or more tensors use."""
 
     part: str  # what the memory is used for
-    size: int = 0  # bytes, now
+    size: int = 0  # current number of bytes
 
 
 BytesByPart = Counter[str]
@@ -39,10 +39,10 @@ BytesByPart = Counter[str]
 class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context manager that records the memory of tensors that are created inside the context.
 
-    Only tensors of the type ``of`` and parameters are recorded. :meth:`within` sets the part of new tensors, and
-    :meth:`mark` changes the part of existing tensors, for example of gradients. Gathered or cast weights, and the
-    buffers of collectives and updates, are recognised by the operation that creates them. All other tensors count as
-    activations.
+    Only tensors of the type ``of`` and parameters are recorded. Each has a part: its use, such as weights or
+    gradients. :meth:`within` sets the part of new tensors, and :meth:`mark` changes the part of existing tensors, for
+    example of gradients. Gathered or cast weights, and the buffers of collectives and updates, are recognised by the
+    operation that creates them. All other tensors count as activations.
 
     The tracker does not change the computation, with one exception: a number that is read from a fake tensor, which
     has no data, is 1.
@@ -70,7 +70,7 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Count tensors that are created inside this context as ``part``."""
+        """Record tensors that are created inside this context as memory of the use ``part``."""
         self._part, before = part, self._part
         try:
             yield
@@ -78,12 +78,12 @@ class AllocationTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._part = before
 
     def mark(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Count these tensors as ``part`` from now on."""
+        """Count the memory of these tensors as ``part`` from now on."""
         for tensor in tensors:
             self._allocation(tensor).part = part
 
     def begin(self) -> None:
-        """Start a new measurement of :meth:`peak`."""
+        """Start a new measurement: :meth:`peak` refers to the time from here on."""
         self._start = [(entry, entry.size) for entry in self._allocations.values()]
         self._moves = []
 

@@ -25,8 +25,10 @@ HELD_OUT = 1_000_000
 
 
 def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of ``count`` sequences from a text: from the validation split for the seed
-    `HELD_OUT`, from the training split for all other seeds."""
+    """Return a function from (seed, step) to a batch of ``count`` sequences from a text.
+
+    The sequences come from the validation split for the seed `HELD_OUT`, and from the training split for other seeds.
+    """
 
     def batch(seed: int, step: int) -> TokenBatch:
         split = tokens.validation if seed == HELD_OUT else tokens.train
@@ -37,10 +39,10 @@ def corpus(tokens: TokenSet, seq_len: int, count: int) -> Batches:
 
 
 def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
-    """Return a function that makes batches of synthetic text.
+    """Return a function from (seed, step) to a batch of ``count`` sequences of synthetic text.
 
     Each token has a fixed successor, which follows with probability 0.7. Otherwise the next token is drawn from a
-    Zipf distribution. A batch has ``count`` sequences.
+    Zipf distribution.
     """
     chain = torch.Generator().manual_seed(name_seed(0, "chain"))
     successor = torch.randperm(vocab_size, generator=chain)
@@ -60,7 +62,7 @@ def synthetic(vocab_size: int, seq_len: int, count: int) -> Batches:
 
 
 def sequences(batches: Batches, size: int, seed: int, first: int, count: int) -> TokenBatch:
-    """Return ``count`` sequences of a seed's stream, beginning with the sequence number ``first``.
+    """Return ``count`` sequences of a seed's stream, beginning with the sequence number ``first`` (from 0).
 
     ``batches`` makes batches of ``size`` sequences from this stream.
     """

@@ -70,12 +70,12 @@ INDEPENDENT = -0.5
 class ActivationRecord:
     """The outputs of all modules that share a label, measured in one run."""
 
-    squares: dict[str, tuple[float, ...]]  # mean square of the output in each call (layer), by start, end and change
-    features: int  # size of the last dimension, or the head dimension behind attention logits
-    container: bool  # whether the output is computed from the outputs of child modules, as that of a block is
-    matrix: bool  # whether the module itself owns a matrix
+    squares: dict[str, tuple[float, ...]]  # by part (start, end, change): mean square of the output in each layer
+    features: int  # size of the output's last dimension; of attention logits, the head dimension
+    container: bool  # whether the output is computed from outputs of child modules, as in a block
+    matrix: bool  # whether the module has a matrix as a direct parameter
     trained: bool  # whether the output requires a gradient
-    stuck: bool  # whether a weight of the module is trained and did not change at all
+    stuck: bool  # whether a trainable weight of the module did not change at all
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
     them would change less than at depth 4, by a factor of 2^0.25."""
 
     def axes(self) -> tuple[SizeAxis, ...]:
-        """Return the axes of every size check and, if both width and depth grow, the width at the largest depth.
+        """Return the axes along which models grow: those of every size check and, if both width and depth vary, the
+        width at the largest depth.
 
         This additional axis has two widths. It finds errors of a rule that show only where width and depth both grow.
         """
@@ -105,7 +106,8 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         return (*axes, SizeAxis("width", far, f" at depth {max(self.depths)}"))
 
     def record(self, instance: ModelInstance) -> dict[str, ActivationRecord]:
-        """Train a model for some steps on its first batch. Return its outputs before and after, by module label."""
+        """Train a model for some steps on its first batch. Return the outputs of its modules before and after, by
+        label."""
         instance.scale_lr(self.lr_factor)
         trained = {name: weight for name, weight in instance.model.named_parameters() if weight.requires_grad}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
@@ -132,10 +134,10 @@ class CoordinateCheck(SizeCheck[ActivationRecord]):
         }
 
     def value(self, measured: ActivationRecord, part: str, axis: SizeAxis) -> float:
-        """Return the RMS of the output, or of its change.
+        """Return the RMS of a module's output at the start or at the end of the training, or of the output's change.
 
-        If the width varies, this is the RMS of all layers together. If the depth varies, it is the RMS of one layer:
-        the middle one, or the last one for a container such as a block.
+        ``part`` selects one of these. If the width varies, this is the RMS of all layers together. If the depth
+        varies, it is the RMS of one layer: the middle one, or the last one for a container such as a block.
         """
         values = measured.squares[part]
         if axis.name == "depth":
@@ -175,8 +177,10 @@ def _squares(calls: Tensor) -> tuple[float, ...]:
 
 
 def _failure(means: Mapping[str, Sequence[float]], lines: Sequence[ActivationRecord]) -> str:
-    """Return why a module fails without a slope: an output is NaN, weights or outputs never change, or a quantity is
-    0 at some sizes only. Return "" if slopes can be judged."""
+    """Return the reason why a module fails whatever its slopes are, or "" if its slopes can be judged.
+
+    The reasons are: an output is NaN, weights or outputs never change, or a quantity is 0 at some sizes only.
+    """
     if any(math.isnan(value) for values in means.values() for value in values):
         return NOT_FINITE
     if any(line.stuck for line in lines):
@@ -203,8 +207,8 @@ def _allowed(
 
 
 def _note(axis: str, module: str, value: float, foreign: bool) -> str:
-    """Return a note on the usual cause of a slope of this ``value``. ``foreign`` says whether a user's factory
-    function made the model."""
+    """Return a note on the usual cause of a slope of this ``value``, which is beyond the limits. ``foreign`` says
+    whether a user's factory function made the model."""
     if value < 0:
         hint = "scaled twice?"
         if axis == "depth":

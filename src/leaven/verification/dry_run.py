@@ -42,7 +42,7 @@ def dry_run(recipe: Recipe, rank: int, device: str = "cuda") -> StepMemory:
     """Return the memory that one rank of a recipe's layout uses in a training step.
 
     The second step is measured, because the optimizer state does not exist before the end of the first step. The
-    model is not compiled. ``device`` selects the kernels whose memory is measured; on a CPU, attention is computed
+    model is not compiled. ``device`` is the device whose kernels are measured. With "cpu", attention is computed
     block by block, and the loss over fewer tokens at a time. Call this function only once in a process, and only if
     the process has no process group.
     """
@@ -106,7 +106,7 @@ class NoText:
     """A substitute for a corpus and its stream of sequences. All tokens are 0."""
 
     vocab_size: int
-    seq_len: int = 0  # of the stream
+    seq_len: int = 0  # number of tokens in a sequence of the stream
     fingerprint: str = ""
     end_of_text: int = 0
 

@@ -44,16 +44,18 @@ def duration(
     *,
     seeds: int = 3,
 ) -> CheckDocument:
-    """Run or resume the check at ``ratios`` times the tokens of the recipe or factory, with the grid ``lrs`` or,
-    if it is None, the default grid of a sweep.
+    """Run or resume the duration check at ``ratios`` times the tokens of the recipe or factory, and return its
+    result.
+
+    ``lrs`` are the lrs of the sweep; None means the default grid of a sweep.
 
     Raises:
-        InputError: if there is no ratio other than 1, and as :func:`leaven.verification.sweep.sweep` does.
+        InputError: if there is no ratio other than 1, or for a reason of :func:`leaven.verification.sweep.sweep`.
         ChecksStopped: if the runs were stopped; finished runs are in the store's folder.
     """
     base, *longer = (replace(scale, tokens=ratio) for ratio in (1.0, *sorted({*ratios} - {1.0})))
     if not longer:
-        raise InputError("a duration check needs another duration: --durations 1,2,4")
+        raise InputError("a duration check needs a duration besides 1; give --durations 1,2,4")
     document, losses = sweep("duration", family, "lr", [base, *longer], lrs, store=store, seeds=seeds)
     regime = _regime(family, base, losses, store, seeds)
     measured = [*document.measured, regime, *_arms(family, longer, store, seeds)]
@@ -61,7 +63,8 @@ def duration(
 
 
 def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] | None:
-    """Return the changes, by key of the recipe, that put the exponent of a duration check into a recipe.
+    """Return the recipe keys and values by which the exponent that a duration check measured is written into a
+    recipe.
 
     ``document`` is the result of the check in the folder ``run``. Return None if the exponent was not measured, if it
     has no interval, or if an optimum is at the edge of a grid.
@@ -83,9 +86,10 @@ def measured_exponent(document: CheckDocument, run: Path) -> dict[str, object] |
 def _regime(
     family: ModelFamily, base: RunScale, losses: Mapping[RunScale, LossGrid], store: RunStore, seeds: int
 ) -> MeasuredRow:
-    """Return the table row that says how much doubling the batch raises the loss, at the base's best lr.
+    """Return the table row that says how much doubling the batch raises the loss.
 
-    The rise is divided by the drop of the loss from doubling the tokens, so its unit is octaves of tokens.
+    The runs have the recipe's own duration and the best lr for it. The rise is divided by the drop of the loss from
+    doubling the tokens, so its unit is octaves of tokens.
     """
     name = "cost of twice the batch, octaves of tokens"
     longest = max(losses, key=lambda scale: scale.tokens)
@@ -119,8 +123,10 @@ def _regime(
 
 
 def _arms(family: ModelFamily, longer: Sequence[RunScale], store: RunStore, seeds: int) -> list[MeasuredRow]:
-    """Return rows that compare longer runs under the rule with control runs, in which either the lr or everything
-    stays as in the short run."""
+    """Return rows that compare longer runs under the rule with two groups of control runs.
+
+    In the first group the lr stays as in the short run, in the second group all hyperparameters do.
+    """
     own, power = family.value("lr"), family.exponent("lr", "tokens")
     settings = {}
     for scale in longer:

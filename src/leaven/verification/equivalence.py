@@ -41,7 +41,7 @@ ARMS = ("rule", "no rule")  # the two groups of runs
 def equivalence(
     family: ModelFamily, scale: RunScale, ratios: Sequence[float], store: RunStore, *, seeds: int = 3
 ) -> CheckDocument:
-    """Run or resume the check at ``ratios`` times the batch of the recipe or factory.
+    """Run or resume the equivalence check at ``ratios`` times the batch of the recipe or factory. Return its result.
 
     Raises:
         InputError: if there are too few ratios or steps, if a batch is not a whole number of sequences, if the
@@ -50,12 +50,12 @@ def equivalence(
     """
     kappas = sorted({1.0, *ratios})
     if len(kappas) < 2:
-        raise InputError("an equivalence check needs another batch: --batch-ratios 0.25,4")
+        raise InputError("an equivalence check needs a batch ratio besides 1; give --batch-ratios 0.25,4")
     steps = family.tokens / (family.batch_tokens * kappas[-1])
     if steps < LEAST_STEPS:
         need = math.ceil(LEAST_STEPS * family.batch_tokens * kappas[-1])
         raise InputError(
-            f"batch x {kappas[-1]:g} leaves {steps:.0f} steps; the check needs {LEAST_STEPS}. "
+            f"with batch x {kappas[-1]:g} a run has {steps:.0f} steps; the check needs {LEAST_STEPS}. "
             f"Give {need:,} tokens, smaller batches or smaller --batch-ratios"
         )
     settings = {
@@ -88,8 +88,8 @@ def _limit(losses: np.ndarray, vocab_size: int) -> float:
     """Return the allowed difference of the mean loss, in nats per token.
 
     It is the larger of two numbers: two standard errors of a difference of means, and `TOLERANCE` times the
-    improvement over a uniform guess. ``losses`` are those of all seeds at batch x 1, where the rule has no effect. So
-    an error in the rule cannot widen its own limit.
+    improvement over a uniform guess. ``losses`` are those of all seeds at the unchanged batch, where the rule has no
+    effect. So an error in the rule cannot widen the limit.
     """
     learnt = math.log(vocab_size) - float(losses.mean())
     if len(losses) < 2:

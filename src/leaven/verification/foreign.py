@@ -6,8 +6,9 @@
         return model, groups                          # groups for torch.optim.AdamW, or an optimizer
 
 The parameters ``seed`` and ``ratios`` are optional. So is a third returned value, the function ``batch(seed, step) ->
-(inputs, targets)``. docs/concepts/checks.md describes them, and how a model is trained. The result of a training run
-is the mean loss on held-out text. A run has diverged if this loss is more than 1 nat above that of a uniform guess.
+(inputs, targets)``. docs/concepts/checks.md describes all three, and how a model is trained. The result of a training
+run is the mean loss on held-out text. A run has diverged if this loss is more than 1 nat above that of a uniform
+guess.
 """
 
 import importlib
@@ -64,9 +65,9 @@ class ForeignFamily:
     name: str  # module:factory
     vocab_size: int
     source: str | None  # where the text comes from; None if the factory returns batches
-    sequences: int  # in a batch
-    seq_len: int  # tokens in a sequence
-    tokens: int  # in a training run
+    sequences: int  # number of sequences in a batch
+    seq_len: int  # number of tokens in a sequence
+    tokens: int  # number of tokens in a training run
     alpha: float = 1.0  # the model's rule multiplies residual branches by depth^-alpha
     rule: None = field(default=None, init=False)
     unit: str = field(default="multiple of the factory's", init=False)
@@ -81,30 +82,33 @@ class ForeignFamily:
         return "ratios" in inspect.signature(_factory(self.name)).parameters
 
     def value(self, quantity: Quantity) -> float:
-        """Return the factory's own value of a quantity: 1 for the lr, because lrs are multiples of the factory's lr.
+        """Return the value of a quantity in the unit of this family: 1 for the lr, which is counted in multiples of
+        the factory's own lr.
 
         Raises:
             InputError: if the quantity is not the lr.
         """
         if quantity != "lr":
             raise InputError(
-                f"{self.name}: this check changes {quantity}, whose value a factory does not tell; give a recipe file"
+                f"{self.name}: this check changes {quantity}, which is unknown for a factory; give a recipe file"
             )
         return 1.0
 
     def exponent(self, quantity: Quantity, axis: ScaleAxis) -> float:
-        """Return 0: values are multiples of the factory's value, which the factory has already scaled with
-        ``ratios``."""
+        """Return 0, because values are multiples of the factory's own value, which the factory scales itself by its
+        argument ``ratios``."""
         return 0.0
 
     def build(self, scale: RunScale, seed: int) -> ModelInstance:
-        """Return a new model at a scale, with its optimizer and batches."""
+        """Return a new model at a scale (width, depth, batch and tokens), with its optimizer and batches."""
         model, optimizer, own = _made(self.name, scale, seed)
         return ModelInstance(model, optimizer, own or self._text, seed, plain_label)
 
     def trial(self, setting: RunSetting) -> "ForeignTrial":
-        """Return the training run of a setting. Its key includes a hash of the initial model, so results from
-        before a change of the factory are not used.
+        """Return the training run of a setting.
+
+        The key of a run, by which its result is stored, includes a hash of the initial model. So results from before
+        a change of the factory are not used.
 
         Raises:
             InputError: if the batch is not a whole number of sequences.
@@ -168,7 +172,7 @@ class ForeignTrial:
     def run(self) -> Outcome:
         """Train a new model and return the outcome.
 
-        Its loss is the validation loss or, if the run diverged, 1 nat above the loss of a uniform guess.
+        The outcome's loss is the validation loss or, if the run diverged, 1 nat above the loss of a uniform guess.
         """
         family, setting, scale = self.family, self.setting, self.setting.scale
         began = time.perf_counter()
@@ -234,7 +238,8 @@ def foreign(
     same form as ``data.source`` in a recipe, or is :data:`MADE_UP`.
 
     Raises:
-        InputError: if the module or function does not exist, its result has a wrong form, or the text does not fit.
+        InputError: if the module or function does not exist, its result has a wrong form, or the model's
+            vocabulary is too small for the text.
     """
     model, optimizer, own = _made(entry, scale, 0)
     tokens, alpha = tokens or TOKENS, alpha or 1.0
@@ -246,16 +251,18 @@ def foreign(
         return ForeignFamily(entry, vocab_size, None, len(targets), targets[0].numel(), tokens, alpha)
     size = BATCH_TOKENS if batch_tokens is None else batch_tokens
     if size % SEQ_LEN:
-        raise InputError(f"--batch-tokens {size}: give a whole number of sequences of {SEQ_LEN}")
+        raise InputError(f"--batch-tokens {size}: give a multiple of {SEQ_LEN}, the tokens in a sequence")
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:
-        raise InputError(f"{entry}: no torch.nn.Embedding, so the vocabulary is unknown; return batches, too")
+        raise InputError(
+            f"{entry}: no torch.nn.Embedding, so the vocabulary is unknown; return a batch function, too"
+        )
     source, vocab_size = source or SOURCE, embedding.num_embeddings
     if source != MADE_UP:
         if vocab_size < LEAST_VOCABULARY:
             raise InputError(
                 f"{entry}: a vocabulary of {vocab_size} is too small for text, which needs {LEAST_VOCABULARY}; "
-                f"enlarge the vocabulary, return batches as well, or give --source {MADE_UP}"
+                f"enlarge the vocabulary, return a batch function as well, or give --source {MADE_UP}"
             )
         prepare(_data(source), vocab_size)
     return ForeignFamily(entry, vocab_size, source, size // SEQ_LEN, SEQ_LEN, tokens, alpha)
@@ -279,7 +286,9 @@ def _made(entry: str, scale: RunScale, seed: int) -> tuple[nn.Module, torch.opti
     torch.manual_seed(seed)
     made = factory(scale.width, scale.depth, **options)
     if not (isinstance(made, tuple) and len(made) in {2, 3} and isinstance(made[0], nn.Module)):
-        raise InputError(f"{entry}: return (model, groups or optimizer), or (model, groups or optimizer, batch)")
+        raise InputError(
+            f"{entry}: wrong result; return (model, groups or optimizer) or (model, groups or optimizer, batch)"
+        )
     model, optimizer, batches = (*made, None)[:3]
     if not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = torch.optim.AdamW(optimizer)
@@ -303,5 +312,5 @@ def _factory(entry: str) -> Callable[..., Any]:
     except AttributeError:
         raise InputError(f"{entry}: {module} has no {name}; give module:factory") from None
     if not callable(factory):
-        raise InputError(f"{entry} is not a function; give module:factory, a function of width and depth")
+        raise InputError(f"{entry} is not a function; as module:factory, give a function of width and depth")
     return factory

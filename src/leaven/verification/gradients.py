@@ -20,10 +20,10 @@ eps. So these gains are judged over width only in a check of at least 150 steps.
 
 If alpha is below 1 (the rule multiplies residual branches by L^-alpha, where L is the depth), two quantities may fall
 with the depth by up to L^(alpha-1). The first is lr x weight_decay, because the lr inside blocks falls and the
-published rules keep the weight decay (with ``scale_decay_with_depth`` it grows). The second is the later gradients
-inside blocks, because the gradient of a gain is in part proportional to what the block has learnt. At alpha = 1/2 the
-exponent of eps is -0.50; the exponent of the pre-MLP gain's gradient was -0.59 on text and -0.90 on a Markov chain
-that is learnt quickly.
+published rules keep the weight decay (with ``scale_decay_with_depth`` it grows). The second is the gradients inside
+blocks at the end of the training, because the gradient of a gain is in part proportional to what the block has
+learnt. At alpha = 1/2 the exponent of eps is -0.50; the exponent of the pre-MLP gain's gradient was -0.59 on text and
+-0.90 on a Markov chain that is learnt quickly.
 """
 
 import math
@@ -59,10 +59,10 @@ class GradientRecord:
 
     start: float  # RMS of the gradient at the first step
     end: float  # RMS of the gradient over the last quarter of the steps
-    moved: float  # RMS of the change from the first step to the last
+    moved: float  # RMS of the change of the parameter from the first step to the last
     eps: float
     decay: float  # lr x weight_decay: the share by which a weight shrinks in a step
-    shape: tuple[int, ...]  # of one layer's parameter
+    shape: tuple[int, ...]  # shape of the parameter in one layer
     layers: int
 
 
@@ -87,7 +87,8 @@ class GradientCheck(SizeCheck[GradientRecord]):
         return invariants(self.family, self.widths, self.depths)
 
     def record(self, instance: ModelInstance) -> dict[str, GradientRecord]:
-        """Train a model with a warm-up, on a new batch in each step. Return its measurements by label.
+        """Train a model with a warm-up, on a new batch in each step. Return the measurements of its parameters by
+        label.
 
         Gradients at the end are averaged over the last quarter of the steps, because a gain has few entries and its
         gradient on one batch is noisy.
@@ -173,8 +174,10 @@ class GradientCheck(SizeCheck[GradientRecord]):
 
 
 def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the RMS over all entries of all layers, by label. ``values`` has a tensor for each parameter, or None
-    for a parameter to leave out."""
+    """Return the RMS of ``values`` by label, over all entries of all layers.
+
+    ``values`` maps the name of each parameter to a tensor, or to None if the parameter is to be left out.
+    """
     sums: dict[str, tuple[float, int]] = {}
     for name, tensor in values.items():
         label = instance.label(name)
@@ -185,8 +188,10 @@ def _rms(instance: ModelInstance, values: Mapping[str, Tensor | None]) -> dict[s
 
 
 def _failure(records: Sequence[GradientRecord]) -> str:
-    """Return why a parameter fails without an exponent: it never changes, or a quantity is 0 at some sizes only.
-    Return "" if exponents can be judged."""
+    """Return the reason why a parameter fails whatever its exponents are, or "" if its exponents can be judged.
+
+    The reasons are: the parameter never changes, or a quantity is 0 at some sizes only.
+    """
     if not all(record.moved for record in records):
         return f"never changes{WHY_NO_CHANGE}"
     named = {"start": "the first gradient", "end": "the gradient", "decay": "lr x decay", "eps": "eps"}

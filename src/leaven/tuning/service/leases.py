@@ -1,10 +1,13 @@
-"""Leases: find out which of the commands that work on a study are alive. A command is one running search.
+"""Leases: find out which of the commands that share a study are still alive. A command is one running search.
 
-A command's id consists of its host, its process and a number, because a process may run several searches. Within one
-machine and boot, the kernel knows whether the process is alive. Every command also increases a counter in the store,
-its heartbeat. A command of another machine counts as dead if its counter has not changed for ``lease_seconds`` by the
-observer's clock. The clocks of two machines are never compared. A command may be counted as dead although it is
-alive, for example because its machine slept. It then finds its trials closed and drops them.
+The id of a command names its machine, its process and a number, because one process may run several searches. If the
+process runs on this machine, the operating system knows whether it is alive. For commands on other machines there are
+heartbeats: every command keeps increasing its own counter in the store. A command on another machine counts as dead
+if its counter has not changed for ``lease_seconds``. This time is measured with the clock of the observing machine,
+so the clocks of two machines are never compared.
+
+A command may count as dead although it is alive, for example because its machine slept. Other commands then close its
+trials and run them again, and the command drops its own results.
 """
 
 import itertools
@@ -30,15 +33,15 @@ _here: set[str] = set()  # ids of running searches of this process
 
 
 def node(pid: int, number: int = 0) -> str:
-    """Return the id of a command that runs in a process of this machine: ``host:machine:pid:start:number``."""
+    """Return the id of a command that runs in the process ``pid`` of this machine:
+    ``host:machine:pid:start:number``."""
     return f"{socket.gethostname()}:{_machine()}:{pid}:{_started(pid)}:{number}"
 
 
 def gone(owner: str) -> bool:
-    """Return whether the command with the id ``owner`` has certainly ended.
+    """Return True if the command with the id ``owner`` has ended, and False if it runs or if this is unknown.
 
-    This is certain only for commands of this machine since its last boot; for all others the result is False. A
-    zombie counts as ended.
+    It is known only for commands that were started on this machine since its last boot. A zombie process has ended.
     """
     machine, pid, start, _ = owner.split(":")[-4:] if owner.count(":") >= 4 else ("", "", "", "")
     if machine != _machine():
@@ -73,8 +76,12 @@ class Leases:
         _here.discard(self.node)
 
     def dead(self, owners: set[str]) -> set[str]:
-        """Return those of the ``owners`` that are dead. Call this method regularly: it adds up the time between calls
-        during which the heartbeat of an owner has not changed."""
+        """Return those of the commands ``owners`` (ids) that are dead.
+
+        A command on another machine is dead if its heartbeat has not changed for the lease time. This time is added
+        up over the calls of this method, and each call adds at most a quarter of the lease time. So call it
+        regularly.
+        """
         # Capped, so that a pause of this process or of the store does not make other commands count as dead.
         now = self._clock()
         passed, self._looked = min(now - self._looked, self._seconds / BEATS), now
@@ -101,8 +108,8 @@ class Leases:
 
 @cache
 def _machine() -> str:
-    """Return a name for the set of processes that this process can see. On Linux it consists of the ids of the boot
-    and of the process namespace."""
+    """Return an id of the machine, or of the container, in which this process runs. On Linux it consists of the ids
+    of the boot and of the process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -111,9 +118,9 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in 1/100 s, or "" if it has ended.
+    """Return the start time of a process in 1/100 s, or "" if the process has ended.
 
-    A pid and its start time distinguish a process from a later one with the same pid.
+    The start time distinguishes a process from a later process with the same pid.
     """
     try:
         # On Linux the kernel keeps the time since the boot. psutil adds the boot time, which changes with the clock.

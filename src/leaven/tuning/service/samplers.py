@@ -1,4 +1,4 @@
-"""Optuna's samplers as methods of a search, which sample a growing box, and Optuna's importances."""
+"""Optuna's samplers as search methods, which sample a box that grows during the search; and Optuna's importances."""
 
 import math
 import warnings
@@ -23,11 +23,11 @@ FEWEST = 10  # the fewest trials for PED-ANOVA, so that the best tenth has at le
 
 
 def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
-    """Return the lower and upper ends (D,) of the box to sample, in octaves, after trials at ``points`` (n, D) with
-    ``losses`` (n,), in the order in which the trials ended.
+    """Return the lower and upper ends (D,) of the box from which Optuna's sampler draws the next point, in octaves.
 
-    The box begins as ``axes.box``. An end moves outwards when the best ``BEST`` trials all lie in the quarter of the
-    box next to this end. By chance this happens at one end in 256.
+    ``points`` (n, D) and ``losses`` (n,) are those of the finished trials, in the order in which the trials ended.
+    The box begins as ``axes.box``. An end moves outwards when the best ``BEST`` (4) trials all lie in the quarter of
+    the box next to this end. If the losses were random, this would happen at a given end with probability 1/256.
     """
     (low, high), (lowest, highest) = axes.box, axes.ends
     further = FURTHER * (high - low)
@@ -45,7 +45,7 @@ def box(points: Array, losses: Array, axes: Axes) -> tuple[Array, Array]:
 
 
 def distributions(axes: Axes) -> Distributions:
-    """Return the space as Optuna distributions."""
+    """Return the Optuna distribution of each searched value, by name."""
     return {
         name: CategoricalDistribution([float(level) for level in limits])
         if isinstance(limits, range)
@@ -55,20 +55,21 @@ def distributions(axes: Axes) -> Distributions:
 
 
 class SeededSampler(BaseSampler):
-    """The Optuna sampler of a method. It samples a growing box, and gives each proposal its own seed, made from the
-    proposal's index in the search.
+    """The Optuna sampler of the search methods other than ``trust-region``. It samples a growing box (:func:`box`).
 
-    With a single random stream, two commands with the same seed would repeat each other's proposals, and so would a
-    command that resumes. The store contains the whole space, but the sampler gets only the box, which is a function
-    of the finished trials.
+    Each proposal has a seed of its own, made from the seed of the search and the index of the proposal. With a single
+    random stream, two commands with the same seed would draw the same proposals, and so would a command that resumes.
+    The distributions in the store span the whole space. Optuna's sampler gets only the current box, which is computed
+    from the finished trials.
 
-    For CMA-ES, which stays near the start by itself, the box covers the whole space, symmetric around the start. Its
-    start and initial width equal the trust region's. It is separable, because a few hundred trials do not determine a
-    full covariance in 90 dimensions. It does not support choices: in each proposal, a choice takes the level of the
-    best trial with probability 1/2, and otherwise a random level.
+    For CMA-ES, which stays near the start by itself, the box covers the whole space and is symmetric around the
+    start. CMA-ES begins with the same start and the same width as a trust-region search. It is separable (its
+    covariance is diagonal), because a few hundred trials do not determine a full covariance in 90 dimensions. CMA-ES
+    does not support choices: in each proposal, a choice takes the level of the best trial with probability 1/2, and
+    otherwise a random level.
 
-    A trust-region search proposes points itself, without this sampler. A grid search samples at random after all
-    points of the grid have run (``search_plan.py``).
+    A trust-region search does not use this sampler. A grid search uses it to sample at random after all points of the
+    grid have run (``search_plan.py``).
     """
 
     def __init__(self, method: str, axes: Axes, seed: int) -> None:
@@ -149,24 +150,25 @@ class SeededSampler(BaseSampler):
 
 
 def run_index(trial: FrozenTrial) -> int:
-    """Return the index in the name ``search:INDEX`` of a trial's job. If the job has another name, return the trial's
-    number."""
+    """Return the index of the proposal that a trial runs, from the name ``search:INDEX`` of its job. If the job has
+    another name, return the trial's number."""
     job = trial.user_attrs.get(JOB, "")
     return int(job.removeprefix("search:")) if job.startswith("search:") else trial.number
 
 
 def _farthest(axes: Axes) -> float:
-    """Return the distance from the start to the farthest bound of the space, in steps."""
+    """Return the largest distance from the start to a bound of the space. The unit is the scale of each value."""
     low, high = axes.ends
     return float((np.maximum(-low, high) / axes.scale).max())
 
 
 def ped_anova(points: Array, losses: Array) -> Array:
-    """Return PED-ANOVA importances (D,) that sum to 1, for ``points`` (n, D) with ``losses`` (n,).
+    """Return PED-ANOVA importances (D,) that sum to 1, for trials at ``points`` (n, D) with ``losses`` (n,).
 
     PED-ANOVA compares the distribution of a value in the best tenth of the trials with its distribution in all trials
-    (Watanabe et al. 2023, arXiv 2304.10255). Diverged trials have an infinite loss. With fewer than ``FEWEST`` finite
-    losses all importances are 0. Optuna's other two methods need scikit-learn.
+    (Watanabe et al. 2023, arXiv 2304.10255). Give a diverged trial an infinite loss. All importances are 0 if fewer
+    than ``FEWEST`` losses are finite, or if all points are the start. Optuna's other two methods, fANOVA and mean
+    decrease impurity, need scikit-learn.
     """
     names = [str(i) for i in range(points.shape[1])]
     ended = losses[np.isfinite(losses)]

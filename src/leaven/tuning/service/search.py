@@ -1,4 +1,4 @@
-"""A search over any Python function: `from leaven.tuning import search`. Does not need torch."""
+"""Minimise any Python function: ``from leaven.tuning import search``. This module does not need torch."""
 
 import math
 import time
@@ -29,10 +29,10 @@ MOST = 10**12  # the largest count of trials or workers
 
 @dataclass(frozen=True)
 class SearchTrial:
-    """A trial with a result."""
+    """A trial that completed, diverged or was pruned."""
 
     number: int
-    params: dict[str, float]  # log2 multipliers
+    params: dict[str, float]  # log2 multipliers by name
     loss: float  # infinite if the trial diverged; the predicted loss if it was pruned
     finalist: int | None = None  # index of the finalist (one of the best points) that this trial reruns
     purpose: str = "search"  # search | noise (the start, other seeds) | rerun (the best points, fresh seeds)
@@ -43,13 +43,13 @@ class SearchTrial:
 class SearchResult:
     """The result of a search."""
 
-    params: dict[str, float]  # log2 multipliers
-    loss: float  # mean of the runs that were not used to choose the point, if there are any
+    params: dict[str, float]  # log2 multipliers of the best point, by name
+    loss: float  # mean loss of the best point, from runs that were not used to choose it if there are any
     interval: tuple[float, float]  # 95% interval of the loss; infinite if ``fresh`` is 0 or the noise is unknown
     fresh: int  # number of runs that were not used to choose the point
     noise: float | None  # standard deviation of the loss between runs of one point; None if it was not measured
-    stalled: bool  # whether the search stopped early because some rounds gained less than the noise
-    trials: tuple[SearchTrial, ...]  # in the order of their results
+    stalled: bool  # whether the search stopped early because several rounds gained less than the noise
+    trials: tuple[SearchTrial, ...]  # the trials with a result, in the order in which they ended
 
 
 def search(  # noqa: PLR0917 - the first ones are natural by position
@@ -76,7 +76,7 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     watch: SearchObserver | None = None,
     lease_seconds: float = 60.0,
 ) -> SearchResult:
-    """Minimise ``objective`` with at most ``trials`` calls.
+    """Minimise ``objective`` with at most ``trials`` calls, and return the best point and its loss.
 
         result = search(lambda x: (x["lr"] - 1) ** 2, {"lr": (-3, 3)}, trials=30)
         result.params["lr"], result.interval
@@ -88,14 +88,14 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
     Args:
         objective: a function that takes log2 multipliers by name (a :class:`Proposal`) and returns a
             loss or an :class:`leaven.training.outcome.Outcome`. A loss that is infinite, nan or beyond +-1e50 is a
-            divergence. It is called from ``workers`` threads.
+            divergence. The objective is called from ``workers`` threads.
         space: lowest and highest log2 multiplier by name, within -1000 and 1000, or ``range(n)`` for a choice of n
             levels, which the objective gets as an index. While every run diverges, values named ``lr`` or ``*.lr``
             are lowered.
         start: log2 multipliers at which the search starts; default 0.
         trials: number of runs, including reruns. None if the budget is ``flops`` or ``hours``; see
             :class:`leaven.tuning.service.budget.Budget` for these and ``run_flops``.
-        method: one of ``leaven.tuning.service.samplers.METHODS``.
+        method: ``trust-region``, ``random``, ``grid``, ``tpe``, ``cma`` or ``gp``.
         scales: octaves (units of log2) from the start to a typical optimum, by name; default 1.
         near: the box in which the search begins, in octaves from the start; default the whole space. All methods
             except ``grid`` extend the box while the best points lie at its edge.
@@ -106,19 +106,19 @@ def search(  # noqa: PLR0917 - the first ones are natural by position
             in octaves from the start of this search. ``trust-region`` uses them in the same way as ``expected``.
         noise: standard deviation of the loss between runs of one point, if known.
         stop_at_noise: stop a trust-region search when several rounds have gained less than the noise.
-        storage: an Optuna storage, its URL, or the file of a journal; default in memory. The same call resumes a
-            stored study, even while other commands work on it.
+        storage: an Optuna storage, its URL, or the path of an Optuna journal file; default in memory. The same call
+            resumes a stored study, even while other commands work on it.
         name: the name of the study in its storage.
         stop: a function that is called repeatedly. Once it returns true, no further run starts, and the answer is
             computed from the finished runs.
         watch: callbacks for the start and end of each run of this call, called from the calling thread.
-        lease_seconds: how long a process of another machine may be silent before other commands retry its runs.
+        lease_seconds: how long a process on another machine may send no heartbeat before its runs are retried.
 
     Raises:
         InputError: if an argument is invalid, if the stored study has another space, method, seed or noise, or if
             the objective does not return a loss.
         NothingFound: if every run diverged, or none finished.
-        StoreGone: if the storage became unreachable and stayed so.
+        StoreGone: if the storage is unreachable for 300 seconds.
     """
     given = SearchArguments.of(
         objective=objective,
@@ -192,7 +192,7 @@ def _limits(limits: Any) -> Any:
     if not -OCTAVES <= low < high <= OCTAVES:
         raise ValueError(
             f"give the lowest and the highest log2 multiplier, within {-OCTAVES:g} and {OCTAVES:g}, as in (-3, 3), "
-            "or a range(n) for a choice of n"
+            "or range(n) for a choice of n levels"
         )
     return low, high
 
@@ -253,18 +253,20 @@ class SearchArguments(BaseModel):
         for what, named in known:
             for name in named:
                 if name not in self.space:
-                    raise ValueError(f"{what}.{name}: not in the space, which has {', '.join(self.space)}")
+                    raise ValueError(f"{what}.{name}: not a name in space, which has {', '.join(self.space)}")
         if self.earlier is not None:
             points, losses = np.asarray(self.earlier.points), np.asarray(self.earlier.losses)
             right = points.ndim == 2 and losses.shape == points.shape[:1] and points.shape[1:] >= (len(self.space),)
             if not (right and len(losses) and np.isfinite(points).all() and np.isfinite(losses).all()):
-                raise ValueError("earlier: give finite points (n, D), octaves from the start, and finite losses (n,)")
+                raise ValueError(
+                    "earlier: give finite points (n, D) in octaves from the start, and finite losses (n,)"
+                )
         for name, limits in self.space.items():
             at = self.start.get(name, 0.0)
             if isinstance(limits, range) and name in self.near:
                 raise ValueError(f"near.{name}: this value is a choice, which has no box; remove it from near")
             if isinstance(limits, range) and at not in limits:
-                raise ValueError(f"start.{name} = {at}: give one of its levels, 0 to {len(limits) - 1}")
+                raise ValueError(f"start.{name} = {at}: give the index of a level, 0 to {len(limits) - 1}")
             if isinstance(limits, tuple) and not limits[0] <= at <= limits[1]:
                 raise ValueError(f"start.{name} = {at}: give a number from {limits[0]:g} to {limits[1]:g}")
         return self

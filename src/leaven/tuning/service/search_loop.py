@@ -1,21 +1,23 @@
-"""Run a search: run the trials that the plan (``search_plan.py``) asks for in threads, and write their results to the
+"""Run a search: run each trial that the plan (``search_plan.py``) asks for in a thread, and write its result to the
 store.
 
-All runs are trials of one Optuna study, whether they measure the noise, search, or confirm the best points. So any
+Every run is a trial of one Optuna study, whether it measures the noise, searches, or confirms the best points. So any
 number of commands on any machines can share a study, and the call that resumes a search is the same as the call that
 starts one:
 
 - The command that creates the study stores its settings. Every command that joins the study compares its own settings
   with the stored ones (``join.py``).
-- Each trial is created with its owner (a command) and its ``job``, a name for the work that it does. There is no
-  queue: the next job follows from the existing trials, so a crash cannot lose a job. If two commands create a trial
-  for the same job at once, the trial with the lower number runs and the other one is closed as a duplicate.
-- Every command counts up a heartbeat in the store. A command of another machine whose heartbeat has not changed for
-  ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
-- A run whose process died is retried once, by a trial with the job ``retry:NUMBER``. If the retry dies too, the run
-  has failed. A trial that its owner released (Ctrl-C) does not count as dead.
-- A run that diverged is stored with a mark, and with the worst finite loss so far for Optuna's samplers. leaven reads
-  its loss as infinite (``trial_log.py``).
+- Each trial has two user attributes from the beginning: its ``owner``, the id of the command that runs it, and its
+  ``job``, a name for its work, such as ``search:12``. There is no queue: the next job follows from the existing
+  trials, so a crash cannot lose a job. If two commands create a trial for the same job at once, the trial with the
+  lower number runs and the other one is closed as a duplicate.
+- Every command keeps increasing a counter in the store, its heartbeat. A command of another machine whose heartbeat
+  has not changed for ``lease_seconds`` is dead (``leases.py``), and other commands retry its trials.
+- If the process of a run dies in trial NUMBER, the run is retried once, by a new trial with the job ``retry:NUMBER``.
+  If the retry dies too, the run has failed. A trial that its owner released (Ctrl-C) is run again in the same way,
+  but does not count as dead.
+- A diverged run is marked by a user attribute. Optuna's samplers need a finite loss, so the worst finite loss so far
+  is stored. leaven counts the loss of the run as infinite (``trial_log.py``).
 """
 
 import math
@@ -67,7 +69,8 @@ class Proposal(dict[str, float]):
       confirm the best points.
     - ``origin``: the number of the first trial of this run, which differs from ``number`` in a retry. Use ``origin``
       to name checkpoints, so that a retry finds them.
-    - ``baseline``: the best finished trial with a curve, for an objective that prunes; None if this run must finish.
+    - ``baseline``: the loss curve of the best trial so far, with which an objective can decide to prune this run.
+      None if this run must not be pruned.
     - ``worker``: the index of the calling thread, from 0. Concurrent calls have different indices.
     """
 
@@ -92,15 +95,15 @@ class Proposal(dict[str, float]):
 
 
 class WorkerDied(Exception):
-    """The error that an objective raises if its process died. The run is retried once."""
+    """Raised by an objective to report that the process that computed the loss has died. The run is retried once."""
 
 
 class TrialReleased(Exception):
-    """The error that an objective raises to give its trial back. The trial is run again later."""
+    """Raised by an objective that stops without a result, for example at Ctrl-C. The run is started again later."""
 
 
 class SearchObserver(Protocol):
-    """Callbacks of a search, called when a trial starts and when trials have ended."""
+    """Callbacks of a search: ``started`` is called when a trial starts, ``ended`` after trials have ended."""
 
     def started(self, proposal: Proposal, /) -> None: ...
     def ended(self, numbers: Sequence[int], /) -> None: ...
@@ -136,8 +139,8 @@ class SearchLoop:
     def run(self) -> list[Evaluation]:
         """Run the trials of the plan, and return all runs of the study.
 
-        This ends when the plan is complete and no command is running a trial, or when ``stop`` has returned true and
-        the trials of this command have ended.
+        The method returns when the plan is complete and no command is running a trial, or when ``stop`` has returned
+        true and the trials of this command have ended.
         """
         with self._leases:
             try:
@@ -170,7 +173,7 @@ class SearchLoop:
             return runs
 
     def _look(self) -> list[Evaluation]:
-        """Close the trials of dead commands, then return all runs."""
+        """Mark the running trials of dead commands as failed, then return all runs of the study."""
         trials = self._study.get_trials(deepcopy=False)
         running = {t.number: t.user_attrs.get(OWNER) for t in trials if t.state is TrialState.RUNNING}
         dead = self._leases.dead({owner for owner in running.values() if owner is not None})
@@ -193,9 +196,10 @@ class SearchLoop:
             self._watch.started(proposal)
 
     def _create(self, request: TrialRequest) -> tuple[int, dict[str, float]] | None:
-        """Create the trial of a request, and return its number and point.
+        """Create the trial of a request, and return its number and its point.
 
-        Return None if another command already runs a trial for the same job, or has closed the new trial.
+        Return None if another command already runs a trial for the same job, or if another command took this command
+        for dead and closed the new trial.
         """
         # A template creates the trial in one call, so that no trial exists without the name of its job.
         template = create_trial(
@@ -274,7 +278,8 @@ class SearchLoop:
         return self._store.get_trial_id_from_study_id_trial_number(self._study_id, number)
 
     def _close(self, number: int, *, released: bool = False) -> None:
-        """Mark a trial as failed if no other command has ended it. A ``released`` trial does not count as a death."""
+        """Mark a trial as failed, unless it has ended already. ``released`` says that this command gave the trial up;
+        then the trial does not count as one whose process died."""
         with suppress(UpdateFinishedTrialError):
             if released:
                 self._store.set_trial_user_attr(self._trial_id(number), RELEASED, True)
@@ -282,7 +287,8 @@ class SearchLoop:
 
 
 def _outcome(result: object) -> Outcome:
-    """Return the result of an objective as an Outcome. A loss beyond +-``HUGE`` becomes infinite, a divergence.
+    """Return the result of an objective as an Outcome. A nan loss or a loss beyond +-``HUGE`` becomes infinite, which
+    marks a divergence.
 
     Raises:
         InputError: if the loss is not a number.

@@ -1,13 +1,14 @@
-"""Decide the next run of a search from the runs so far (``trial_log.py``). It is the first of these:
+"""Decide the next run of a search from the runs so far (``trial_log.py``). The next run is the first one of these
+that is still to be done:
 
-1. the retry of a run whose process died;
-2. the start with several seeds, to measure the noise (the standard deviation of the loss between seeds); in a grid
-   search, then the points of the grid;
-3. the next proposal of the search, until only the budget that is reserved for confirmation is left, or until several
-   rounds gained less than the noise;
-4. one of the best few points (the finalists), again, with a fresh seed; the first of these trials stores how many
-   finalists there are, and all commands use this number;
-5. the best finalist or the start, again, to confirm the gain (``algorithm/answer.py``).
+1. The retry of a run whose process died.
+2. The start, with several seeds, to measure the noise (the standard deviation of the loss between seeds). In a grid
+   search, the points of the grid follow.
+3. The next proposal of the search. Proposals end when only the budget that is reserved for confirmation is left, or
+   when several rounds gained less than the noise.
+4. One of the best few points (the finalists), again, with a fresh seed. The first trial of this kind stores the
+   number of finalists, which then holds for all commands.
+5. The best finalist or the start, again, to confirm the gain (``algorithm/answer.py``).
 """
 
 import itertools
@@ -41,15 +42,15 @@ DEATHS, DIVERGENCES = 8, 100
 
 
 class NothingFound(InputError):
-    """The error of a search in which no run finished with a finite loss."""
+    """Raised if no run of a search finished with a finite loss."""
 
 
 def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = None) -> list[TrialRequest]:
-    """Return the runs that are known before the search: those of the start and of a grid.
+    """Return the runs that are known before the search begins: those of the start and, in a grid search, of the grid.
 
     Raises:
-        InputError: if the smallest grid has more points than the budget has trials, or the budget has no number of
-            trials.
+        InputError: in a grid search, if the smallest grid has more points than the budget has trials, or if the
+            budget is not given as a number of trials.
     """
     repeats = next(times for least, times in REPEATS.items() if budget.size >= least) if noise is None else 1
     requests = [TrialRequest("noise" if k else "search", f"start:{k}", k, dict(axes.start)) for k in range(repeats)]
@@ -64,18 +65,20 @@ def known_runs(axes: Axes, method: str, budget: Budget, noise: float | None = No
 
 
 def grid(axes: Axes, trials: int) -> list[Params]:
-    """Return the points of the finest grid that has at most ``trials`` points, the points nearest to the start first.
+    """Return the points of the finest grid with at most ``trials`` points. The points nearest to the start come
+    first.
 
     Raises:
-        InputError: if even a grid of two points along each dimension has more than ``trials`` points.
+        InputError: if even the coarsest grid, which has two values of each number and all levels of each choice, has
+            more than ``trials`` points.
     """
     numbers = int((axes.levels == 0).sum())
     chosen = math.prod(int(levels) for levels in axes.levels if levels)
     if 2**numbers * chosen > trials:
         least = f"2^{numbers}" if chosen == 1 else f"{2**numbers * chosen}"
         raise InputError(
-            f"a grid over {len(axes.start)} hyperparameters has at least {least} points, but the budget is {trials} "
-            "trials; search fewer hyperparameters, give more trials, or use another method"
+            f"a grid over {len(axes.start)} hyperparameters has at least {least} points, but the budget leaves "
+            f"{trials} trials for it; search fewer hyperparameters, give more trials, or use another method"
         )
     fine = max(k for k in range(2, trials + 1) if k**numbers * chosen <= trials) if numbers else 2
     low, high = axes.box
@@ -93,15 +96,15 @@ class SearchPlan:
     method: str
     seed: int
     budget: Budget
-    noise: float | None  # nats, the standard deviation between runs of one point, if the user gave it
-    stop_at_noise: bool  # whether to stop when some rounds gained less than the noise
+    noise: float | None  # nats, the standard deviation between runs of one point, if known before the search
+    stop_at_noise: bool  # whether to stop when several rounds gained less than the noise
     # The last trust region, and the numbers of its trials.
     _known: tuple[list[int], Region] | None = field(default=None, init=False)
 
     @property
     def by_surrogate(self) -> bool:
-        """Whether the trust region proposes and ranks points. In other methods an Optuna sampler or a grid proposes
-        them, and losses rank them."""
+        """Whether the method is ``trust-region``, in which a surrogate proposes and ranks points. In the other
+        methods an Optuna sampler or a grid proposes points, and their losses rank them."""
         return self.method == "trust-region"
 
     def next(self, runs: Sequence[Evaluation], turn: int, now: float) -> TrialRequest | None:
@@ -110,7 +113,8 @@ class SearchPlan:
         ``turn`` is the index of the next proposal of the search.
 
         Raises:
-            NothingFound: if every run has diverged or died.
+            NothingFound: if no run has a finite loss, and ``DIVERGENCES`` runs have ended, or ``DEATHS`` runs have
+                failed and none has ended.
         """
         states = [run.state for run in runs]
         if "waiting" in states:
@@ -143,8 +147,8 @@ class SearchPlan:
         return request
 
     def _region(self, runs: Sequence[Evaluation]) -> Region:
-        """Return the trust region, which is cached until another trial ends: with 2,000 trials of 90 values it takes
-        seconds to compute."""
+        """Return the trust region. It is cached until another trial ends, because computing it takes seconds with
+        2,000 trials of 90 values."""
         numbers = [run.number for run in results(runs, self.axes)[0]]
         if self._known is None or self._known[0] != numbers:
             self._known = numbers, region_of(runs, self.axes, self.noise)
@@ -154,14 +158,16 @@ class SearchPlan:
         return FittedTrials.of(runs, self.axes, self.noise)
 
     def _room(self, runs: Sequence[Evaluation], now: float, more: int = 1) -> bool:
-        """Return whether the budget allows ``more`` runs besides those that are reserved for confirmation."""
+        """Return whether the budget allows ``more`` further runs, besides the runs that are reserved for
+        confirmation."""
         return self.budget.left(runs, now) >= more + (self.budget.reserved(runs, now) if self._confirms(runs) else 0)
 
     def _confirms(self, runs: Sequence[Evaluation]) -> bool:
-        """Return whether to make runs with fresh seeds, because they may change the answer or measure its loss.
+        """Return whether the search is to end with runs of the best points with fresh seeds.
 
-        The result is false if all runs diverged, if there is no noise, or if the best point is still the start. Under
-        a small budget it is also false if the gain is accepted without such runs, or if the noise is unknown.
+        The result is False if the noise is 0, or if all finished runs diverged. In a trust-region search it is also
+        False if the best point is still the start. If the budget is below ``SMALL`` runs, a trust-region search also
+        does without such runs if the noise is unknown, or if the gain is so large that it is accepted without them.
         """
         noise, _ = self.noise_of(runs)
         if noise == 0 or (any(run.finished for run in runs) and not any(run.state == "complete" for run in runs)):
@@ -173,7 +179,7 @@ class SearchPlan:
         return self.budget.size >= SMALL or (noise is not None and self._fitted(runs).in_doubt)
 
     def _rerun(self, runs: Sequence[Evaluation], few: int, each: int, now: float) -> TrialRequest | None:
-        """Return the next run of a finalist with a fresh seed: ``few`` finalists get ``each`` runs.
+        """Return the next run of a finalist with a fresh seed. Each of ``few`` finalists gets ``each`` runs.
 
         The next best point takes the place of a finalist that diverges. Return None if all these runs have been
         started, if the budget is used, or if there are no more points.
@@ -202,7 +208,8 @@ class SearchPlan:
         return None
 
     def _finalists(self, runs: Sequence[Evaluation]) -> list[Params]:
-        """Return the points that may be finalists, the most promising first, without the start and pruned points."""
+        """Return the points that may be finalists, the most promising first. The start and pruned points are left
+        out."""
         excluded = {tuple((run.octaves or {}).values()) for run in runs if run.state == "stopped"}
         excluded.add((0.0,) * len(self.axes.start))
         points = self._fitted(runs).finalists(by_surrogate=self.by_surrogate)
@@ -224,18 +231,21 @@ class SearchPlan:
                 yield TrialRequest("rerun", f"confirm:start:{seed}", seed, start, attributes)
 
     def noise_of(self, runs: Sequence[Evaluation]) -> tuple[float | None, int]:
-        """Return the noise between runs of one point, and its degrees of freedom."""
+        """Return the noise (the standard deviation of the loss between runs of one point, or None if it is unknown)
+        and its degrees of freedom."""
         return noise_between_seeds(runs, list(self.axes.start), self.noise)
 
     def params_of(self, runs: Sequence[Evaluation], point: tuple[float, ...]) -> Params:
-        """Return the log2 multipliers of the run at ``point``, which is in octaves."""
+        """Return the log2 multipliers of a finished run. ``point`` is the point of the run in octaves from the
+        start."""
         return next(dict(run.params) for run in runs if run.finished and tuple((run.octaves or {}).values()) == point)
 
     def baseline(self, runs: Sequence[Evaluation], point: Mapping[str, float]) -> Baseline | None:
-        """Return the best run so far, for pruning a run at ``point`` that falls behind its loss curve.
+        """Return the best run so far. A run at ``point`` is pruned if its loss falls far behind the loss curve of
+        the best run.
 
-        Only runs with the same choices can be compared, because a choice (such as the schedule) changes the shape of
-        the loss curve. Return None if there is no such run, or while too few runs measure the noise.
+        Only runs with the same choices are compared, because a choice (such as the schedule) changes the shape of the
+        loss curve. Return None if there is no such run, or while too few runs measure the noise.
         """
         choices = [name for name, limits in self.axes.limits.items() if isinstance(limits, range)]
         noise, degrees = self.noise_of(runs)
@@ -264,12 +274,12 @@ class SearchPlan:
         return found
 
     def ended_early(self, runs: Sequence[Evaluation], now: float) -> bool:
-        """Return whether a search that has ended, and was not stopped, has budget left: it stopped early because
-        several rounds gained less than the noise."""
+        """Return whether a completed search has budget left, because it stopped when several rounds gained less than
+        the noise. Do not call this for a search that the user stopped."""
         return self._room([run for run in runs if run.budget != self.budget.label], now)
 
     def _nothing(self, runs: Sequence[Evaluation]) -> str:
-        """Return the reason why the search has no answer."""
+        """Return the message that says why the search has no answer."""
         states = [run.state for run in runs]
         if "stopped" in states:
             return f"no run finished: {states.count('stopped')} were pruned, {states.count('diverged')} diverged"

@@ -1,8 +1,10 @@
-"""Stores of studies: Optuna storages in a file or on a server that retry each call while the store is unreachable.
+"""Open the store of a study: an Optuna storage in a file or on a server, which retries each call while it is
+unreachable.
 
-A call may succeed just before the connection breaks. Then its retry has no second effect: a new trial carries a
-ticket, by which the retry finds the trial, and setting a trial to its present state is not an error. All other calls
-can be repeated, except for taking a trial off Optuna's queue, which leaven does not use.
+A call may succeed just before the connection breaks. Its retry must not take effect a second time. So every new trial
+has a unique id (a ticket), by which a retry finds the trial that it has created before. A retry may set a trial to
+the state that the trial already has. All other calls can be repeated, except for taking a trial off Optuna's queue,
+which leaven does not use.
 """
 
 import errno
@@ -49,8 +51,8 @@ POSTGRESQL = {
 
 
 class StoreGone(RuntimeError):
-    """The error raised if a store was unreachable for longer than ``patience_seconds``. Run the same command again to
-    resume."""
+    """Raised if a store stays unreachable, or if the results cannot be written. The trials are in the store: run the
+    same command again to resume."""
 
 
 def open_store(
@@ -63,8 +65,8 @@ def open_store(
     Args:
         where: the path of an Optuna journal file, ``sqlite:///FILE``, ``postgresql://USER@HOST/DATABASE``, an Optuna
             storage, or None for a storage in memory. A storage that this function returned is returned unchanged.
-        waited: a function that is called after each failed attempt with the seconds since the first one. If it raises
-            an exception, there is no further attempt.
+        waited: a function that is called after each failed attempt with the seconds since the first failed attempt.
+            If it raises an exception, there is no further attempt.
         patience_seconds: how long a call is retried before it raises StoreGone.
 
     Raises:
@@ -102,11 +104,13 @@ def _url(where: str) -> "URL":
     try:
         url = make_url(where)
     except (ArgumentError, ValueError):
-        raise InputError(f"{scheme}://: not a URL; as in postgresql://USER@HOST:PORT/DATABASE") from None
+        raise InputError(f"{scheme}://: not a valid URL; give postgresql://USER@HOST:PORT/DATABASE") from None
     if scheme == "sqlite":
         file = Path(url.database or "")
         if not url.database or url.database == ":memory:" or url.database.startswith("file:"):
-            raise InputError(f"{where}: not a file; give sqlite:///FILE, or sqlite:////FILE for an absolute path")
+            raise InputError(
+                f"{where}: no file in this URL; give sqlite:///FILE, or sqlite:////FILE for an absolute path"
+            )
         if file.is_dir() or not file.parent.is_dir():
             raise InputError(f"{where}: " + ("a folder" if file.is_dir() else f"there is no folder {file.parent}"))
         return url
@@ -114,12 +118,12 @@ def _url(where: str) -> "URL":
         # Options in the URL override these.
         return url.set(drivername="postgresql+psycopg", query={**POSTGRESQL, **url.query})
     raise InputError(
-        f"{scheme}://: not a supported store; give the file of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+        f"{scheme}://: not a supported store; give the path of a journal, sqlite:///FILE or postgresql://USER@HOST/DATABASE"
     )
 
 
 def _name(url: "URL") -> str:
-    """Return a URL without its user and password."""
+    """Return a URL for messages: with ``***`` in place of the password, and without its options."""
     port = (url.port or 5432) if url.host else None
     plain = url.set(drivername=url.get_backend_name(), port=port, query={})
     return plain.render_as_string(hide_password=True)
@@ -129,7 +133,7 @@ def _database(url: "URL") -> BaseStorage:
     """Open Optuna's storage in a database, retrying while another process creates the tables.
 
     Raises:
-        InputError: if the database cannot be reached or is not a database.
+        InputError: if the database cannot be opened, or the driver for PostgreSQL is not installed.
     """
     from optuna.storages import RDBStorage, _CachedStorage
     from optuna.storages._rdb import models
@@ -138,7 +142,7 @@ def _database(url: "URL") -> BaseStorage:
     from sqlalchemy.orm import Session
 
     class Database(RDBStorage):
-        """Optuna's database storage, which does not create a trial twice if Optuna itself retries the creation."""
+        """Optuna's RDBStorage, changed so that a trial is not created twice if Optuna itself retries the creation."""
 
         def _get_prepared_new_trial(
             self, study_id: int, template_trial: FrozenTrial | None, session: Session
@@ -158,7 +162,7 @@ def _database(url: "URL") -> BaseStorage:
             storage = Database(text, engine_kwargs=options)
             break
         except ImportError:
-            raise InputError("PostgreSQL needs a driver: pip install 'leaven[postgresql]'") from None
+            raise InputError("the driver for PostgreSQL is missing; run pip install 'leaven[postgresql]'") from None
         except SQLAlchemyError as error:
             raced = isinstance(error, IntegrityError) or "already exists" in str(error) or "is locked" in str(error)
             if not (raced and left):
@@ -205,14 +209,15 @@ def _away(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the cause of an error as one line."""
+    """Return the message of an error as one line. If a database driver caused the error, it is the driver's
+    message."""
     cause = next((cause for cause in _causes(error) if hasattr(cause, "orig")), error)
     message = str(getattr(cause, "orig", cause)).strip() or type(cause).__name__
     return message.splitlines()[0]
 
 
 def open_journal(path: Path) -> JournalStorage:
-    """Return Optuna's journal in a file, which is created if it does not exist.
+    """Return Optuna's JournalStorage in the file ``path``. The file is created if it does not exist.
 
     Raises:
         InputError: if the file cannot be created or read, or is not a journal.
@@ -220,7 +225,7 @@ def open_journal(path: Path) -> JournalStorage:
     if path.is_dir():
         raise InputError(f"{path}: a folder; give the file of a journal, such as {path / 'journal.log'}")
     if not path.parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}")
+        raise InputError(f"{path}: there is no folder {path.parent}; create it")
     try:
         if path.exists():
             with path.open("rb") as file:
@@ -231,7 +236,7 @@ def open_journal(path: Path) -> JournalStorage:
                 raise _not_a_journal(path)
             if damaged := storage.read_json_lines(path).damaged:
                 raise InputError(
-                    f"{path}: line {damaged[0]} is damaged; keep the lines before it: head -n {damaged[0] - 1}"
+                    f"{path}: line {damaged[0]} is damaged; keep only the lines before it: head -n {damaged[0] - 1}"
                 )
         return JournalStorage(Journal(str(path)))
     except OSError as error:
@@ -245,9 +250,11 @@ def _not_a_journal(path: Path) -> InputError:
 
 
 class Journal(JournalFileBackend):
-    """Optuna's journal. If a kill or a full disk has left an incomplete line at the end, the next write cuts it off.
+    """Optuna's journal in a file, in which an interrupted write does no harm.
 
-    A missing file is an error here and not created again, because its disk may be unmounted for a while.
+    If a killed process or a full disk has left an incomplete line at the end, the next write removes this line. A
+    write to a missing file is an error and does not create the file again, because its disk may be unmounted for a
+    while.
     """
 
     def read_logs(self, log_number_from: int) -> Generator[dict[str, Any], None, None]:
@@ -273,7 +280,7 @@ class Journal(JournalFileBackend):
 
 
 class _Waiting:
-    """A mixin for storages that retries each call while the store is unreachable."""
+    """A mixin for Optuna storages that retries each call while the store is unreachable."""
 
     def __init__(
         self, store: BaseStorage, name: str, waited: Callable[[float], None], patience_seconds: float
@@ -284,8 +291,8 @@ class _Waiting:
         return self._until_done(lambda again: getattr(self._store, method)(*args, **kwargs))
 
     def _until_done(self, call: Callable[[bool], Any]) -> Any:
-        """Return the result of ``call``, retrying while the store is unreachable. The argument of ``call`` says
-        whether this is a retry."""
+        """Return the result of ``call``, and retry it while the store is unreachable. ``call`` gets False at the
+        first attempt and True at each retry."""
         since, pause, again = None, FIRST_PAUSE, False
         while True:
             try:

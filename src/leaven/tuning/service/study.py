@@ -1,9 +1,10 @@
-"""A study: a search over short runs of a recipe, each in its own process, that writes the best recipe.
+"""A study: a search over short training runs of a recipe. It trains in worker processes and writes the best recipe.
 
 What ``leaven tune`` does from start to end:
 
-1. :class:`Study` checks the arguments and narrows the search space. On entering, it opens the store, which contains
-   all trials (an Optuna journal or a database, ``stores.py``), and joins or creates the study in it (``join.py``).
+1. :class:`Study` checks the arguments and narrows the search space. When its context is entered, it opens the store,
+   which contains all trials (an Optuna journal or a database, ``stores.py``). It joins the study in the store, or
+   creates it (``join.py``).
 2. :meth:`Study.run` runs the loop of the search (``search_loop.py``) until the budget is used. The loop asks the
    plan (``search_plan.py``) for the next run: the start, a proposal of the search (``algorithm/trust_region.py``)
    or the best points again. It trains the run in a worker process (``training/trial.py``). A trial ends early if it
@@ -75,7 +76,7 @@ SAVING = 0.1  # the largest share of the time for writing study.json, which take
 
 
 class Screen(Protocol):
-    """A screen that shows a running study."""
+    """The interface of a screen that shows a running study."""
 
     def started(self, number: int, worker: str, /) -> None: ...
     def ended(self, state: StudyDocument, /) -> None: ...
@@ -102,8 +103,9 @@ def check_request(
     noise: float | None,
     from_study: Path | None,
 ) -> None:
-    """Check the budget of a study and its earlier study before its text is tokenised. The arguments are those of
-    :class:`Study` and :meth:`Study.run`.
+    """Check the budget of a study, and the earlier study that it uses, before the training text is tokenised.
+
+    The arguments are those of :class:`Study` and :meth:`Study.run`.
 
     Raises:
         InputError: if there is no budget, if one trial or the smallest grid does not fit into the budget, or if the
@@ -120,19 +122,20 @@ def check_request(
 
 
 class Study:
-    """A study in a folder, or in a database with a folder for its results. A context manager.
+    """A context manager for a study in a folder, or in a database with a folder for the results.
 
     Args:
         out: the folder.
-        store: the URL of a database; by default the study is in a journal in the folder.
-        durations: run lengths in tokens, which each trial compares. Its loss is the loss of the longest run.
+        store: the URL of a database; by default the study is in an Optuna journal in the folder.
+        durations: run lengths in tokens. Each trial trains and compares all of them, and its loss is that of the
+            longest.
         noise: the standard deviation of the loss between seeds, in nats per token, if it is known.
         from_study: the folder of an earlier study, whose trials and noise are prior knowledge for this study.
 
     Raises:
-        InputError: if the recipe cannot be trained on the tokens, or the folder cannot be created or belongs to
-            something else. On entering: if the store is missing or contains another study. The folder is unchanged
-            then.
+        InputError: if the recipe cannot be trained on the tokens, if the folder cannot be created, or if the folder
+            contains other files. Entering the context raises it if the store is missing or contains another study;
+            the folder is then unchanged.
     """
 
     def __init__(  # noqa: PLR0917 - the first ones are natural by position
@@ -184,7 +187,7 @@ class Study:
         out = self.out.absolute()
         nearest = next(path for path in (out, *out.parents) if os.path.lexists(path))  # Path.exists may be refused
         if not nearest.is_dir():
-            raise InputError(f"{nearest}: a file; give a folder")
+            raise InputError(f"{nearest} is a file; give a folder")
         if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
             raise InputError(f"{self.out}: nothing can be written in {nearest}; use another folder")
         centre = self.out / "centre.toml"
@@ -237,21 +240,26 @@ class Study:
             return 0
 
     def _store_lost(self, ended: int) -> InputError:
-        """Return the error of a folder with the results of ``ended`` trials whose store has no trials."""
+        """Return an error for a folder that has the results of ``ended`` trials while its store has no trials."""
         return InputError(
-            f"{self.out} has the results of {ended} trials, and {self._name} has none of them; bring the store back, "
-            "or use another folder"
+            f"{self.out} has the results of {ended} trials, but the store of {self._name} has none of them; restore "
+            "the store, or use another folder"
         )
 
     def _waited(self, seconds: float) -> None:
-        """Report that the store is unreachable, or raise StoreGone if the user stops the command meanwhile.
+        """Tell the user that the store has been unreachable for ``seconds``. During the first ``NOTE_AFTER`` seconds,
+        do nothing.
 
-        During the first ``NOTE_AFTER`` seconds nothing happens: a call that fails once is simply retried.
+        Raises:
+            StoreGone: if the user has stopped the command meanwhile.
         """
         if seconds <= NOTE_AFTER:
             return
         if self._stop():
-            raise StoreGone(f"stopped after the store had been unreachable for {seconds:.0f} s")
+            raise StoreGone(
+                f"stopped after the store had been unreachable for {seconds:.0f} s; "
+                "run the same command again to resume"
+            )
         self._screen.note(f"the store has been unreachable for {seconds:.0f} s; waiting")
 
     def run(
@@ -267,10 +275,10 @@ class Study:
         lease_seconds: float = 60.0,
         checkpoint_seconds: float = 60.0,
     ) -> StudyDocument:
-        """Run trials until the budget, which all commands share, is used and the best point is confirmed.
+        """Run trials until the budget is used and the best point is confirmed. Return the study's document.
 
-        The search ends early if ``stop`` returns true or, with ``stop_at_noise``, if several rounds gained less than
-        the noise.
+        All commands that work on the study share the budget. The search ends early if ``stop`` returns true or, with
+        ``stop_at_noise``, if several rounds gained less than the noise.
 
         Args:
             trials, flops, hours: see :class:`leaven.tuning.service.budget.Budget`.
@@ -278,7 +286,8 @@ class Study:
             checkpoint_seconds: seconds between checkpoints of a trial.
 
         Raises:
-            StoreGone: if the store became unreachable and stayed so.
+            StoreGone: if the store is unreachable for 300 seconds, or until the user stops the command; or if the
+                results cannot be written.
         """
         self._screen, self._stop = screen or NoScreen(), stop
         axes, seed = self.space.axes, self.recipe.data.seed
@@ -307,7 +316,8 @@ class Study:
 
     @contextmanager
     def _workers(self, count: int, checkpoint_seconds: float) -> Iterator[Callable[[Proposal], Outcome]]:
-        """Yield the objective of the search, which trains in ``count`` processes with one thread each."""
+        """Start ``count`` worker processes with one thread each. Yield the objective of the search, which trains in
+        them."""
         with ExitStack() as held:
             # A pool breaks as a whole when a process dies, so each worker has its own pool.
             pools = [held.enter_context(WorkerPool(1)) for _ in range(count)]
@@ -318,7 +328,7 @@ class Study:
     def _train(
         self, proposal: Proposal, pool: WorkerPool, leaving: threading.Event, checkpoint_seconds: float
     ) -> Outcome:
-        """Train the recipe at a proposal in a worker process.
+        """Train the recipe with a proposal's values in a worker process, and return the outcome.
 
         Raises:
             TrialReleased: if the search is stopped during the training.
@@ -347,8 +357,8 @@ class Study:
             raise WorkerDied from None
 
     def _checkpoint(self, proposal: Proposal) -> Path:
-        """Return the checkpoint folder for this attempt at a run, with the checkpoint of an earlier attempt moved
-        there.
+        """Return the checkpoint folder for this attempt at a run. The checkpoint of an earlier attempt, if any, is
+        moved to this folder.
 
         Each attempt has a separate folder, because the worker of the earlier attempt may go on writing for half a
         second after its command was killed.
@@ -370,8 +380,8 @@ class Study:
         self._screen.started(proposal.number, f"w{proposal.worker + 1}")
 
     def ended(self, numbers: Sequence[int]) -> None:
-        """Write the results, unless writing would use more than ``SAVING`` of the time. The store has the trials in
-        any case."""
+        """Write the results after trials have ended. Skip this if writing would take more than the share ``SAVING``
+        of the time; the trials are in the store in any case."""
         self._remove_checkpoints()
         began = time.monotonic()
         if began < self._next_save:
@@ -388,8 +398,8 @@ class Study:
     def state(self) -> StudyDocument:
         """Return the study's document: the answer of its search, and all its trials.
 
-        Its ``best`` is None until a command has run the search to its end. After that, ``best`` stays set while a
-        command with a larger budget runs.
+        The document's ``best`` is None until a command has run the search to its end. After that, ``best`` stays set
+        while a command with a larger budget runs.
         """
         space, axes, by_surrogate = self.space, self.space.axes, self.method == "trust-region"
         over = self._over or bool(self._study.user_attrs.get(ANSWERED))
@@ -422,7 +432,7 @@ class Study:
         return runs_of(self._study.get_trials(deepcopy=False), self.space.axes)
 
     def save(self) -> StudyDocument:
-        """Write the study's document and its recipes."""
+        """Write study.json and the recipes of the best points. Return the study's document."""
         state = self.state()
         write_results(self.out, self.space, state)
         return state
@@ -445,8 +455,8 @@ def write_results(out: Path, space: Space, state: StudyDocument) -> None:
 
 
 def reason(path: str, state: StudyDocument, space: Space, *, fewest: bool = False) -> str:
-    """Return the reason, for ``[why]``, of the value at ``path`` in best.toml or, if ``fewest`` is true, in
-    fewest.toml."""
+    """Return the text that explains the value at ``path`` in the table ``[why]`` of best.toml or, if ``fewest`` is
+    true, of fewest.toml."""
     point, best = (state.fewest_octaves, state.fewest) if fewest else (state.octaves, state.best)
     assert point is not None
     assert best is not None

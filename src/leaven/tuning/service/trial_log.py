@@ -1,6 +1,6 @@
 """The trial log: read the runs of a search from the trials in its store.
 
-A run is one training at one point with one seed. It has several trials in the store if its process died.
+A run is one training at one point with one seed. It has one trial in the store, and another one for each retry.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,10 @@ Params = dict[str, float]  # log2 multipliers by name
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """A run to start."""
+    """A run that the search plan asks to start."""
 
     purpose: str  # search | noise | rerun
-    name: str  # of the job, by which commands find out whether the run was started already
+    name: str  # name of the job; a run was started already if a trial with this job exists
     seed: int = 0
     point: Params | None = None  # None if the study's Optuna sampler proposes it
     attributes: Mapping[str, Any] = field(default_factory=dict)  # further user attributes of the trial
@@ -37,21 +37,24 @@ class TrialRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(StudyTrial):
-    """A run of a search, with its retry if there was one. The fields of a :class:`StudyTrial` are those of the last
-    attempt, with empty ``values``, which :meth:`Study.state` adds."""
+    """A run of a search, which may have had several attempts (each attempt is a trial in the store).
+
+    The fields inherited from :class:`StudyTrial` are those of the last attempt. ``values`` is empty until
+    :meth:`Study.state` fills it.
+    """
 
     params: Params  # log2 multipliers
-    origin: int  # number of the first attempt
+    origin: int  # trial number of the first attempt
     job: str | None = None  # name of the request that started the first attempt
     budget: str = ""  # label of the budget for which this run reruns or confirms a finalist; empty for other runs
     finalist: int | None = None  # index of the finalist that this run reruns
-    finals: tuple[int, int] | None = None  # of the first rerun: how many finalists there are, and runs of each
+    finals: tuple[int, int] | None = None  # (number of finalists, runs of each); only in the first rerun
     began: float | None = None  # Unix time at which the last attempt began
-    until: float | None = None  # Unix time at which it ended or was found dead
+    until: float | None = None  # Unix time at which the last attempt ended or was found dead
 
     @property
     def finished(self) -> bool:
-        """Whether the run has a result: it has a loss, diverged, or was pruned."""
+        """Whether the run has a result: it completed, diverged, or was pruned."""
         return self.state in RESULTS
 
     @property
@@ -68,8 +71,8 @@ class Evaluation(StudyTrial):
 def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
     """Return the runs, ordered by the number of each run's first trial.
 
-    Trials whose process died before all values were drawn, and trials without an owner (from another program), are
-    left out.
+    Trials whose process died before the sampler had drawn all values are left out. So are trials without an owner,
+    which another program made.
     """
     jobs = jobs_of(trials)
     found = []
@@ -91,7 +94,8 @@ def runs_of(trials: Sequence[FrozenTrial], axes: Axes) -> list[Evaluation]:
 
 
 def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes) -> Evaluation:
-    """Return the run with these first and last attempts. ``deaths`` is the number of attempts whose process died."""
+    """Return the run with the first attempt ``origin`` and the last attempt ``last``. ``deaths`` is the number of
+    attempts whose process died."""
     ran, state, loss = last.user_attrs, "running", None
     if last.state is TrialState.FAIL:
         state = "failed" if deaths >= LIVES else "waiting"
@@ -135,7 +139,7 @@ def _evaluation(origin: FrozenTrial, last: FrozenTrial, deaths: int, axes: Axes)
 
 
 def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
-    """Return the trial of each job, by the name of the job.
+    """Return the trial of each job by the job's name, which is a user attribute of the trial.
 
     If two commands created a trial for the same job at once, the trial with the lowest number counts.
     """
@@ -147,6 +151,6 @@ def jobs_of(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def region_of(runs: Sequence[Evaluation], axes: Axes, noise: float | None = None) -> Region:
-    """Return the trust region after the runs with a result."""
+    """Return the trust region that follows from the finished ones of the ``runs``."""
     ended, points, losses = results(runs, axes)
     return region(axes, points, losses, noise, np.array([run.seed for run in ended], np.int64))
