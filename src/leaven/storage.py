@@ -118,7 +118,7 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def append(path: Path, lines: bytes, *, sync: bool = False, create: bool = True) -> None:
-    """Append complete lines to a file. If a crash has cut the file's last line short, repair that line first.
+    """Append complete lines to a file. If a crash has left an incomplete last line, first repair or remove it.
 
     The caller must hold a lock, so that only one process appends at a time. After an error, the file may contain some
     of the lines, but no incomplete line. With ``sync``, the lines survive a power cut. Without ``create``, the file
@@ -152,7 +152,7 @@ def _end(file: FileIO) -> int:
 
 
 def _torn(file: FileIO) -> bytes:
-    """Return the bytes after the last newline."""
+    """Return the incomplete last line of a file: the bytes after the last newline."""
     tail, start = b"", _end(file)
     while start and b"\n" not in tail:
         size = min(start, 2**16)

@@ -1,4 +1,5 @@
-"""The layout: how a run is parallelised over ranks. It changes the loss only in the last bits."""
+"""The layout of a run: how training is parallelised over ranks. A different layout changes only the last bits of the
+loss."""
 
 from typing import Literal
 
@@ -19,39 +20,42 @@ class Layout(Part):
     cp: int = Field(default=1, gt=0)  # context-parallel degree; for ``leaven plan`` and exports, not for training
     ep: int = Field(default=1, gt=0)  # expert-parallel degree within dp x cp; for ``leaven plan`` and exports only
     zero: int = Field(default=0, ge=0, le=3)  # ZeRO stage
-    dp_replicate: int = Field(default=1, gt=0)  # replicas (HSDP): ZeRO shards over dp / dp_replicate ranks
+    dp_replicate: int = Field(default=1, gt=0)  # replicas (HSDP); ZeRO shards each over dp / dp_replicate ranks
     schedule: Pipeline = "1f1b"
     stages_per_rank: int = Field(default=1, gt=0)  # pipeline stages on each rank
-    recompute: Recompute = "none"  # activation checkpointing: activations that the backward pass computes again
+    recompute: Recompute = "none"  # activation checkpointing: which activations the backward pass recomputes
     compile: bool = False  # torch.compile for each block: costs a minute, speeds up steps, changes the last bits
-    timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process keeps the others waiting longer
+    timeout_seconds: int = Field(default=600, gt=0)  # the run ends if a process keeps the others waiting this long
 
     @model_validator(mode="after")
     def _validate_combination(self) -> "Layout":
         if self.dp % self.dp_replicate:
-            raise ValueError(f"dp_replicate = {self.dp_replicate} does not divide dp = {self.dp}; take a divisor")
+            raise ValueError(f"dp_replicate = {self.dp_replicate} does not divide dp = {self.dp}; choose a divisor")
         if self.dp * self.cp % self.ep:
-            raise ValueError(f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}; take a divisor")
+            raise ValueError(f"ep = {self.ep} does not divide dp x cp = {self.dp * self.cp}; choose a divisor")
         if self.zero == 0 and self.dp_replicate > 1:
             raise ValueError(
-                "dp_replicate has no effect with zero = 0, which replicates everything; leave it out, or set zero to "
-                "1, 2 or 3"
+                "dp_replicate has no effect with zero = 0, which replicates everything; leave out dp_replicate, or "
+                "set zero to 1, 2 or 3"
             )
         if self.pp == 1 and (self.schedule != "1f1b" or self.stages_per_rank > 1):
-            raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or raise pp")
+            raise ValueError("pp = 1 has no pipeline; leave out schedule and stages_per_rank, or set pp to 2 or more")
         if self.stages_per_rank > 1 and self.schedule in {"gpipe", "1f1b"}:
             raise ValueError(
                 f'schedule = "{self.schedule}" has one stage per rank; set schedule = "interleaved", or '
                 "stages_per_rank = 1"
             )
         if self.schedule == "interleaved" and self.stages_per_rank == 1:
-            raise ValueError('schedule = "interleaved" needs stages_per_rank = 2 or more; with one it is "1f1b"')
+            raise ValueError(
+                'schedule = "interleaved" needs several stages per rank; set stages_per_rank = 2 or more, or '
+                'schedule = "1f1b"'
+            )
         if self.schedule == "zero-bubble" and self.zero > 1:
             # torch 2.13 frees the gathered parameters before the second half computes the weights' gradients, which
             # are then wrong without an error. Gradients sharded after each micro-batch are missing there, too.
             raise ValueError(
                 f'schedule = "zero-bubble" computes a backward pass in two halves, and zero = {self.zero} frees '
-                "what the second half needs; set zero = 1"
+                "weights or gradients that the second half needs; set zero = 1"
             )
         return self
 

@@ -24,8 +24,9 @@ BATCH_RULES = ("complete-d-p",)
 class Start(Part):
     """Where training starts: from random weights, or from the weights of a given model.
 
-    The scaling rule multiplies some outputs in the forward pass. Given weights are divided by these multipliers, so
-    that the model starts as the same function (:func:`leaven.scaling.table.folding`).
+    In the forward pass, the scaling rule multiplies the outputs of some parameters by factors. The weights of a given
+    model are therefore divided by these factors, so that training starts from the same function as the given model
+    (:func:`leaven.scaling.table.folding`).
     """
 
     # A folder in Hugging Face's format, with a model of the recipe's shape; None draws random weights.
@@ -37,15 +38,15 @@ class Start(Part):
 
 
 class Base(Part):
-    """The base: the model size, batch and run length for which the hyperparameters are written."""
+    """The base: the model size, batch and run length for which the recipe's hyperparameters are written."""
 
     width: int = Field(gt=0)  # d_model
     depth: int = Field(gt=0)  # n_layers
     batch_tokens: int = Field(gt=0)
     tokens: int = Field(gt=0)  # training tokens
-    d_ff: int | None = Field(default=None, gt=0)  # None: the recipe's d_ff / d_model
-    d_head: int | None = Field(default=None, gt=0)  # None: the recipe's
-    n_kv_heads: int | None = Field(default=None, gt=0)  # None: the recipe's query heads per key-value head
+    d_ff: int | None = Field(default=None, gt=0)  # None: d_ff / d_model is that of the recipe's model
+    d_head: int | None = Field(default=None, gt=0)  # None: d_head of the recipe's model
+    n_kv_heads: int | None = Field(default=None, gt=0)  # None: n_heads / n_kv_heads is that of the recipe's model
 
 
 class Scaling(Part):
@@ -71,8 +72,8 @@ class Scaling(Part):
     def _refuse_the_removed_rule(cls, rule: Any) -> Any:
         if rule == "complete-d-p-printed":
             raise ValueError(
-                'complete-d-p-printed was removed; write rule = "complete-d-p", which differs only in the eps of the '
-                "final norm"
+                'the rule complete-d-p-printed was removed; write rule = "complete-d-p", which differs only in the '
+                "eps of the final norm"
             )
         return rule
 
@@ -80,7 +81,7 @@ class Scaling(Part):
 class Precision(Part):
     """The precision of the matrix products. Weights, gradients, Adam's moments, softmax and loss are always fp32."""
 
-    compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # fp16 uses a loss scale
+    compute: Literal["fp32", "bf16", "fp16"] = "fp32"  # dtype of the matrix products; fp16 uses a loss scale
 
 
 class Stability(Part):
@@ -91,8 +92,8 @@ class Stability(Part):
     on_spike: Literal["rollback", "skip", "stop", "off"] = "rollback"
     max_rollbacks: int = Field(default=3, gt=0)  # rollbacks for one spike; after that the run stops
     rollback_lr: float = Field(default=1.0, gt=0, le=1)  # factor on the lr after a rollback
-    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr returns to its full value
-    checkpoint_every_tokens: int | None = Field(default=None, gt=0)  # None: a tenth of the run
+    rollback_lr_tokens: int | None = Field(default=None, gt=0)  # tokens over which the lr rises to its full value
+    checkpoint_every_tokens: int | None = Field(default=None, gt=0)  # interval; None: a tenth of the run
     keep: int = Field(default=2, gt=0)  # number of newest checkpoints that are kept
     # The first checkpoint of each interval of this length is never deleted.
     keep_every_tokens: int | None = Field(default=None, gt=0)
@@ -110,7 +111,7 @@ class Stability(Part):
 
 
 class EvaluationSettings(Part):
-    """How often the validation loss is computed (always at the end), and on how many tokens."""
+    """How often the validation loss is computed, and on how many tokens. It is always computed at the end."""
 
     tokens: int = Field(default=131_072, gt=0)  # tokens of one evaluation, spread evenly over the held-out text
     every_tokens: int | None = Field(default=None, gt=0)  # tokens between evaluations; None: a tenth of the run
@@ -120,17 +121,19 @@ Octaves = Annotated[float, Field(ge=-64, le=64)]  # n octaves are a factor of 2^
 
 
 def _both_sides(value: Any) -> Any:
-    """Return a search range in octaves as (low, high); a plain number n means (-n, n)."""
+    """Return a search range in octaves as (low, high). The value n, a single number, means (-n, n)."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = (-value, value)
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(
-            'write "path" = 2 to search 2 octaves down and up (a factor of 4), or "path" = [-1, 3]; quote the path'
+            'not a search range; write "hyperparameters.lr" = 2 to search 2 octaves down and up (1/4 to 4 times the '
+            'recipe\'s value), or "hyperparameters.lr" = [-1, 3]; quote the path'
         )
     low, high = value
     if isinstance(low, int | float) and isinstance(high, int | float) and not low < 0 < high:
         raise ValueError(
-            f"{low:g} to {high:g} octaves: 0 is the recipe's own value; give a first number below 0, a second above 0"
+            f"the range {low:g} to {high:g} octaves does not contain 0, the recipe's own value; give a first "
+            "number below 0 and a second number above 0"
         )
     return (low, high)
 
@@ -143,9 +146,10 @@ Ends = Annotated[
 
 
 class Tuning(Part):
-    """The search space of ``leaven tune``. ``leaven train`` ignores this table."""
+    """The table ``[tuning]``: the search space of ``leaven tune``. ``leaven train`` ignores this table."""
 
-    space: str | None = Field(default=None, min_length=1)  # a search space; the option ``--space`` replaces it
+    # Comma-separated names of values to search, or of sets of values. The option ``--space`` overrides them.
+    space: str | None = Field(default=None, min_length=1)
     # More values to search, besides those of ``space``. A key is a path of the recipe such as ``hyperparameters.lr``,
     # or a pattern with ``*``; the last matching key applies. A number is the distance from the recipe's value, in
     # octaves (factors of 2). For values that may be 0 (dropout, min_lr_ratio) it is in steps of 0.1.
@@ -155,7 +159,7 @@ class Tuning(Part):
     def _not_empty(self) -> "Tuning":
         if self.space is None and not self.octaves:
             raise ValueError(
-                'this table is empty; write space = "per-module", add [tuning.octaves], or remove [tuning]'
+                'this table is empty; write space = "per-module" in it, add [tuning.octaves], or remove [tuning]'
             )
         return self
 
@@ -184,7 +188,7 @@ class Recipe(Part):
     stability: Stability = Stability()
     evaluation: EvaluationSettings = EvaluationSettings()
     tuning: Tuning | None = None
-    why: dict[str, str] = {}  # the reason for a value, by its path
+    why: dict[str, str] = {}  # the reason for a value of the recipe, by the dotted path of the value
 
     @model_validator(mode="after")
     def _validate_parts(self) -> "Recipe":
@@ -205,12 +209,12 @@ class Recipe(Part):
             key = "ramp.rule" if self.batch.ramp else "stages_rule"
             raise ValueError(
                 f'[batch] {key} = "scaled": scaling rule {self.scaling.rule} does not scale anything with the batch; '
-                f'set it to "fixed", or scaling.rule to {BATCH_RULES[0]}'
+                f'set {key} to "fixed", or scaling.rule to {BATCH_RULES[0]}'
             )
         if self.schedule.warmup_tokens > self.data.tokens:
             raise ValueError(
-                f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run; give at most its "
-                f"{self.data.tokens:,} tokens"
+                f"warmup_tokens {self.schedule.warmup_tokens:,} is longer than the run; set warmup_tokens to at "
+                f"most {self.data.tokens:,}"
             )
         self.hyperparameters.require_modules(self.model.roles)
         try:
@@ -231,12 +235,13 @@ class Recipe(Part):
 
     @property
     def steps(self) -> int:
-        """Return the number of optimizer steps until at least ``data.tokens`` are consumed."""
+        """Return the number of optimizer steps of the run: as many as it takes to consume ``data.tokens`` tokens."""
         return self.batches.first_step_at(self.data.tokens)
 
     @property
     def base(self) -> Base:
-        """Return the scale for which the hyperparameters are written: ``scaling.base``, else the recipe's own."""
+        """Return the scale for which the hyperparameters are written: ``scaling.base``, or if that is not set, the
+        recipe's own model size, batch and run length."""
         return self.scaling.base or Base(
             width=self.model.d_model,
             depth=self.model.n_layers,
@@ -261,7 +266,7 @@ class Recipe(Part):
     def replace(self, changes: Mapping[str, Any]) -> "Recipe":
         """Return a copy of the recipe with other values at the given dotted paths.
 
-        A table such as ``tuning`` that is set to None gets its default.
+        The value None removes an optional table such as ``tuning``. The value ``{}`` gives a table its defaults.
         """
         document = self.model_dump()
         for path, value in changes.items():
@@ -270,7 +275,7 @@ class Recipe(Part):
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a dotted path in nested mappings; :func:`split_path` splits the path."""
+    """Set the value at a dotted path (:func:`split_path`) in nested dicts. Missing dicts are created."""
     keys = split_path(path)
     for key in keys[:-1]:
         document = document.setdefault(key, {})
@@ -280,8 +285,8 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 def split_path(path: str) -> list[str]:
     """Return the keys of a dotted path.
 
-    A module's name is one key, even with dots: ``mlp.out`` in ``hyperparameters.modules.mlp.out.lr``. What follows
-    ``why.`` or ``tuning.octaves.`` is one key, too.
+    A module's name is one key even if it contains a dot, such as ``mlp.out`` in
+    ``hyperparameters.modules.mlp.out.lr``. Everything after ``why.`` or ``tuning.octaves.`` is one key, too.
     """
     prefix = "hyperparameters.modules."
     if path.startswith(prefix):
@@ -315,15 +320,15 @@ Difference = tuple[str, Any, Any]  # dotted path, value in the first recipe, val
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
     """Return the values in which two recipes differ, as (dotted path, value in a, value in b).
 
-    Name, reasons, layout and search settings are not compared, because the loss does not depend on them.
+    Name, reasons, layout and search settings are not compared, because they change at most the last bits of the loss.
     """
     return differing(*(recipe.model_dump(exclude=NOT_NUMBERS) for recipe in (a, b)))
 
 
 def rearrangement(a: Recipe, b: Recipe) -> list[Difference]:
-    """Return the differences in layout and micro-batch, as :func:`differences` does.
+    """Return the differences between two recipes in layout and micro-batch, as (dotted path, value in a, value in b).
 
-    They change only the order in which numbers are summed, and so only the last bits of the loss.
+    Layout and micro-batch change only the order in which numbers are summed, and so only the last bits of the loss.
     """
     return differing(*(recipe.model_dump(include={"layout": True, "batch": {"micro_batch"}}) for recipe in (a, b)))
 

@@ -11,7 +11,7 @@ Decay = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 
 
 class Schedule(Part):
-    """A linear warm-up and then a decay: a factor by which the peak lr of every parameter group is multiplied."""
+    """The learning-rate schedule: a linear warm-up, then a decay. It is a factor on the peak lr of all parameters."""
 
     warmup_tokens: int = Field(default=0, ge=0)
     decay: Decay = "cosine"
@@ -22,11 +22,11 @@ class Schedule(Part):
     @model_validator(mode="after")
     def _require_warmup(self) -> "Schedule":
         if self.decay == "inverse_sqrt" and self.warmup_tokens == 0:
-            raise ValueError("decay inverse_sqrt starts at the end of the warm-up; set warmup_tokens above 0")
+            raise ValueError('decay = "inverse_sqrt" starts after a warm-up; set warmup_tokens above 0')
         return self
 
     def multiplier(self, tokens: float, horizon: int) -> float:
-        """Return the factor on the peak lr after ``tokens`` of a run of ``horizon`` tokens.
+        """Return the factor on the peak lr after ``tokens`` tokens of a run that has ``horizon`` tokens.
 
         The factor rises from 0 to 1 during the warm-up, and falls to ``min_lr_ratio`` at the horizon. Exceptions:
         ``constant`` stays at 1, and ``inverse_sqrt`` falls as 1 / sqrt(tokens), but not below ``min_lr_ratio``.

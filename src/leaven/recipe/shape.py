@@ -24,8 +24,9 @@ BRANCH_ENDS = ("attention.out", "mlp.out")
 class Role(StrEnum):
     """The role of a parameter in a scaling rule.
 
-    It says which dimensions grow with the width: in the comments, "fan in -> fan out". A fixed dimension, such as the
-    vocabulary, does not grow.
+    The role says which dimensions of the parameter grow with the width of the model. The comments give them as
+    "fan in -> fan out", where "width" stands for a dimension that grows, and "fixed" for a dimension that does not,
+    such as the vocabulary.
     """
 
     EMBEDDING = "embedding"  # fixed -> width: token and learned position embeddings
@@ -49,12 +50,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the model."""
+    """A parameter tensor of the model, without its values."""
 
     name: str
     shape: tuple[int, ...]  # (fan out, fan in) for a matrix
     role: Role
-    module: str  # name under which it is tuned: ``hyperparameters.modules.NAME``
+    module: str  # the module NAME in ``hyperparameters.modules.NAME``, where multipliers are set
     layer: int | None = None  # index of the block; None outside the blocks
 
     @property
@@ -63,14 +64,14 @@ class Parameter:
 
 
 class ModelShape(Part):
-    """The shape of a decoder-only, pre-norm transformer: counts and choices of architecture."""
+    """The shape of a decoder-only, pre-norm transformer: its sizes and architecture options."""
 
     n_layers: int = Field(gt=0, le=2_000)
     d_model: int = Field(gt=0)
     n_heads: int = Field(gt=0)
     n_kv_heads: int = Field(gt=0)
     d_head: int = Field(gt=0)
-    d_attention: int | None = Field(default=None, gt=0)  # n_heads x d_head, if not d_model (as in most Qwen3 models)
+    d_attention: int | None = Field(default=None, gt=0)  # n_heads x d_head, if not d_model (most Qwen3 models)
     d_ff: int = Field(gt=0)
     vocab_size: int = Field(gt=1)
     seq_len: int = Field(gt=0)
@@ -107,7 +108,7 @@ class ModelShape(Part):
         if self.qk_norm_per_head and not self.qk_norm:
             raise ValueError("qk_norm_per_head needs qk_norm; set qk_norm = true")
         if self.positions == "rope" and self.d_head % 2:
-            raise ValueError(f"rotary positions need an even d_head, not {self.d_head}")
+            raise ValueError(f"rotary positions need an even d_head, not {self.d_head}; set an even d_head")
         return self
 
     @property
@@ -171,7 +172,8 @@ class ModelShape(Part):
 
     @property
     def roles(self) -> dict[str, Role]:
-        """Return the role of each module, by the module's name."""
+        """Return the role of each module, by the module's name. Of the several roles of ``biases``, return the
+        last."""
         return {parameter.module: parameter.role for parameter in self.parameters()}
 
     @property
@@ -199,7 +201,8 @@ class ModelShape(Part):
         ``d_head``, ``d_ff`` or ``n_kv_heads`` is given. d_attention / d_model is always kept.
 
         Raises:
-            ValueError: if the width is not a multiple of the head dimension, or if a size is not a whole number.
+            ValueError: if the width is not a multiple of d_head x n_heads / n_kv_heads, or if another size is not a
+                whole number.
         """
         d_head = d_head or self.d_head
         group = 1 if n_kv_heads else self.n_heads // self.n_kv_heads
@@ -210,7 +213,7 @@ class ModelShape(Part):
             lower = max(width // unit, 1) * unit
             times = f" x {self.d_model} / {together}" if self.d_attention else ""
             raise ValueError(
-                f"width {width} is not a multiple of d_head x heads per kv head = {d_head} x {group}{times}; "
+                f"width {width} is not a multiple of d_head x n_heads / n_kv_heads = {d_head} x {group}{times}; "
                 f"give {lower} or {lower + unit}"
             )
         if d_ff is None and self.d_ff * width % self.d_model:

@@ -1,1 +1,1 @@
-"""Scaling rules: how hyperparameters change from a base to another scale."""
+"""Scaling rules: how hyperparameters change from the scale at which they were tuned (the base) to another scale."""

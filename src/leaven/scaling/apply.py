@@ -16,7 +16,7 @@ class Factors:
     lr: float
     eps: float
     weight_decay: float
-    forward: float  # factor on the output of the tensor; only the unembedding has one
+    forward: float  # factor on the output of the tensor; 1 except for the unembedding
     residual: float  # factor on a branch before it is added to the residual stream
     attention: float  # factor on the scale of the attention logits, which is usually 1 / sqrt(d_head)
     half_life: float  # factor on the half-life of Adam's moments in steps
@@ -24,8 +24,9 @@ class Factors:
     def beta(self, base: float, multiplier: float = 1.0) -> float:
         """Return the beta of Adam at this scale: ``base ** (multiplier / half_life)``.
 
-        To first order this multiplies ``1 - beta`` by ``multiplier / half_life``, as the papers do, but beta stays
-        within (0, 1). Over batch ratios of 1/4 to 8 both formulas gave the same loss.
+        The papers multiply ``1 - beta`` by ``multiplier / half_life`` instead. The two formulas agree to first order,
+        but only this one keeps beta within (0, 1). Runs at batch ratios of 1/4 to 8 had the same loss with both
+        formulas.
         """
         return float(base ** (multiplier / self.half_life))
 
@@ -34,7 +35,8 @@ AT_BASE = Factors(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
 
 def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> Factors:
-    """Return the factors of a scaling rule for a tensor with this role and these ratios to the base."""
+    """Return the factors of a scaling rule for a tensor. ``at`` are the tensor's ratios to the same tensor in the
+    base."""
 
     def product(*cells: Cell) -> float:
         return math.prod(cell.factor(at, exponents) for cell in cells)
@@ -54,17 +56,18 @@ def factors(rule: Rule, role: Role, at: TensorRatios, exponents: Exponents) -> F
 def tensor_ratios(
     role: Role, shape: tuple[int, ...], base_shape: tuple[int, ...], at: Ratios, head: float = 1.0
 ) -> TensorRatios:
-    """Return the ratios of one tensor, target over base.
+    """Return the ratios (target scale / base scale) that determine the factors of a scaling rule for one tensor.
 
     Args:
         shape, base_shape: the tensor's shapes at target and base: (fan out, fan in) for matrices, as in
             ``nn.Linear``, and (vocabulary or positions, width) for embeddings and unembedding. A gain or bias has fan
-            in 1, and its size as fan out.
-        at: the ratios of the run; depth, batch and tokens are taken from them.
-        head: the ratio of the head dimensions.
+            in 1, and its number of elements as fan out.
+        at: the ratios of the run, from which the result takes depth, batch and tokens.
+        head: the ratio of the head dimensions, target / base.
 
     Raises:
-        ValueError: if a matrix has more or fewer than two dimensions, as stacked experts or a convolution have.
+        ValueError: if the role is that of a matrix, but the tensor is not a matrix, as with stacked experts or
+            convolutions.
     """
     assert len(shape) == len(base_shape), f"{shape} and {base_shape} are not the same tensor at two scales"
     if role.is_matrix and len(shape) != 2:

@@ -1,13 +1,14 @@
-"""Cells of a scaling rule's table. A cell is the factor on one quantity, a product of powers of ratios target / base.
+"""The cells of a scaling rule's table. A cell is a factor on one hyperparameter.
 
-It is written as in the papers, with a letter for each ratio::
+The factor is a product of powers of ratios (target scale / base scale). It is written as in the papers, with a letter
+for each ratio::
 
     I  fan in       O  fan out      H  head dimension
     L  depth        B  batch        D  tokens
 
-``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. Exponents contain numbers,
-``alpha`` (``scaling.alpha``), ``t`` (``scaling.token_exponent``) and ``w`` (1 - alpha with
-``scaling.scale_decay_with_depth``, else 0).
+``I^-1 L^(alpha-1)`` is ``fan_in**-1 * depth**(alpha-1)``, and ``1`` means no change. An exponent is a sum of
+numbers and symbols. The symbols are ``alpha`` (``scaling.alpha``), ``t`` (``scaling.token_exponent``) and ``w`` (1 -
+alpha with ``scaling.scale_decay_with_depth``, else 0).
 """
 
 import re
@@ -25,7 +26,7 @@ LETTERS = {
 
 @dataclass(frozen=True)
 class Ratios:
-    """The ratios of a run to its base, the scale for which its hyperparameters are written."""
+    """The sizes of a run divided by those of its base, the scale for which its hyperparameters are written."""
 
     width: float = 1.0  # d_model
     depth: float = 1.0  # number of layers
@@ -35,14 +36,14 @@ class Ratios:
 
 @dataclass(frozen=True)
 class TensorRatios:
-    """The ratios of one tensor and its run, target over base. Fixed dimensions such as the vocabulary count as 1."""
+    """The ratios (target scale / base scale) of one tensor and of its run. The vocabulary counts as unchanged."""
 
     fan_in: float = 1.0  # of this tensor
     fan_out: float = 1.0  # of this tensor
-    head: float = 1.0  # head dimension
-    depth: float = 1.0  # this and the following ratios are those of the run
-    batch: float = 1.0
-    tokens: float = 1.0
+    head: float = 1.0  # head dimension of the model
+    depth: float = 1.0  # number of layers of the model
+    batch: float = 1.0  # batch size of the run in tokens
+    tokens: float = 1.0  # training tokens of the run
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Exponents:
 class Cell:
     """A factor as a product of powers of ratios, and its source."""
 
-    text: str  # for example ``I^-1 L^(alpha-1)``; the module explains the letters
+    text: str  # for example ``I^-1 L^(alpha-1)``; the docstring of this module explains the letters
     source: str  # table and row of a paper, or the derivation
 
     def factor(self, at: TensorRatios, exponents: Exponents) -> float:

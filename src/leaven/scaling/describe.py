@@ -1,4 +1,5 @@
-"""Describe the values of a recipe's parameters for ``leaven show``, and compare its init with published ones."""
+"""Builds the result of ``leaven show``: lr, init and other values of each parameter, and a comparison of the init
+with published inits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,12 @@ class ModuleStart:
     module: str
     layers: str  # indices of the blocks, such as "0-11" or "3"; "" outside the blocks
     std: float  # std in this recipe, with the scaling rule and all multipliers applied
-    published: dict[str, float]  # std under each published init, by name
+    published: dict[str, float]  # std that each published init would give, by the name of the init
 
 
 def starts(recipe: Recipe, table: ParameterTable) -> list[ModuleStart]:
-    """Return the initial std of each module's matrices: one entry, or two (first and last block) if blocks differ."""
+    """Return the initial std of each module's matrices. A module whose std differs between blocks has two entries,
+    for the first and the last block. Other modules have one entry."""
     by_module: dict[str, list[ParameterRow]] = {}
     depth = recipe.model.n_layers
     for row in matrices(table):
@@ -60,7 +62,7 @@ def _nearest(found: Sequence[ModuleStart]) -> list[dict[str, Any]]:
 
 
 def matrices(table: ParameterTable) -> Iterator[ParameterRow]:
-    """Yield the rows of parameters with random initial values: all except gains and biases."""
+    """Yield the table rows of the parameters with random initial values: all parameters except gains and biases."""
     return (row for row in table.rows if len(row.shape) == 2 and not row.init_mean)
 
 
@@ -70,7 +72,10 @@ def describe(
     warnings: Sequence[CautionRow] = (),
     worth: Sequence[WorthRow] = (),
 ) -> ShowDocument:
-    """Return the document of ``leaven show`` and ``leaven transfer``: the values that a recipe's parameters get."""
+    """Return the result of ``leaven show`` and ``leaven transfer``: the values that a recipe's parameters get.
+
+    ``warnings`` and ``worth`` are included in the result as they are.
+    """
     table, model, tuned = parameter_table(recipe), recipe.model, recipe.hyperparameters
     found, clip = starts(recipe, table), tuned.grad_clip
     first, _ = ramp_factors(recipe, 0)

@@ -1,7 +1,7 @@
 """The parameter table: init std, lr, weight decay, betas, eps and forward multiplier of every parameter.
 
-Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier of
-the depth (betas are raised to a power instead). Nothing else in leaven computes these values.
+Each value is the hyperparameter x the factor of the scaling rule x the multiplier of the module x the multiplier for
+the depth of the block. Only the betas are raised to a power instead. Nothing else in leaven computes these values.
 """
 
 import math
@@ -34,8 +34,8 @@ class ParameterRow(Parameter):
     beta1: float
     beta2: float
     eps: float
-    multiplier: float  # forward multiplier: on the residual branch whose last matrix this is, or on the logits
-    ratios: TensorRatios = field(compare=False)  # the ratios to which the rule was applied
+    multiplier: float  # factor on the output in the forward pass; 1 except for branch ends and unembedding
+    ratios: TensorRatios = field(compare=False)  # ratios to the base, from which the rule computed the values
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ParameterTable:
     rule: Rule
     ratios: Ratios  # ratios of the run to its base
     rows: tuple[ParameterRow, ...]
-    attention_scale: float  # factor on query . key
+    attention_scale: float  # factor on the dot products of queries and keys
     beta2: float  # beta2 of a module without multipliers
 
     def __getitem__(self, name: str) -> ParameterRow:
@@ -53,7 +53,7 @@ class ParameterTable:
 
     @property
     def multipliers(self) -> dict[str, float]:
-        """The factor on the output of each parameter, by the parameter's name."""
+        """The factor by which the forward pass multiplies the output of each parameter, by the parameter's name."""
         return {row.name: row.multiplier for row in self.rows}
 
 
@@ -104,12 +104,12 @@ def parameter_table(recipe: Recipe) -> ParameterTable:
 
 
 def ramp_factors(recipe: Recipe, step: int) -> tuple[Factors, float]:
-    """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0).
+    """Return how a batch ramp changes the hyperparameters at step ``step`` (counted from 0), as a pair.
 
     Returns:
-        The factors of the scaling rule for the batch of this step, relative to the full batch. They are the same for
-        all parameters, and exactly 1 after the ramp or if the ramp's rule is ``fixed``.
-        The half-life of Adam's moments in steps, relative to the previous step.
+        First, the factors of the scaling rule for the batch of this step, relative to the full batch. They are the
+        same for all parameters, and exactly 1 after the ramp or if the ramp's rule is ``fixed``.
+        Second, the half-life of Adam's moments (in steps) divided by their half-life at the previous step.
     """
 
     def at(step: int) -> Factors:
@@ -136,10 +136,10 @@ def parameter_row(
     """Return the row of one parameter of any model.
 
     Args:
-        at: the ratios of the parameter to its counterpart in the base.
+        at: the ratios of the parameter to its counterpart in the base model.
         free: the exponents that ``[scaling]`` sets.
-        base: the hyperparameters for the base.
-        gated: whether the model has a gated MLP, on which some named inits depend.
+        base: the hyperparameters, written for the base.
+        gated: whether the model has a gated MLP; some published inits depend on this.
     """
     role = parameter.role
     module = base.modules.get(parameter.module, Multipliers())
@@ -177,9 +177,10 @@ def parameter_row(
 
 
 def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, still without ``params``: one for each module and set of values.
+    """Return parameter groups for an optimizer, without their key ``params``, which the caller has to add.
 
-    A group has the keys module, param_names, peak_lr, lr, betas, eps and weight_decay.
+    Parameters of a module share a group if their lr, betas, eps and weight decay are equal. A group has the keys
+    module, param_names, peak_lr, lr, betas, eps and weight_decay.
     """
     groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
@@ -198,9 +199,10 @@ def optimizer_groups(rows: Iterable[ParameterRow]) -> list[dict[str, Any]]:
 
 
 def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
-    """Return the factors by which weights must be multiplied so that a model without multipliers computes the same.
+    """Return the factors on the weights with which a model without multipliers computes the same function.
 
-    The result maps names of parameters to factors other than 1. The multiplier of a branch goes into its last matrix.
+    The result maps names of parameters to factors; factors of 1 are left out. Each multiplier is moved into a weight
+    that has the same effect. The multiplier of a residual branch goes into the last matrix of the branch.
     The multiplier of the attention logits goes into the gain of the query norm, or into the query matrix if there is
     no such norm. The multiplier of the logits goes into the unembedding, or into the final norm if embeddings are
     tied.
@@ -221,5 +223,5 @@ def folding(shape: ModelShape, table: ParameterTable) -> Mapping[str, float]:
 
 
 def label(name: str) -> str:
-    """Return a parameter's name without the prefix of its block."""
+    """Return a parameter's name without its block: ``mlp.out.weight`` for ``layers.3.mlp.out.weight``."""
     return _LAYER.sub("", name)

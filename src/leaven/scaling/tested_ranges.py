@@ -51,14 +51,14 @@ def warnings(recipe: Recipe) -> list[CautionRow]:
 
 
 def dropped(before: Recipe, after: Recipe) -> list[CautionRow]:
-    """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp."""
+    """Return a warning if the transfer from ``before`` to ``after`` dropped the batch ramp, else an empty list."""
     if before.batch.ramp is None or after.batch.ramp is not None:
         return []
     return [_caution("ramp", after.batch.tokens / after.model.seq_len, 2.0)]
 
 
 def _caution(about: str, value: float, limit: float, message: str | None = None, **facts: Any) -> CautionRow:
-    """Return a warning. ``message`` is the key of its text in ``messages.toml``, by default ``about``."""
+    """Return a warning. ``message`` is the key of the warning's text in ``messages.toml``, by default ``about``."""
     facts |= {"value": value, "limit": limit}
     text = sentence("warnings", message or about, facts, Path(__file__).parent)
     return CautionRow(about=about, value=value, limit=limit, message=text)
@@ -67,8 +67,8 @@ def _caution(about: str, value: float, limit: float, message: str | None = None,
 def _ratios(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about ratios to the base that are outside the tested range.
 
-    The batch was tested at a fixed number of tokens, so that it changed the number of steps. There is no warning
-    about the batch if the ratio of the numbers of steps is within the tested range.
+    The tests of the batch kept the number of training tokens, so a larger batch meant fewer steps. There is no
+    warning about the batch if the number of steps changes by no more than in these tests.
     """
     tested, ratios = TESTED[table.rule.name], table.ratios
     for axis in ("width", "depth", "batch", "tokens"):
@@ -103,7 +103,7 @@ def _tokens_per_parameter(recipe: Recipe) -> Iterator[CautionRow]:
 
 
 def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about a token exponent (the lr falls as tokens^-t) outside the interval of ``leaven check duration``."""
+    """Warn about a token exponent (the lr falls as tokens^-t) outside its interval from ``leaven check duration``."""
     interval, used = recipe.scaling.token_exponent_interval, recipe.scaling.token_exponent
     if interval is None or table.ratios.tokens == 1 or "lr" not in table.rule.columns:
         return
@@ -115,10 +115,11 @@ def _token_exponent(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRo
 
 
 def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn if eps / sqrt(v) of a matrix in a block is too large. The estimated ratio is a lower bound.
+    """Warn if Adam's eps is too large compared with sqrt(v) for a matrix in a block, where v is the second moment.
 
-    It assumes that the gradient norm is 1 (or the clipping limit), spread evenly over all parameters. Real gradients
-    in blocks are smaller: most of the norm is in the unembedding, and after the warm-up the norm is mostly below 1.
+    The estimate of sqrt(v) assumes that the gradient norm is 1 (or the clipping limit), spread evenly over all
+    parameters. Real gradients in blocks are smaller, so the real ratio eps / sqrt(v) is larger: most of the norm is
+    in the unembedding, and after the warm-up the norm is mostly below 1.
     """
     clip = recipe.hyperparameters.grad_clip
     norm = clip.limit if clip.mode == "global" and clip.limit else 1.0
@@ -130,7 +131,7 @@ def _eps(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
 
 
 def _betas(table: ParameterTable) -> Iterator[CautionRow]:
-    """Warn about betas outside the range in which runs have trained well, as `leaven recipes check` does."""
+    """Warn about betas outside the range in which runs have trained well, the range of ``leaven recipes check``."""
     for check in CHECKS:
         if check.trained and check.hidden and (row := farthest(table.rows, check.hidden, check.trained)):
             (low, high), name, beta = check.trained, check.hidden, getattr(row, check.hidden)
@@ -142,8 +143,9 @@ def _betas(table: ParameterTable) -> Iterator[CautionRow]:
 def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about weight decay with the optimizer ``adam`` (L2 in the loss), because the rules are for AdamW's decay.
 
-    The rule multiplies the decay by the width, while the gradient falls: measured over width 64 to 512, the L2 term
-    relative to the gradient grows as width^1.5. A coordinate check does not find this fault (microsoft/mup, PR 73).
+    A rule increases the weight decay with the width, while the gradient falls. So the L2 term grows relative to the
+    gradient: as width^1.5, measured over widths 64 to 512. A coordinate check does not find this fault
+    (microsoft/mup, PR 73).
     """
     if recipe.hyperparameters.optimizer != "adam":
         return
@@ -158,8 +160,9 @@ def _coupled_decay(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow
 def _large_init(recipe: Recipe, table: ParameterTable) -> Iterator[CautionRow]:
     """Warn about large initial logits, and about a matrix in a block with an initial std far above sqrt(1 / (3 d)).
 
-    The std includes the multiplier of the branch that the matrix ends. The final norm gives activations of RMS 1, so
-    the RMS of the logits is the std of the unembedding x sqrt(d) x its forward multiplier, where d is the width.
+    d is the width. For the last matrix of a residual branch, the std includes the multiplier of the branch. The final
+    norm gives activations of RMS 1. So the RMS of the logits is sqrt(d) times the std and the forward multiplier of
+    the unembedding.
     """
     readout = next(row for row in table.rows if row.role in {Role.UNEMBEDDING, Role.TIED_EMBEDDING})
     logits = readout.init_std * math.sqrt(recipe.model.d_model) * readout.multiplier

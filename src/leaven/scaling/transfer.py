@@ -1,9 +1,9 @@
 """Transfer a recipe to another model size, batch size or number of tokens.
 
-The hyperparameters stay as written, for the recipe's base; the scaling rule computes the values of each parameter
-from them. Warm-up and batch ramp keep their share of the run, and the start and the increment of a ramp keep their
-share of the batch. Ramps and stages are rounded to whole sequences, so transfer from the base and not from a scale in
-between.
+The hyperparameters stay as they are written for the recipe's base. The scaling rule computes the values of each
+parameter from them. Warm-up and batch ramp keep their share of the run. The first batch and the increment of a batch
+ramp keep their share of the full batch. They are rounded to whole sequences, and so are batch stages. To round only
+once, transfer directly from the base and not from a scale in between.
 
 :func:`transfer_like` puts the hyperparameters of a tuned recipe into another recipe.
 """
@@ -71,8 +71,8 @@ def transfer(
 ) -> Recipe:
     """Return the recipe at another width, depth, batch or number of tokens, with the same base.
 
-    The four sizes keep their value if they are not given, and d_ff and the numbers of heads their proportion to the
-    width.
+    A size that is not given keeps its value. d_ff and the numbers of heads that are not given keep their proportion
+    to the width.
 
     Raises:
         InputError: if the width does not fit the head dimension, if the batch is not a whole number of sequences, if
@@ -139,9 +139,9 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
     """Return ``target`` with ``[hyperparameters]`` and ``[scaling]`` of ``tuned``, a recipe that ``leaven tune``
     wrote.
 
-    Other values that the study searched are transferred, too: the warm-up as a share of the run, the tokens relative
-    to the tokens of the base, the batch relative to the batch with which the study began, and others as they are.
-    Everything else stays as in the target.
+    Other values that the study searched are transferred, too. The warm-up keeps its share of the run. The tokens keep
+    their ratio to the tokens of the base, and the batch keeps its ratio to the batch with which the study began. All
+    others are copied. Values that the study did not search stay as in the target.
 
     Raises:
         InputError: if the two models differ in more than their sizes, or if the run is too short for Adam's moments.
@@ -195,8 +195,8 @@ def transfer_like(tuned: Recipe, target: Recipe) -> Recipe:
 def _start_batch(tuned: Recipe, target: Recipe) -> float:
     """Return the batch in tokens with which the study of ``tuned`` began.
 
-    If ``tuned`` has the tokens of its base, this is the batch of the base. Otherwise it is the batch that gives
-    ``tuned`` as many steps as the target, which ``leaven new`` writes.
+    If ``tuned`` has as many training tokens as its base, this is the batch of the base. Otherwise it is the batch
+    with which ``tuned`` takes as many steps as the target, because ``leaven new`` writes that batch.
     """
     if tuned.data.tokens == tuned.base.tokens:
         return tuned.base.batch_tokens
@@ -210,7 +210,7 @@ def searched_paths(recipe: Recipe) -> set[str]:
 
 
 def _require_moments(recipe: Recipe) -> None:
-    """Raise InputError if the run has so many fewer steps than its base that a beta of Adam would be near 0."""
+    """Raise InputError if a beta of Adam would be near 0, because the run has far fewer steps than its base."""
     base = recipe.hyperparameters
     for row in parameter_table(recipe).rows:
         for name in ("beta1", "beta2"):
@@ -225,9 +225,9 @@ def _require_moments(recipe: Recipe) -> None:
 
 
 def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
-    """Return ``scaling.base`` for a recipe with the shape ``target``.
+    """Return the table ``[scaling.base]`` with which a recipe of the model ``target`` has the base of ``recipe``.
 
-    d_ff, d_head and n_kv_heads of the base are written only if they do not follow from the proportions of the target.
+    The table contains d_ff, d_head and n_kv_heads only if they do not follow from the proportions of the target.
     """
     base, shape = recipe.base, recipe.base_shape
     proportions = ("d_ff", "d_head", "n_kv_heads")
@@ -241,9 +241,10 @@ def _pinned(recipe: Recipe, target: ModelShape) -> dict[str, int]:
 
 
 def moved_batch(recipe: Recipe, tokens: int, longer: float = 1.0) -> dict[str, Any]:
-    """Return the recipe's ``[batch]`` for a batch of ``tokens`` tokens and a run that is ``longer`` times as long.
+    """Return the recipe's table ``[batch]`` for a batch of ``tokens`` tokens and a run that is ``longer`` times as
+    long.
 
-    The ramp or the stages are scaled in proportion.
+    A batch ramp or batch stages are scaled in proportion.
     """
     batch, seq_len = recipe.batch, recipe.model.seq_len
     larger = tokens / batch.tokens

@@ -1,7 +1,8 @@
-"""The web server of ``leaven serve``. It shows a list of folders, a page for each folder, a planner, published runs.
+"""The web server of ``leaven serve``. It shows a list of folders, a page for each folder, a planner and a page of
+published runs.
 
-The server answers only GET requests from this machine with the right token, which is in the address that ``leaven
-serve`` prints. A request cannot choose a path to open: the server shows only folders that
+The server answers only GET requests from this machine that contain the right token. The address that ``leaven serve``
+prints contains the token. A request cannot choose a path to open: the server shows only folders that
 :func:`leaven.server.folders.find` has found.
 """
 
@@ -66,7 +67,7 @@ def application(roots: list[Path], token: str) -> Starlette:
 
 
 class TokenRequired:
-    """Refuse requests without the token, and requests for a host name other than 127.0.0.1 or localhost.
+    """ASGI middleware that refuses requests without the token, and for host names except 127.0.0.1 and localhost.
 
     The first request has the token in its address, and later requests have it in a cookie. The host name is checked
     to prevent DNS rebinding.
@@ -181,7 +182,7 @@ def _planner(request: Request) -> Response:
 
 
 def _planned(given: Mapping[str, str]) -> tuple[ClusterPlan, str]:
-    """Return the plan for the fields of the planner's form, and its title.
+    """Return the plan for ``given``, the fields of the planner's form, and the title of its page.
 
     A ``size`` that begins with a digit is a model size; the plan is then for the recipe that ``leaven new`` would
     write. Any other ``size`` is the id of a published run.

@@ -1,4 +1,4 @@
-"""Find the runs, studies, checks and demos in some folders, and describe the progress of each."""
+"""Finds the runs, studies, checks and demos in the folders given to ``leaven serve``, with the progress of each."""
 
 import hashlib
 import os
@@ -26,9 +26,9 @@ SILENT = 120.0  # seconds; a run is called running if a file has changed within 
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a run, study, check or demo that was found in a root, a folder given to ``leaven serve``."""
+    """The folder of a run, study, check or demo, found in a root. A root is a folder given to ``leaven serve``."""
 
-    root: int  # index of the root
+    root: int  # index of the root, in the order given to ``leaven serve``
     folder: Path
     name: str  # path relative to the root; "" for the root itself
     kind: str  # run | study | check | demo
@@ -44,7 +44,7 @@ class Found:
 
     @property
     def changed(self) -> float:
-        """The time of the last change of a file, in Unix time."""
+        """The Unix time of the latest change to a file that the page shows."""
         return max((stat.st_mtime for stat in self.stats.values()), default=0.0)
 
     @property
@@ -53,7 +53,8 @@ class Found:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe of a run, or the best recipe of a study, or else the study's starting recipe."""
+        """The recipe of a run or study, or None for other folders. For a study, this is the best recipe, or if there
+        is none yet, the starting recipe."""
         for name in ("recipe.toml", "best.toml", "centre.toml"):
             if (self.folder / name).is_file():
                 return read_recipe(self.folder / name)
@@ -86,7 +87,7 @@ def find(roots: list[Path]) -> Iterator[Found]:
 
 
 def tag(found: list[Found]) -> str:
-    """Return an HTTP ETag for a page about these folders. A changed file in a folder changes the ETag."""
+    """Return an HTTP ETag for a page about these folders. It changes when a file in one of the folders changes."""
     digest = hashlib.blake2b(digest_size=12)
     for each in found:
         digest.update(f"{each.address}\n".encode())
@@ -96,7 +97,8 @@ def tag(found: list[Found]) -> str:
 
 
 def row(found: Found, now: float) -> FolderRow:
-    """Return the row of a folder. ``now`` is the current Unix time, which decides if a run is called running."""
+    """Return the row of a folder. ``now`` is the current Unix time: a run is called running if a file changed shortly
+    before ``now``."""
     try:
         view = read_folder(found.folder)
     except (InputError, OSError) as error:

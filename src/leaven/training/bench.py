@@ -1,5 +1,5 @@
-"""Measures the throughput of real steps for pairs of a micro-batch and a global batch. Suggests the first batch of a
-batch ramp."""
+"""Measures the throughput of training steps at several micro-batches and global batches, and suggests the batch with
+which a batch ramp starts."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -51,13 +51,13 @@ def bench(
     on_row: Callable[[int, int], None] = lambda done, total: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> BenchDocument:
-    """Measure the speed of a few real steps for every pair of a global batch and a micro-batch that is not larger. No
-    file is written.
+    """Measure the speed of training steps for every pair of a global batch and a micro-batch that is not larger than
+    the global batch. No file is written.
 
     Args:
         micro_batches: in sequences, like ``global_batches``.
-        limit_seconds: no further pair is measured after this time.
-        share: the ramp is suggested to start at the smallest batch that reaches this fraction of the highest speed.
+        limit_seconds: after this time no further pair is measured, but at least one pair is measured.
+        share: the suggested first batch of a ramp is the smallest that reaches this fraction of the highest speed.
         on_row: called before each pair and at the end, with the number of pairs done and the number of all pairs.
         stop: polled before each pair; no further pair is measured once this returns True.
 
@@ -122,8 +122,8 @@ def choose(rows: Sequence[BenchSpeed], share: float, seq_len: int) -> BenchChoic
 
 
 def _measure(training: Training, micro_batch: int, batch: int) -> BenchSpeed | None:
-    """Take a few steps from the start of the data, and return the speed of the fastest step after the first. Return
-    None if memory runs out."""
+    """Take a few steps from the start of the data. Return the speed of the fastest step, not counting the first step.
+    Return None if memory runs out."""
     tokens = batch * training.recipe.model.seq_len
     training.recipe = training.recipe.replace({"batch.tokens": tokens, "batch.micro_batch": micro_batch})
     training.progress = Progress()

@@ -55,8 +55,8 @@ class Checkpoint:
     progress: Progress
     model: Mapping[str, Tensor]  # the parameters, or parts of them, that this process saves
     optimizer: Mapping[str, Tensor]  # the optimizer states, or parts of them, that this process saves
-    state: Mapping[str, Any] = field(default_factory=dict)  # JSON values of the callbacks
-    rewinds: tuple[Rewind, ...] = ()  # all rewinds of the run so far
+    state: Mapping[str, Any] = field(default_factory=dict)  # JSON values that the callbacks save
+    rewinds: tuple[Rewind, ...] = ()  # all returns of the run to earlier checkpoints so far
     # The positions of parts in their tensors. A tensor without an entry is whole; if an entry has no tensor, another
     # process saves that part.
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -82,8 +82,9 @@ def write_checkpoint(
 ) -> Path:
     """Save a checkpoint as ``folder/tokens-NNN``, replacing an existing checkpoint there. Return its path.
 
-    All processes of the exchange must call this, from any thread; all get the same result. The first process calls
-    ``tidy`` when the checkpoint is complete; only then do the other processes return.
+    ``exchange`` connects the processes of the run. All of them must call this function, from any thread, and all get
+    the same result. When the checkpoint is complete, the first process calls ``tidy``, for example to remove older
+    checkpoints. Only then do the other processes return.
 
     Raises:
         NotSaved: if a process cannot write or does not answer, or the parts do not form whole tensors.
@@ -114,8 +115,8 @@ def write_checkpoint(
 def _write_part(folder: Path, checkpoint: Checkpoint, group: ProcessGroup) -> dict[str, Any]:
     """Write this process's share of the tensors. Return a record of what was written.
 
-    The record contains the length and digest of each file, the position of each part in its tensor, and the names of
-    the tensors that other processes have to save.
+    The record contains the length and digest of each file and the position of each part in its tensor. It also lists
+    the tensors that this process holds but that other processes have to save.
     """
     folder.mkdir(parents=True, exist_ok=True)
     part: dict[str, Any] = {"files": {}}
@@ -157,7 +158,7 @@ def _commit(temporary: Path, final: Path, checkpoint: Checkpoint, parts: Sequenc
         for name, written in part["files"].items():
             if not (temporary / name).exists() or (temporary / name).stat().st_size != written["bytes"]:
                 raise OSError(
-                    f"rank {rank}: {name} is not the file that rank 0 reads; all ranks must write to the same folder"
+                    f"rank {rank}: {name} is not the file that rank 0 reads; use a run folder that all ranks share"
                 )
         files |= part["files"]
     whole = {
@@ -192,8 +193,9 @@ def read_checkpoint(
     """Find the newest undamaged checkpoint. Return it, or None if there is none, together with the paths of all
     damaged checkpoints that are newer. With ``tokens``, consider only the checkpoint at that token count.
 
-    Checkpoints that the run's ``rewinds`` have undone are ignored. All processes of a group must call this with the
-    same ``rewinds``; they divide the files to verify among themselves, and all get the same result.
+    ``rewinds`` are the run's returns to earlier checkpoints; checkpoints that these have undone are ignored. All
+    processes of a group must call this function with the same ``rewinds``. Each process verifies a share of the
+    files, and all processes get the same result.
 
     Raises:
         InputError: if reading fails for a reason other than damage, for example missing permissions.
@@ -210,7 +212,7 @@ def read_checkpoint(
             found, unreadable = None, error.strerror or str(error)
         if group.any(unreadable is not None):
             why = unreadable or "another process cannot read it"
-            raise InputError(f"{candidate}: cannot be read: {why}; solve that and run the same command again")
+            raise InputError(f"{candidate}: cannot be read: {why}; solve this problem and run the same command again")
         anywhere = group.any(found is None)
         if found is None or anywhere:
             damaged.append(candidate)
@@ -220,7 +222,7 @@ def read_checkpoint(
 
 
 def _read(folder: Path, group: ProcessGroup) -> Checkpoint:
-    """Read a checkpoint after verifying this process's share of its files."""
+    """Read a checkpoint, after verifying the files that this process has to verify."""
     state = json.loads((folder / "state.json").read_bytes())
     if state.pop("blake2b") != _digest_of(state):
         raise ValueError(f"{folder / 'state.json'} is damaged")

@@ -28,9 +28,9 @@ then, the training has failed, and the other processes may be gone."""
 class Saved:
     """The result of writing a checkpoint."""
 
-    progress: Progress  # of the run in the checkpoint
-    path: Path | None = None  # its folder; None if it could not be written
-    error: str | None = None  # why it could not be written
+    progress: Progress  # position of the run that is saved in the checkpoint
+    path: Path | None = None  # folder of the checkpoint; None if it could not be written
+    error: str | None = None  # why the checkpoint could not be written; None if it was written
 
 
 class CheckpointManager:
@@ -40,8 +40,8 @@ class CheckpointManager:
     checkpoints are kept. A stopped run writes an additional checkpoint, which is not scheduled and not counted. So a
     stopped run can roll back as far as an uninterrupted run.
 
-    Every process of a run has a manager and calls the same methods at the same steps, from its main thread. The
-    constructor and :meth:`clear` are collective. Only the first process moves and removes folders.
+    Every process of a run has a manager and calls the same methods at the same steps, from its main thread. All
+    processes take part in the constructor and in :meth:`clear`. Only the first process moves and removes folders.
     """
 
     def __init__(
@@ -60,8 +60,11 @@ class CheckpointManager:
         self._writing: Future[Saved] | None = None
 
     def save(self, checkpoint: Checkpoint, good_tokens: int) -> None:
-        """Start writing a copy of the checkpoint. The newest scheduled checkpoint at or before ``good_tokens`` is
-        always kept."""
+        """Start writing a copy of the checkpoint.
+
+        ``good_tokens`` is the token count up to which the run shows no loss spike. The newest scheduled checkpoint at
+        or before this count is always kept, so that the run can return to it.
+        """
         assert self._writing is None, "call outcome() first"
         self._writing = self._thread.submit(self._write, checkpoint.copied(), good_tokens)
 
@@ -119,10 +122,11 @@ class CheckpointManager:
 
 
 def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_every_tokens: int | None) -> list[int]:
-    """Choose which checkpoints to keep. ``due`` and the result are token counts of checkpoints, in ascending order.
+    """Return the token counts of the checkpoints to keep, in ascending order.
 
-    The function keeps the newest ``keep`` checkpoints, the last one at or before ``good_tokens``, and the first one
-    in each interval of ``keep_every_tokens`` except the interval that starts at 0.
+    ``due`` are the token counts of all scheduled checkpoints, in ascending order. The function keeps the newest
+    ``keep`` checkpoints, the last checkpoint at or before ``good_tokens``, and the first checkpoint in each interval
+    of ``keep_every_tokens`` except the interval that starts at 0.
     """
     stay = {*due[-keep:], *[tokens for tokens in due if tokens <= good_tokens][-1:]}
     if keep_every_tokens is not None:
@@ -131,13 +135,13 @@ def checkpoints_to_keep(due: Sequence[int], good_tokens: int, keep: int, keep_ev
 
 
 def first_in_each_interval(there: Sequence[int], every_tokens: int) -> list[int]:
-    """Return the lowest of the token counts ``there`` (in ascending order) in each interval of ``every_tokens``
-    tokens."""
+    """Return the lowest token count in each interval of ``every_tokens`` tokens. ``there`` are the token counts, in
+    ascending order."""
     return sorted({tokens // every_tokens: tokens for tokens in reversed(there)}.values())
 
 
 class Checkpoints(Callback):
-    """Saves a checkpoint at a fixed interval in tokens, while training continues."""
+    """Callback that saves a checkpoint at a fixed interval in tokens, while training continues."""
 
     every_tokens: int
 

@@ -22,7 +22,7 @@ class SavedBlock:
     """A block of a tensor, stored in a file under the tensor's name."""
 
     file: str
-    offset: tuple[int, ...]  # of its first element in the whole tensor
+    offset: tuple[int, ...]  # of the block's first element in the whole tensor
     shape: tuple[int, ...]  # of the block
 
     @property
@@ -77,8 +77,8 @@ def merged(parts: Sequence[Mapping[str, SavedTensor]]) -> dict[str, SavedTensor]
 
 @lru_cache(1024)  # many tensors are split the same way
 def _fault(blocks: tuple[tuple[Span, ...], ...], shape: tuple[int, ...]) -> str | None:
-    """Return why the blocks do not form a whole tensor, or None if they do. The edges of all blocks cut the tensor
-    into a grid of cells; every cell must belong to exactly one block."""
+    """Return why the blocks do not form a whole tensor, or None if they do form one. The edges of all blocks cut the
+    tensor into a grid of cells; every cell must belong to exactly one block."""
     for block in blocks:
         if len(block) != len(shape) or not all(
             0 <= a <= b <= most for (a, b), most in zip(block, shape, strict=True)
@@ -132,7 +132,8 @@ class Tensors(Mapping[str, Tensor]):
         return self._saved[name].shape
 
     def piece(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the block of ``shape`` at ``offset``, without reading the rest."""
+        """Return the block of ``shape`` at ``offset`` of the tensor ``name``, without reading the rest of the
+        tensor."""
         saved, wanted = self._saved[name], _spans(offset, shape)
         assert len(wanted) == len(saved.shape), f"{name} is {saved.shape}, not {tuple(shape)}"
         assert all(0 <= start <= end <= length for (start, end), length in zip(wanted, saved.shape, strict=True))
@@ -163,8 +164,8 @@ class Tensors(Mapping[str, Tensor]):
 
 
 def part(tensors: Mapping[str, Tensor], name: str, piece: Piece) -> Tensor:
-    """Return the block of the tensor ``name`` that has the offset and shape of ``piece``, the block of a parameter
-    that this process stores. A scalar tensor is returned whole."""
+    """Return the block of the saved tensor ``name`` that this process stores. ``piece`` gives the offset and shape of
+    the block. A scalar tensor is returned whole."""
     if isinstance(tensors, Tensors):
         if not tensors.shape(name):
             return tensors[name]

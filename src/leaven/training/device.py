@@ -57,7 +57,7 @@ def mfu_convention(peak: Peak) -> str:
 def known_peak(device: torch.device, compute: str) -> Peak | None:
     """Return the dense peak speed of a device from its data sheet, or None if it is unknown.
 
-    The result is None for fp32, which may or may not run as TF32, and for CPUs: a wrong peak is worse than no peak. A
+    The result is None for CPUs, and for fp32, which may or may not run as TF32. A wrong peak is worse than no peak: a
     trainer that treated unknown devices as an A100 printed an MFU three times too high.
     """
     name = device_name(device)
@@ -127,8 +127,8 @@ def accelerator_of(device: torch.device) -> Accelerator | None:
 def device_peak(device: torch.device, compute: str) -> Peak:
     """Return the peak speed of a device from its data sheet. If it is unknown, measure it once per process.
 
-    A measured peak is at least the measured peak of fp32, because a device that only emulates the dtype may be slower
-    with it. Without this bound, a CPU without fp16 showed MFUs of up to 227%.
+    A measured peak is at least the measured peak of fp32, because a device that only emulates ``compute`` may be
+    slower than with fp32. Without this bound, a CPU without fp16 showed MFUs of up to 227%.
     """
     known = known_peak(device, compute)
     if known is not None:
@@ -142,7 +142,7 @@ def device_peak(device: torch.device, compute: str) -> Peak:
 
 @cache
 def best_matmul(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-    """Return the FLOP/s of the fastest square matmul with this many threads, measured in about half a second."""
+    """Return the FLOP/s of the fastest square matmul with ``threads`` threads, measured in about half a second."""
     began, best, size, seconds = time.perf_counter(), 0.0, 256, 0.0
     # The next size takes eight times as long, and is multiplied three times.
     while size <= 16_384 and time.perf_counter() - began + 3 * 8 * seconds < MEASURING_SECONDS:
@@ -249,8 +249,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def _cgroup_room(limit: str, usage: str, folder: str) -> int | None:
-    """Return the bytes that a control group may still use, or None if it has no limit. They include its page cache,
-    which can be reclaimed."""
+    """Return the bytes that a Linux control group may still use, or None if it has no limit. The bytes of its page
+    cache count as free, because the kernel can reclaim them."""
     try:
         cached = re.search(r"^inactive_file (\d+)", (_CGROUP / f"{folder}memory.stat").read_text(), re.MULTILINE)
         room = int((_CGROUP / limit).read_text()) - int((_CGROUP / usage).read_text())
@@ -277,8 +277,8 @@ def keep_freed_memory() -> None:
     """Let the C library keep freed memory for the next step: up to 2 GiB, in blocks of up to 128 MiB.
 
     By default the C library returns large blocks to the system at once, and the system has to clear their pages again
-    in every step. On a CPU that takes 5 to 37% of a step (measured: docs/log.md). Keeping larger blocks
-    would fragment memory. Without glibc this function does nothing.
+    in every step. On a CPU, this clearing takes 5 to 37% of a step (measured: docs/log.md). Keeping blocks of more
+    than 128 MiB would fragment memory. Without glibc this function does nothing.
     """
     if platform.libc_ver()[0] == "glibc":
         trim_threshold, mmap_threshold = -1, -3  # constants of malloc.h

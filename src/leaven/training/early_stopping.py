@@ -44,7 +44,7 @@ class DivergenceMonitor(Callback):
     """
 
     vocab_size: int
-    tokens: int  # duration of the whole run
+    tokens: int  # number of tokens of the whole run
     at_once: bool = True  # whether a gradient that is not finite ends the run at once
     done: int = 0  # tokens trained
     mean: float = 0.0  # running mean of the loss
@@ -79,8 +79,8 @@ class DivergenceMonitor(Callback):
 
 
 class Pruned(Exception):
-    """Raised to end a trial that cannot reach its baseline. ``expected`` is the estimated validation loss of the full
-    trial."""
+    """Raised to end a trial that cannot reach the best trial so far. ``expected`` is the validation loss that the
+    trial would probably have reached at its end."""
 
     def __init__(self, expected: float) -> None:
         self.expected = expected
@@ -88,10 +88,10 @@ class Pruned(Exception):
 
 @dataclass
 class Pruning(Callback):
-    """Ends a trial that cannot reach its baseline. The check takes place after the warm-up, at each new point of the
-    trial's curve."""
+    """Ends a trial that cannot reach its baseline, the best trial so far. The check takes place after the warm-up, at
+    each new point of the trial's loss curve."""
 
-    monitor: DivergenceMonitor  # records the curve; must come earlier in the list of callbacks
+    monitor: DivergenceMonitor  # records the loss curve; must come earlier in the list of callbacks
     baseline: Baseline  # the best trial so far
     warmup_tokens: int  # no trial is ended during the warm-up
 
@@ -129,28 +129,28 @@ def should_prune(curve: Curve, baseline: Baseline) -> bool:
 def expected(curve: Curve, baseline: Baseline) -> float:
     """Estimate the validation loss that a pruned trial would have reached.
 
-    The estimate assumes that a trial closes part of its gap by the end of the run: the larger the gap, the smaller
-    the part.
+    The estimate assumes that a trial closes a part of its gap to the baseline by the end of the run. The larger the
+    gap, the smaller is this part.
     """
     behind = gap(curve, baseline)
     return baseline.loss + behind**2 / (behind + CATCHES_UP * _remaining_gain(curve, baseline))
 
 
 def gap(curve: Curve, baseline: Baseline) -> float:
-    """Return how far a trial is behind the baseline, in nats per token: the mean loss of its last points minus the
-    baseline's mean loss at the same token counts."""
+    """Return how far a trial is behind the baseline, in nats per token: the mean loss at the last points of
+    ``curve`` minus the baseline's mean loss at the same token counts."""
     last = curve[-SMOOTH:]
     return fmean(loss for _, loss in last) - _mean(baseline.curve, last)
 
 
 def _remaining_gain(curve: Curve, baseline: Baseline) -> float:
-    """Return how much the baseline's loss still falls between the end of ``curve`` and the end of the baseline, in
-    nats."""
+    """Return how much the baseline's loss still falls between the token count where ``curve`` ends and the end of
+    the baseline's run, in nats per token."""
     return _mean(baseline.curve, curve[-SMOOTH:]) - _mean(baseline.curve, baseline.curve[-SMOOTH:])
 
 
 def comparable(baseline: Baseline, tokens: int) -> bool:
-    """Return whether the baseline was trained on this number of tokens, within 2%."""
+    """Return whether the baseline was trained on about ``tokens`` tokens (within 2%)."""
     return bool(baseline.curve) and math.isclose(baseline.curve[-1][0], tokens, rel_tol=0.02)
 
 

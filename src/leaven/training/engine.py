@@ -49,8 +49,8 @@ class TrainingBatch:
     """The batch of an optimizer step, with the micro-batches that this process feeds to the model."""
 
     tokens: int  # number of tokens in the batch of all processes
-    targets: int  # number of targets of all processes that count in the loss
-    micro_batches: Iterator[MicroBatch]  # of this process
+    targets: int  # number of target tokens, over all processes, that count in the loss
+    micro_batches: Iterator[MicroBatch]  # the micro-batches of this process
 
 
 class Training:
@@ -127,7 +127,7 @@ class Training:
             raise StopRequested
 
     def abandon_step(self) -> None:
-        """Restore the state before a step that StopRequested has interrupted."""
+        """Clean up after StopRequested has interrupted a step, so that the state is that before the step."""
         self.sharded.drop_gradients()
         self.sharded.train(True)
 
@@ -135,8 +135,8 @@ class Training:
         """Take one optimizer step and wait for it.
 
         Raises:
-            Diverged: if the loss or the gradient is not finite. It is not raised if the cause is an fp16 loss scale
-                that was too large, or if ``on_spike`` is ``off``. The parameters are unchanged.
+            Diverged: if the loss or the gradient is not finite. The parameters are then unchanged. The exception is
+                not raised if the cause is an fp16 loss scale that was too large, or if ``on_spike`` is ``off``.
         """
         step = self.issue()()
         if step.diverged and self.recipe.stability.on_spike != "off":
@@ -147,8 +147,8 @@ class Training:
         """Start one optimizer step on the device, without waiting for it. Return a function that waits for the step
         and returns its metrics. Call each of these functions once, in the order of the steps.
 
-        The device applies the step only if the loss and the gradient norm are finite and below the limits. Otherwise
-        the device itself skips the step: parameters and moments stay unchanged.
+        The device applies the step only if the loss and the gradient norm are finite and below the limits that the
+        spike guard has set. Otherwise the device skips the step: parameters and moments stay unchanged.
         """
         self.telemetry.begin()
         recipe, start, scale = self.recipe, self.progress, self.loss_scale.value if self.loss_scale else None
@@ -192,7 +192,7 @@ class Training:
         return result
 
     def _first_targets(self, batch: TrainingBatch) -> Tensor:
-        """Return how many targets count in the first micro-batch of all processes, a scalar."""
+        """Return how many targets in the first micro-batch count in the loss, summed over all processes: a scalar."""
         first = next(batch.micro_batches)
         batch.micro_batches = chain([first], batch.micro_batches)
         targets = widened((first[1] != IGNORED).sum())
@@ -201,7 +201,7 @@ class Training:
         return self.group.all_reduce_(targets if self.group.is_first_reader else torch.zeros_like(targets))
 
     def evaluate(self) -> float:
-        """Return the mean validation loss in nats per token. Every call uses the same windows."""
+        """Return the mean validation loss in nats per token. Every call uses the same validation tokens."""
         began = time.perf_counter()
         windows = torch.from_numpy(self.validation)
         start, count = self._slice(len(windows))
@@ -224,8 +224,9 @@ class Training:
         return self._batch(windows, count, sequences)
 
     def _batch(self, windows: Tensor, count: int, sequences: int) -> TrainingBatch:
-        """Return a batch of ``sequences`` sequences; this process contributes the first ``count`` windows. If
-        documents are isolated, the first token of each document does not count in the loss."""
+        """Return a batch of ``sequences`` sequences over all processes. The first ``count`` of ``windows``, each of
+        seq_len + 1 tokens, are the sequences of this process. If documents are isolated, the first token of each
+        document does not count in the loss."""
         tokens = targets = sequences * self.recipe.model.seq_len
         if self._end_of_text is not None:
             mine = (windows[:count, :-1] != self._end_of_text).sum().double()
@@ -242,7 +243,7 @@ class Training:
 
     def _micro_batches(self, windows: Tensor, count: int, sequences: int) -> Iterator[MicroBatch]:
         """Yield the first ``count`` windows as micro-batches. All micro-batches have the same size, and all processes
-        get the same number of them: they are padded with sequences whose targets do not count."""
+        get the same number of micro-batches. Sequences whose targets do not count in the loss fill the gaps."""
         size, forwards = self.forwards(sequences)
         filled = torch.cat((windows[:count], windows[:1].expand(size * forwards - count, -1)))
         for number, chunk in enumerate(torch.split(filled, size)):
@@ -273,10 +274,11 @@ class Training:
         return tokens.to(self.device)
 
     def checkpoint(self, state: Mapping[str, Any] | None = None) -> Checkpoint:
-        """Return the part of the state that this process saves, and the ``state`` of the callbacks.
+        """Return a checkpoint of the part of the training state that this process saves, and of ``state``, the values
+        of the callbacks.
 
         The process that saves a parameter's first element also saves the parameter's step count. The first process
-        saves the state that belongs to no parameter.
+        also saves the state that belongs to no parameter, such as the loss scale.
         """
         model: dict[str, Tensor] = {}
         optimizer: dict[str, Tensor] = {}
@@ -312,7 +314,8 @@ class Training:
         self.progress = checkpoint.progress
 
     def follow(self, rewinds: tuple[Rewind, ...]) -> None:
-        """Skip data and lower the learning rate from now on, as the run's rewinds require."""
+        """From now on, skip data and lower the lr as required by ``rewinds``, the run's returns to earlier
+        checkpoints."""
         self.rewinds = rewinds
         seq_len = self.recipe.model.seq_len
         skip = tuple((start // seq_len, end // seq_len) for start, end in skipped(rewinds))

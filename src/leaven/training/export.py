@@ -10,7 +10,8 @@ from leaven.training.load import LoadedRun
 
 
 def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: str | None = None) -> Architecture:
-    """Write the model, the tokenizer and the model card of a run into a new folder. Return the model's architecture.
+    """Write the model, the tokenizer and the model card of a run into a new folder. Return the Hugging Face
+    architecture of the model.
 
     Args:
         run: a run, loaded at the checkpoint to export.
@@ -19,8 +20,8 @@ def export_run(run: LoadedRun, folder: Path, *, dtype: str = "fp32", licence: st
         licence: the licence of the training data, for the model card.
 
     Raises:
-        InputError: if no architecture can represent the model, or the folder is not empty or cannot be written.
-            Nothing is written.
+        InputError: if no Hugging Face architecture can represent the model, or if the folder is not empty or cannot
+            be written. In these cases nothing is written.
     """
     shape = run.recipe.model
     architecture = holding(shape)

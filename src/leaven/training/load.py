@@ -78,7 +78,7 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
     folder = RunFolder(Path(run).expanduser())
     if not folder.recipe_file.is_file():
         problem = "holds no recipe.toml" if folder.path.is_dir() else "no such folder"
-        raise InputError(f"{run}: {problem}; give the folder of a run (leaven train RECIPE --run DIR)")
+        raise InputError(f"{run}: {problem}; give the folder of a run, the DIR of leaven train RECIPE --run DIR")
     recipe = folder.recipe()
     checkpoint, damaged = read_checkpoint(folder.checkpoints, folder.rewinds(), tokens)
     if checkpoint is None:
@@ -93,8 +93,8 @@ def load_run(run: Path | str, tokens: int | None = None) -> LoadedRun:
         raise InputError(f"{run}: {why}")
     if not folder.tokenizer_file.is_file():
         raise InputError(
-            f"{run}: no tokenizer.json (older versions of leaven did not save it); copy the file that the run was "
-            "trained with to this folder"
+            f"{run}: no tokenizer.json (older versions of leaven did not save it); copy the tokenizer.json with "
+            "which the run was trained to this folder"
         )
     from tokenizers import Tokenizer
 

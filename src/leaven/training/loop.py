@@ -33,27 +33,27 @@ class Diverged(RuntimeError):
 
 
 def passes(every_tokens: int, before: int, after: int) -> bool:
-    """Return whether a run reaches a multiple of ``every_tokens`` after ``before`` and by ``after`` trained
-    tokens."""
+    """Return whether a multiple of ``every_tokens`` is above ``before`` and not above ``after``. Both are numbers of
+    trained tokens."""
     return after // every_tokens > before // every_tokens
 
 
 class Callback:
-    """A base class with the methods that the loop calls; by default they do nothing. The loop calls its callbacks in
-    the order of its list. A callback may raise an exception to end the run."""
+    """The base class of callbacks. The loop calls the methods of its callbacks in the order of its list; by default a
+    method does nothing. A callback may raise an exception to end the run."""
 
     every_tokens: int | None = None  # how often to call :meth:`on_due`; None for never
 
     def before_step(self) -> None:
-        """React before each step. The result of the previous step may not have been read yet."""
+        """Called before each step. At this time, the result of the previous step may not have been read yet."""
 
     def after_step(self, step: Any) -> None:
-        """React to the result of a step, once it has been read. ``step`` is a :class:`StepResult`, or the
-        :class:`leaven.training.step_metrics.Step` of a recipe's training."""
+        """Called when the result of a step has been read. ``step`` is the result: a :class:`StepResult`, or a
+        :class:`leaven.training.step_metrics.Step` if a recipe is trained."""
 
     def on_due(self) -> None:
-        """React between two steps, each time the run has passed a multiple of :attr:`every_tokens`, but not after the
-        last step. The results of all started steps have been read."""
+        """Called between two steps, each time the run has reached a multiple of :attr:`every_tokens`, but not after
+        the last step. At this time, the results of all started steps have been read."""
 
     def state(self) -> dict[str, Any]:
         """Return the JSON values that this callback saves in a checkpoint. No two callbacks may use the same key."""
@@ -64,7 +64,7 @@ class Callback:
         callbacks saved at this position; it is empty at the start of a run."""
 
     def close(self) -> None:
-        """Release resources at the end of the run, also after an error."""
+        """Release resources. Called at the end of the run, also after an error."""
 
 
 class Loop:
@@ -81,7 +81,7 @@ class Loop:
         self._discarded = False
 
     def run(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Train until the run is done or stopped. Return whether it is done."""
+        """Train until all steps are done, or until ``stop()`` returns true. Return whether all steps are done."""
         training = self._training
         while not stop():
             if training.finished:
@@ -128,7 +128,7 @@ class PlainTraining:
     """Trains any model with a given loss and optimizer, without clipping. Gradients are kept until the next step."""
 
     optimizer: "Optimizer"
-    loss: Callable[[int], "Tensor"]  # maps the number of tokens trained to the mean loss of the next batch, a scalar
+    loss: Callable[[int], "Tensor"]  # maps tokens trained to the mean loss of the next batch, a scalar
     batch_tokens: int
     end: int  # number of tokens of the whole run
     lr_multiplier: Callable[[int], float] = lambda tokens: 1.0  # maps tokens trained to the factor on all lrs
@@ -142,7 +142,7 @@ class PlainTraining:
         return self.tokens >= self.end
 
     def issue(self) -> Callable[[], StepResult]:
-        """Take one optimizer step. Return a function that returns its result."""
+        """Take one optimizer step. Return a function that returns the result of the step."""
         loss = self.loss(self.tokens)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

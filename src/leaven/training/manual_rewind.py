@@ -1,4 +1,4 @@
-"""Rewinds a run at the user's request: ``leaven train --rewind-to``."""
+"""Returns a run to an earlier checkpoint at the user's request (a rewind): ``leaven train --rewind-to``."""
 
 from dataclasses import asdict, dataclass
 
@@ -20,14 +20,14 @@ from leaven.training.run_folder import RunFolder, checkpoints, locked_folder, to
 
 @dataclass(frozen=True)
 class ManualRewind:
-    """A request to continue from an earlier checkpoint."""
+    """A user's request that a run continues from an earlier checkpoint."""
 
-    rewind_to: int  # tokens trained; the newest whole checkpoint at or before this count is used
-    skip_tokens: int = 0  # tokens of the data to skip from there on, rounded up to whole sequences
+    rewind_to: int  # trained tokens: use the newest undamaged checkpoint at or before this count
+    skip_tokens: int = 0  # tokens of data to skip after the checkpoint, rounded up to whole sequences
 
     def done(self, run: RunFolder, recipe: Recipe) -> bool:
-        """Return whether this rewind has been done already: whether the run's last manual rewind had these arguments
-        and the recipe has not changed since. The run then resumes without a rewind."""
+        """Return whether this rewind has been done already, so that the run only resumes. This is the case if the
+        run's last manual rewind had the same arguments, and the recipe has not changed since."""
         returns = [event for event in run.events() if event["event"] == "rewind"]
         return bool(returns) and returns[-1]["asked"] == asdict(self) and not changes_of(run.recipe(), recipe)
 
@@ -35,18 +35,18 @@ class ManualRewind:
         """Raise InputError if the folder has no run or no suitable checkpoint, or if the recipe changes a value that
         must stay the same during a run."""
         if not run.recipe_file.exists():
-            raise InputError(f"--rewind-to: there is no run in {run.path}; check --run")
+            raise InputError(f"--rewind-to: there is no run in {run.path}; give the folder of a run with --run")
         refused = [change for change in changes_of(run.recipe(), recipe) if not changeable(change[0])]
         if refused:
             raise InputError(
                 f"--rewind-to: {describe_changes(refused)}; a run can change only [{'], ['.join(SECTIONS)}] and "
-                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; use another --run"
+                f"{', '.join(HYPERPARAMETERS)} with --rewind-to; for other changes, give a new folder with --run"
             )
         self._target(run)
 
     def go(self, run: RunFolder, recipe: Recipe) -> None:
-        """Record the rewind in the run folder. If the recipe has changed, write the new recipe, which the run uses
-        from the checkpoint on."""
+        """Record the rewind in the run folder. If the recipe has changed, also write the new recipe. The run uses the
+        new recipe from the checkpoint on."""
         with locked_folder(run.path, "run folder"):
             changes = changes_of(run.recipe(), recipe)
             to_tokens, rewinds = self._target(run), run.rewinds()

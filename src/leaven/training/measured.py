@@ -54,10 +54,10 @@ measured."""
 
 @dataclass(frozen=True)
 class Measurement:
-    """The result of a measurement."""
+    """The measured time and memory of a training step."""
 
-    record: CalibrationRecord  # at the recipe's depth
-    layers: tuple[int, ...]  # measured depths: the recipe's depth, or two smaller depths to extrapolate from
+    record: CalibrationRecord  # time and memory at the recipe's depth
+    layers: tuple[int, ...]  # the depths that were measured: that of the recipe, or two smaller ones
     matmul_tflops: float  # speed of the fastest matmul on this device in the recipe's dtype
 
 
@@ -88,7 +88,7 @@ def measure(
         deepest -= 1
 
     def at_depths(depths: tuple[int, ...]) -> list[StepCost]:
-        """Return the costs at each depth, or fewer if memory runs out."""
+        """Return the cost of a step at each depth, without the depths at which memory runs out."""
         done, total = count(1), len(depths) * (UNTIMED_STEPS + TIMED_STEPS)
         shallow = [recipe.replace({"model.n_layers": depth}) for depth in depths]
         found = [
@@ -153,7 +153,8 @@ def _seconds(recipe: Recipe, sequences: int, flops: float) -> float:
 
 
 def _fits(recipe: Recipe, how: Arrangement, device: torch.device, flops: float) -> bool:
-    """Return whether a step fits into memory and is short enough. A model with at most two layers may take longer."""
+    """Return whether a step is estimated to fit into memory and to be short (:data:`SHORT_SECONDS`). The time does
+    not matter for models with at most two layers."""
     needed = needed_memory(recipe, how.micro_batch, device.type) + LEAVEN_BF16.weights * recipe.model.params
     quick = _seconds(recipe, how.micro_batch * how.grad_accumulation, flops) <= SHORT_SECONDS
     return needed <= SHARE[device.type] * free_memory(device) and (quick or recipe.model.n_layers <= 2)
@@ -173,7 +174,7 @@ def _extrapolated(depths: tuple[int, ...], costs: list[StepCost], full: int) -> 
 def _measure_steps(
     recipe: Recipe, device: torch.device, memory_before: int, stop: Callable[[], bool], on_step: Callable[[], None]
 ) -> StepCost | None:
-    """Measure the cost of a step on random tokens. Return None if it runs out of memory.
+    """Measure the time and memory of a step on random tokens. Return None if memory runs out.
 
     Raises:
         StopRequested: if ``stop()`` becomes true.
@@ -200,7 +201,7 @@ def _measure_steps(
 
 
 def _random_tokens(recipe: Recipe) -> TokenSet:
-    """Return random tokens for one batch: step times do not depend on the text."""
+    """Return random tokens for one batch. They replace real data, because step times do not depend on the text."""
     model = recipe.model
     length = recipe.batch.tokens + 1
     ids = ShardedTokens([np.random.default_rng(0).integers(model.vocab_size, size=length, dtype=np.uint32)])

@@ -72,10 +72,10 @@ class Choice:
     """The chosen micro-batch, with the reason for it."""
 
     micro_batch: int  # sequences
-    why: str  # the reason, for the recipe
-    timings: tuple[Timing, ...] = ()  # from small to large
+    why: str  # the reason, which is written into the recipe
+    timings: tuple[Timing, ...] = ()  # all measured speeds, from small to large micro-batches
     too_large: tuple[int, ...] = ()  # sizes that ran out of memory, or do not fit by the planner's formula
-    seconds: float = 0.0  # spent on the choice
+    seconds: float = 0.0  # time that the choice took
 
 
 def even(sequences: int, micro_batch: int) -> int:
@@ -109,11 +109,11 @@ def _most(recipe: Recipe) -> int:
 
 
 def as_started(recipe: Recipe, run: RunFolder) -> Recipe:
-    """Return the recipe. If its micro-batch is "auto" and the run has been started before, the returned recipe has
-    the run's micro-batch.
+    """Return the recipe with the run's micro-batch, if the recipe's is "auto" and the run has been started before.
+    Otherwise return the recipe unchanged.
 
-    A run keeps its micro-batch on every machine where it is resumed, because the order of summation changes the last
-    bits of a sum.
+    A run keeps its micro-batch on every machine where it is resumed, because another micro-batch changes the order of
+    summation and so the last bits of the loss.
     """
     if recipe.batch.micro_batch != "auto" or not run.recipe_file.exists():
         return recipe
@@ -165,7 +165,7 @@ def require_memory(recipe: Recipe) -> None:
 
 def fitting(recipe: Recipe, device: torch.device, candidates: list[int], weights: float = 0.0) -> list[int]:
     """Return the candidate micro-batches, in ascending order, that fit into memory by the planner's formula.
-    ``weights`` are the bytes of the weights if these are not allocated yet.
+    ``weights`` is the size of the weights in bytes, if the weights are not allocated yet.
 
     Raises:
         InputError: if not even the smallest candidate fits.
@@ -297,8 +297,8 @@ def trial_step(training: "Training", size: int) -> float | None:
 
 
 def _reserve(training: "Training", copies: int) -> torch.Tensor | None:
-    """Allocate memory for ``copies`` copies of the parameters, as a step does. Do nothing on a CPU, where allocated
-    memory takes no space until it is written to."""
+    """On CUDA, allocate memory for ``copies`` copies of the parameters, as a step does. On other devices, return
+    None. On a CPU, allocated memory would take no space until it is written to."""
     if training.device.type != "cuda":
         return None
     n_parameters = sum(leaf.numel() for leaf in training.sharded.leaves)

@@ -1,13 +1,13 @@
-"""Changes gradients and parameters between a backward pass and the next step: loss scale, gradient noise scale,
-clipping and Adam.
+"""What happens between a backward pass and the next step: clipping and Adam's update, with the fp16 loss scale and
+the gradient noise scale.
 
 Adam's parameter groups are built from the parameter table: parameters of one module share a group if their lr, betas,
-eps and weight decay are equal. No scaling rule changes the norm limit of clipping; ``leaven show`` explains why.
-Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a master copy
-(Micikevicius et al. 2018, arXiv 1710.03740).
+eps and weight decay are equal. No scaling rule changes the norm at which gradients are clipped; ``leaven show``
+explains why. Weights, gradients, moments, loss and sums over micro-batches are always fp32: mixed precision with a
+master copy (Micikevicius et al. 2018, arXiv 1710.03740).
 
-The classes here keep their state on the device and never wait for it. ``state_dict`` returns the tensors that a
-checkpoint saves for them.
+The classes in this module keep their state on the device and never wait for the device. ``state_dict`` returns the
+tensors that a checkpoint saves for them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,9 @@ def parameter_groups(parameters: Mapping[str, Tensor], rows: Sequence[ParameterR
     if len(names) != len(rows):
         raise ValueError("the parameter table lists a parameter twice")
     if parameters.keys() != names:
-        raise ValueError(f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}")
+        raise ValueError(
+            f"model and parameter table differ in {', '.join(sorted(parameters.keys() ^ names))}, which only one has"
+        )
     groups = optimizer_groups(rows)
     for group in groups:
         group["params"] = [parameters[name] for name in group["param_names"]]
@@ -87,8 +89,8 @@ class Optimizer:
         self.adam.zero_grad(set_to_none=True)
 
     def recount(self, factor: float) -> None:
-        """Multiply Adam's step counts by ``factor``: the new half-life of the moments divided by the old half-life,
-        both in steps."""
+        """Multiply Adam's step counts by ``factor`` after a change of the batch size. ``factor`` is the new half-life
+        of the moments divided by the old half-life, both in steps."""
         for state in self.adam.state.values():
             state["step"] *= factor
 
@@ -97,8 +99,8 @@ class Optimizer:
             yield from zip(group["param_names"], group["params"], strict=True)
 
     def state_dict(self) -> dict[tuple[str, str], Tensor]:
-        """Return the moments and step counts by (kind, parameter name), where the kind is one of `MOMENTS`. The keys
-        do not depend on the order of the groups."""
+        """Return Adam's moments and step counts by (kind, parameter name), where the kind is ``step``, ``exp_avg`` or
+        ``exp_avg_sq``. The keys do not depend on the order of the groups."""
         return {
             (kind, name): value
             for name, parameter in self._named()
@@ -117,16 +119,16 @@ class Optimizer:
 class Clipper:
     """Clips gradients in place, without waiting for the device.
 
-    In mode ``running`` the limit is relative to the running norm: the root mean square of the norms of earlier steps,
-    as an exponential average, corrected for its start at 0. When the batch size changes, the step count of this
-    average is converted as for Adam (:class:`Optimizer`).
+    In mode ``running`` the limit is relative to the running norm. The running norm is the root of an exponential
+    average of the squared gradient norms of earlier steps, with a bias correction as in Adam. When the batch size
+    changes, the step count of this average is converted as for Adam (:class:`Optimizer`).
     """
 
-    limit: float  # on the norm; in mode ``running`` in units of the running norm
+    limit: float  # largest norm that is not clipped; in mode ``running`` in units of the running norm
     model: ShardedModel
-    parts: Tensor | None = None  # in mode ``per-module``: for each table row, the number of its module
+    parts: Tensor | None = None  # in mode ``per-module``: clipping group of each table row, (rows,)
     running: Tensor | None = None  # in mode ``running``: mean square of norms and number of steps, (2,) in float64
-    beta: float = 0.0  # of the running norm at the full batch
+    beta: float = 0.0  # beta of the exponential average of the running norm, at the full batch
 
     @classmethod
     def build(cls, clip: Clip, model: ShardedModel, table: ParameterTable) -> "Clipper":
@@ -175,13 +177,13 @@ class Clipper:
         return (mean_square / (1 - ramp.beta(self.beta) ** steps)).sqrt().masked_fill(mean_square == 0, torch.inf)
 
     def _add(self, running: Tensor, norm: Tensor, ramp: Factors) -> None:
-        """Add a norm to the running norm; ignore it if it is not finite."""
+        """Update the running norm with the norm of a step. Ignore a norm that is not finite."""
         (mean_square, steps), beta = running.unbind(), ramp.beta(self.beta)
         added = torch.stack((beta * mean_square + (1 - beta) * widened(norm) ** 2, steps + 1))
         self.running = torch.where(norm.isfinite(), added, running)
 
     def recount(self, factor: float) -> None:
-        """Multiply the step count of the running norm by ``factor``, as :meth:`Optimizer.recount` does."""
+        """Multiply the step count of the running norm by ``factor``, as :meth:`Optimizer.recount` does for Adam."""
         if self.running is not None:
             self.running = self.running * self.running.new_tensor([1.0, factor])
 
@@ -207,7 +209,7 @@ class LossScale:
     """
 
     value: Tensor  # a scalar on the device
-    good_steps: Tensor  # consecutive steps without overflow, a scalar on the device
+    good_steps: Tensor  # number of consecutive steps without overflow, a scalar on the device
 
     @classmethod
     def build(cls, device: torch.device) -> "LossScale":
@@ -242,13 +244,13 @@ class NoiseScale:
 
     The estimates of the noise, tr(Sigma), and of the squared gradient norm, |G|^2,
     (:mod:`leaven.catalogue.noise_scale`) are averaged separately, with exponential weights, and then divided. Both
-    averages start at 0, which cancels in their ratio.
+    averages are too small at first, because they start at 0, but this bias cancels in their ratio.
     """
 
-    every: int  # tokens
+    every: int  # tokens between measurements
     model: ShardedModel
-    averages: Tensor  # of tr(Sigma) for one token and of |G|^2: (2,), float64, on the gradients' device
-    first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))  # of the first gradient, a scalar
+    averages: Tensor  # averages of tr(Sigma) for one token and of |G|^2: (2,), on the gradients' device
+    first_norm: Tensor = field(default_factory=lambda: torch.tensor(0.0))  # after the first micro-batch
     # How many targets count in the first micro-batch of the step, a scalar. Set before the step's first forward pass.
     first_targets: Tensor = field(default_factory=lambda: torch.tensor(0.0))
 
@@ -258,13 +260,14 @@ class NoiseScale:
         return None if every is None else cls(every, model, torch.zeros(2, dtype=wide(device), device=device))
 
     def after_first(self) -> None:
-        """Measure the gradient after the first micro-batch of a step."""
+        """Store the norm of the gradient after the first micro-batch of a step."""
         self.first_norm = torch.linalg.vector_norm(self.model.gradient_norms())
 
     def after_all(self, targets: int, grad_norm: Tensor, loss_scale: Tensor | None) -> Tensor:
-        """Add the measurement of a step. Return the noise scale as :meth:`add` does.
+        """Add the measurement of a step to the averages. Return the noise scale in tokens, as :meth:`add` does.
 
-        ``targets`` targets count in the whole batch. ``grad_norm`` is the norm of the mean gradient of the batch.
+        ``targets`` is the number of targets that count in the loss of the whole batch. ``grad_norm`` is the norm of
+        the mean gradient of the batch.
         """
         share = (1 if loss_scale is None else loss_scale) / targets
         first = self.first_targets
@@ -288,6 +291,6 @@ class NoiseScale:
         return {"noise_scale.averages": self.averages}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the averages; reset them if the checkpoint has none."""
+        """Restore the averages from a checkpoint. If the checkpoint contains no averages, reset them to 0."""
         saved = state["noise_scale.averages"] if "noise_scale.averages" in state else torch.zeros_like(self.averages)
         self.averages = saved.to(self.averages, copy=True)
