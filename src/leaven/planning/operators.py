@@ -123,7 +123,7 @@ def _together(block: BlockTable) -> list[tuple[Matmul, ...]]:
 
 
 def _product(rows: tuple[Matmul, ...], work: Work, accelerator: Accelerator, code: TrainingCode) -> Operator:
-    """Return one operator for matrix products with the same input, with the times of both passes.
+    """Return one operator for matrix products with the same input, with its forward and backward times.
 
     The backward pass computes the gradients of weights and of inputs. All experts of a rank run in one launch.
     """
